@@ -144,7 +144,7 @@ def test_unmutated_configs_are_valid(tmp_path):
         ("text", "device=cuda:99", "device: cuda:99 is not there: torch sees"),
         ("text", "device=gpu", "unknown device 'gpu': write auto, cpu, cuda"),
         ("text", "engine=nonsense", "engine: "),
-        ("text", "env.at=127.0.0.1:1", "no env server says what env"),
+        ("text", "env.at=127.0.0.1:1", "no env server described the env"),
         (
             "text",
             "env={type: kuhn_poker, num_envs: 4}",

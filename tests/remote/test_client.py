@@ -147,7 +147,7 @@ def test_invalid_env_options_are_refused_at_construction(server):
         (at(server) | {"at": "nowhere.txt"}, "at: nowhere.txt is neither the address"),
         (at(server) | {"at": ["localhost"]}, "'localhost', which is not an address"),
         (at(server) | {"at": {"servers": [server.address], "server_timeut": 3}}, "did you mean server_timeout"),
-        (at(server) | {"at": {"servers": ["localhost:1"], "server_timeout": 0.1}}, "no env server says what env"),
+        (at(server) | {"at": {"servers": ["localhost:1"], "server_timeout": 0.1}}, "no env server described the env"),
     ]:
         with pytest.raises(ValueError, match=message):
             env_factory(env)
@@ -470,9 +470,9 @@ def test_token_and_tls_are_supported(certificate, tmp_path, monkeypatch):
         for wrong in ({}, {"token_file": str(theirs)}):
             with pytest.raises(ValueError, match="refuses the token"):
                 play_games(ca=ca, **wrong)
-        with pytest.raises(ValueError, match="no env server says what env"):
+        with pytest.raises(ValueError, match="no env server described the env"):
             play_games(token_file=str(ours))  # without TLS
-        with pytest.raises(ValueError, match="no env server says what env"):
+        with pytest.raises(ValueError, match="no env server described the env"):
             play_games(tls=True, token_file=str(ours))  # its certificate is not trusted
         credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
         with grpc.secure_channel(server.address, credentials) as channel:

@@ -93,7 +93,7 @@ def test_values_are_limited_in_size(server: EnvServer) -> None:
         step = pb.Request(id=1, session=1, step=pb.Pairs(pairs=[pb.Pair(name="a", value=value)]))
         assert message in fault_of(server.address, open_request(1), step).message
         ask(server.address, close_request(1))
-    with pytest.raises(ValueError, match="are no array"):
+    with pytest.raises(ValueError, match="are not an array"):
         read_value(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))
     assert "are the most" in fault_of(server.address, open_request(1, to="x" * 300_000)).message
 
@@ -154,7 +154,7 @@ def test_sessions_are_limited_and_expire() -> None:
         assert "this client has 2 sessions open" in replies[2].fault.message
         ask(server.address, open_request(1), open_request(2), client="another")
         (reply,) = ask(server.address, open_request(1), client="a third")
-        assert reply.fault.why == pb.Fault.REFUSED and "4 sessions open, as many as it may" in reply.fault.message
+        assert reply.fault.why == pb.Fault.REFUSED and "4 sessions open, the maximum" in reply.fault.message
         wait_for_value(lambda: count_sessions(server.address), 0)
 
         async def game():

@@ -116,7 +116,7 @@ class Board:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Board(3), r"test_serialization.Board cannot be sent.*Board\(size=3\).*Say it in None, bool"),
+        (Board(3), r"test_serialization.Board cannot be sent.*Board\(size=3\).*Use None, bool"),
         (np.array([object()]), "an array of dtype object cannot be sent"),
         (1j, "builtins.complex cannot be sent"),
         ({"a": [lambda: 0]}, "builtins.function cannot be sent"),
@@ -132,7 +132,7 @@ def test_unserializable_values_are_named(value, message):
 def test_recursive_list_is_refused():
     endless = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="one in itself"):
+    with pytest.raises(ValueError, match="one contains itself"):
         encode_value(endless)
     deep = 1
     for _ in range(40):
@@ -142,9 +142,9 @@ def test_recursive_list_is_refused():
 
 def test_invalid_array_bytes_are_refused():
     for dtype, shape, data in [("<f4", [2], b"\x00"), ("|O", [0], b""), ("<f4", [10**12], b"")]:
-        with pytest.raises(ValueError, match="are no array"):
+        with pytest.raises(ValueError, match="are not an array"):
             read_value(pb.Value(array=pb.Array(dtype=dtype, shape=shape, data=data)))
-    with pytest.raises(ValueError, match="of no kind that is known"):
+    with pytest.raises(ValueError, match="of an unknown kind"):
         read_value(pb.Value())
 
 

@@ -23,7 +23,7 @@ TOKEN_VARIABLE = "PALESTRA_ENV_TOKEN"
 DRY_RUN_WAIT_S = 3.0  # seconds that a dry run waits for an env's servers
 METRIC_NAMES = ("env_sessions", "env_lost", "env_replays", "env_replayed_steps")
 
-counters: Counter[str] = Counter()  # events of remote envs in this process, by name in FIGURES
+counters: Counter[str] = Counter()  # events of remote envs in this process, by name in METRIC_NAMES
 
 
 class EnvServersConfig(StrictModel):

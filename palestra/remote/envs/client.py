@@ -73,7 +73,7 @@ class RemoteEnv(Env):
         self._connection: EnvConnection | None = None
         self._session = 0
         self._seed: pb.Value | None = None
-        self._actions: list[pb.Pairs] = []  # all actions, and the digests of all steps from the reset on
+        self._actions: list[pb.Pairs] = []  # all actions since the reset; `_step_digests` are the digests of all steps
         self._step_digests: list[bytes] = []
 
     async def reset(self, seed: int) -> Step:
@@ -184,9 +184,9 @@ class RemoteEnv(Env):
         for number, (step, before) in enumerate(zip(steps, self._step_digests, strict=False)):
             if step_digest(step) != before:
                 raise RuntimeError(
-                    f"env {self._name} is not a function of its seed and the actions: played again after its server "
-                    f"was lost ({why}), joint step {number} is another. `palestra.envs.check_env` finds such faults; "
-                    "servers of one place must also have equal versions and data"
+                    f"env {self._name} is not a function of its seed and the actions: replayed after its server "
+                    f"was lost ({why}), joint step {number} differs. `palestra.envs.check_env` finds such faults; "
+                    "all servers of an env must also have equal versions and data"
                 )
 
     def _noted(self, step: pb.Step) -> Step:
@@ -239,7 +239,7 @@ def _described(place: EnvServersConfig, kind: bytes) -> RemoteEnvSpec:
         description = client_loop().run(policy.run(partial(_first_description, place, asked), SessionLost))
     except SessionLost as lost:
         raise ValueError(
-            f'no env server says what env "{asked.type}" is, for {place.server_timeout:g} s: {lost}. '
+            f'no env server described the env "{asked.type}" within {place.server_timeout:g} s: {lost}. '
             "Start one with `palestra serve-envs`, or correct at:"
         ) from None
     return RemoteEnvSpec(place, asked, description)

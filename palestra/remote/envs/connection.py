@@ -125,9 +125,7 @@ class EnvConnection:
         request is larger than `MAX_REQUEST_BYTES`.
         """
         if request.ByteSize() > MAX_REQUEST_BYTES:
-            raise ValueError(
-                f"a request of {request.ByteSize():,} bytes is more than the {MAX_REQUEST_BYTES:,} that an env is sent"
-            )
+            raise ValueError(f"a request of {request.ByteSize():,} bytes exceeds the limit of {MAX_REQUEST_BYTES:,}")
         loop, number = asyncio.get_running_loop(), next(self._ids)
         future, request.id = loop.create_future(), number
         self._pending_replies[number] = PendingReply(future, loop, time.monotonic() + timeout_s)
@@ -148,7 +146,7 @@ class EnvConnection:
             while (update := await self._stream.read()) is not grpc.aio.EOF:
                 self.load, self.draining, self._own_at_report = update.load, update.draining, len(self.own_sessions)
                 self._hand_over(update.replies)
-            why = "hung up"
+            why = "closed the connection"
         except grpc.aio.AioRpcError as error:
             why = str(connection_error(self.address, error))
         finally:
@@ -234,7 +232,7 @@ async def _hello(address: str, stream: Any) -> pb.Replies:
     except TimeoutError as error:
         raise SessionLost(f"{address}: no answer within {CONNECT_TIMEOUT_S:g} s") from error
     if hello is grpc.aio.EOF:
-        raise SessionLost(f"{address}: hung up")
+        raise SessionLost(f"{address}: closed the connection")
     if hello.hello.protocol != PROTOCOL_VERSION:
         raise AccessRefused(
             f"{address} speaks protocol {hello.hello.protocol}, this client {PROTOCOL_VERSION}: use equal versions"

@@ -13,7 +13,7 @@ from palestra.remote.envs.connection import AccessRefused, EnvConnection, Sessio
 from palestra.web.retry import RetryPolicy
 
 START_WAIT_S = 1.0  # seconds that the first sessions wait for servers that have not answered yet
-IDLE_TIMEOUT_S = 60.0  # seconds without a new session (plus patience) after which reconnecting pauses
+IDLE_TIMEOUT_S = 60.0  # seconds without a new session (plus `server_timeout`) after which reconnecting pauses
 REFRESH_INTERVAL_S = 1.0  # seconds between reads of the server list
 RECONNECT = RetryPolicy(0.05, 2.0)  # waits between attempts to reach all workers of a server
 CONNECTS_PER_WORKER = 8  # consecutive connections per worker without a new worker before giving up
@@ -144,7 +144,7 @@ class ConnectionPool:
         return (
             f"no env server has answered for {self.server_config.server_timeout:g} s ({said}). Servers: {who}. Start "
             "one with "
-            "`palestra serve-envs`, correct at:, or be more patient: at: {servers: [...], server_timeout: 600}"
+            "`palestra serve-envs`, correct at:, or wait longer: at: {servers: [...], server_timeout: 600}"
         )
 
 
@@ -153,7 +153,7 @@ _making = threading.Lock()
 
 
 def get_pool(server_config: EnvServersConfig) -> ConnectionPool:
-    """Returns the pool for `server_config`; there is one per process and place.
+    """Returns the pool for `server_config`; there is one per process and config.
 
     Raises ValueError if the address file is bad.
     """

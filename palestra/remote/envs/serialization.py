@@ -39,7 +39,7 @@ def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:
     else:
         raise ValueError(
             f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to or from an env on another "
-            f"machine: {_short(value)}. Say it in None, bool, int, float, str, bytes, list, tuple, set, dict, numpy "
+            f"machine: {_short(value)}. Use None, bool, int, float, str, bytes, list, tuple, set, dict, numpy "
             "arrays or a palestra.chat.Chat"
         )
 
@@ -62,7 +62,7 @@ def read_value(message: pb.Value) -> Any:
     """Reads the value in a message. Raises ValueError if the message is empty, malformed or over a size limit."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise ValueError("a value on the wire is of no kind that is known here: is the other side newer?")
+        raise ValueError("a value on the wire is of an unknown kind: is the other side newer?")
     found = getattr(message, kind)
     read = READERS.get(kind)
     return read(found) if read else found
@@ -209,7 +209,7 @@ def _chat(into: pb.Value, value: Chat, depth: int) -> None:
 
 def _deeper(depth: int) -> int:
     if depth == MAX_DEPTH:
-        raise ValueError(f"containers stand in each other more than {MAX_DEPTH} deep, or one in itself: flatten them")
+        raise ValueError(f"containers are nested more than {MAX_DEPTH} deep, or one contains itself: flatten them")
     return depth + 1
 
 
@@ -220,7 +220,7 @@ def _array_of(message: pb.Array) -> np.ndarray:
         or not dtype.itemsize
         or len(message.data) != dtype.itemsize * math.prod(shape)
     ):
-        raise ValueError(f"{len(message.data)} bytes on the wire are no array {shape} of {dtype}")
+        raise ValueError(f"{len(message.data)} bytes on the wire are not an array {shape} of {dtype}")
     if not message.data:
         return np.zeros(shape, dtype)
     return np.frombuffer(message.data, dtype).reshape(shape).copy()
@@ -245,7 +245,7 @@ def _set_of(message: pb.Items) -> set[Any]:
 
 def _too_long(size: int) -> ValueError:
     return ValueError(
-        f"an integer of {size:,} bytes cannot be sent: {MAX_INTEGER_BYTES:,} are the most. Send it as text."
+        f"an integer of {size:,} bytes cannot be sent: the limit is {MAX_INTEGER_BYTES:,}. Send it as text."
     )
 
 

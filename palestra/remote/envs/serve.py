@@ -33,7 +33,7 @@ RESTART_DELAY_S = 1.0  # seconds before a dead worker is replaced
 HEARTBEAT_INTERVAL_S = 0.5  # seconds between heartbeats of a worker
 START_TIMEOUT_S = 120.0  # seconds until a worker's first heartbeat is due
 KILL_DELAY_S = 5.0  # seconds after the grace period until a running worker is killed
-PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG
+PR_SET_PDEATHSIG = 1  # option of prctl
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _tls(cert: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
 def _ready(options: EnvServerOptions, port: int) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
     inside = options.token or is_loopback(options.host)
-    open_to = "" if inside else "  (without a token, everybody who reaches this machine may play, and run, its envs)"
+    open_to = "" if inside else "  (without a token, anyone who reaches this machine may play, and run, its envs)"
     is_private = not options.token or options.cert or is_loopback(options.host)
     clear = "" if is_private else "  (without TLS, the token can be read on the way)"
     return f"serving {', '.join(options.envs)} at {host}:{port}{open_to}{clear}"

@@ -112,24 +112,24 @@ class EnvServer:
     # ---- the calls
 
     async def describe(self, kind: pb.Kind, _: Any) -> pb.Description:
-        """RPC Describe: the served envs and, if `kind` names a type, its seats, roles and options."""
+        """RPC Describe: returns the served envs and, if `kind` names a type, its seats, roles and options."""
         description = self.sessions.describe(kind)
         description.workers = self.listen_options.num_workers
         return description
 
     async def ask(self, request: pb.Request, context: Any) -> pb.Reply:
-        """RPC Ask: one request of a named client."""
+        """RPC Ask: answers one request of a named client."""
         return await self._answer(await self._named(context), request)
 
     async def batch(self, asked: pb.Requests, context: Any) -> pb.Replies:
-        """RPC Batch: several requests of a named client, answered in one message when all are done."""
+        """RPC Batch: answers several requests of a named client in one message, when all are done."""
         client = await self._named(context)
         await _check(asked, context)
         replies = await asyncio.gather(*(self._answer(client, request) for request in asked.requests))
         return pb.Replies(replies=replies, load=self.sessions.num_open, draining=self.sessions.is_draining)
 
     async def play(self, _: AsyncIterator[pb.Requests], context: Any) -> None:
-        """RPC Play: a bidirectional stream; replies are sent in the order in which they become ready."""
+        """RPC Play: serves a bidirectional stream; replies are sent in the order in which they become ready."""
         client, talk = ClientSessions(), ReplyStream(context, self.sessions)
         hello = pb.Hello(protocol=PROTOCOL_VERSION, worker=self.worker_id, workers=self.listen_options.num_workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.num_open, draining=self.sessions.is_draining))
@@ -164,7 +164,7 @@ class EnvServer:
         name = str(dict(context.invocation_metadata()).get("client", ""))
         if name not in self.named_clients and len(self.named_clients) >= MAX_NAMED_CLIENTS:
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_NAMED_CLIENTS} clients ask here, as many as may"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_NAMED_CLIENTS} clients are connected, the maximum"
             )
         client = self.named_clients.setdefault(name, ClientSessions())
         client.last_request = time.monotonic()
@@ -218,7 +218,7 @@ class ReplyStream:
             self.ready.append(reply)
 
     async def wait_for_room(self) -> None:
-        """Waits until fewer than PENDING requests are unanswered."""
+        """Waits until fewer than `MAX_PENDING_REQUESTS` requests are unanswered."""
         while len(self.pending) >= MAX_PENDING_REQUESTS:
             await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
 
@@ -272,7 +272,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _check(asked: pb.Requests, context: Any) -> None:
-    """Aborts the call if a message holds more than MOST requests."""
+    """Aborts the call if a message holds more than `MAX_REQUESTS_PER_MESSAGE` requests."""
     if len(asked.requests) > MAX_REQUESTS_PER_MESSAGE:
         why = f"a message of {len(asked.requests):,} requests: {MAX_REQUESTS_PER_MESSAGE:,} are the most"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)

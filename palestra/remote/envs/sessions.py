@@ -120,7 +120,7 @@ class EnvSessions:
     def _begin(self, client: ClientSessions, request: pb.Request, reply: pb.Reply) -> Unfinished:
         what = request.WhichOneof("what")
         if what is None:
-            raise InvalidRequest("the request asks for nothing that is known here: is the client newer?")
+            raise InvalidRequest("the request is of an unknown kind: is the client newer?")
         doing = self._doing[what]
         if what in ("open", "close"):
             return doing(client, request, reply)
@@ -213,11 +213,11 @@ class EnvSessions:
         """Raises TooManySessions if the limit of all sessions or of this client's sessions is reached."""
         if self.num_open >= self.limits.max_sessions:
             raise TooManySessions(
-                f"this server has {self.num_open:,} sessions open, as many as it may (serve-envs --sessions)"
+                f"this server has {self.num_open:,} sessions open, the maximum (serve-envs --sessions)"
             )
         if len(client.sessions) >= self.limits.max_sessions_per_client:
             raise TooManySessions(
-                f"this client has {len(client.sessions):,} sessions open here, as many as one may: close some"
+                f"this client has {len(client.sessions):,} sessions open here, the maximum: close some"
             )
 
     # ---- calls that wait
@@ -233,7 +233,7 @@ class EnvSessions:
 
     @property
     def is_overloaded(self) -> bool:
-        """True if more than CLOGGED threads are held by calls over the time limit; threads cannot be killed."""
+        """True if calls over the time limit hold more than `MAX_OVERLONG_CALLS` threads; threads cannot be killed."""
         since = time.monotonic() - self.limits.call_timeout_s
         return sum(began < since for began in list(self.thread_calls.values())) > MAX_OVERLONG_CALLS
 
@@ -308,7 +308,7 @@ def _seed(message: pb.Value) -> int:
 
 
 def _kind(message: pb.Kind) -> bytes:
-    """Serializes type and options as a cache key. Raises InvalidRequest if they are larger than OPTIONS bytes."""
+    """Serializes type and options as a cache key. Raises InvalidRequest if they are larger than `MAX_OPTIONS_BYTES`."""
     if message.ByteSize() > MAX_OPTIONS_BYTES:
         raise InvalidRequest(f"an env's options of {message.ByteSize():,} bytes: {MAX_OPTIONS_BYTES:,} are the most")
     return message.SerializeToString(deterministic=True)

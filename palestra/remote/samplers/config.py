@@ -48,7 +48,7 @@ class SamplerServersConfig(RemoteSamplerConfig):
                     f'"{url}" is not an address of a server: write it as http://localhost:8001, without /v1'
                 )
         if len(set(urls)) < len(urls):
-            raise ValueError("an address is given twice: each server is named once")
+            raise ValueError("an address is listed twice: list each server once")
         return urls
 
     @field_validator("key_env")
@@ -76,7 +76,7 @@ class SamplerProcessesConfig(RemoteSamplerConfig):
         if self.gpus and len(self.gpus) != self.count:
             raise ValueError(
                 f"count: {self.count} processes and gpus: {self.gpus} do not go together: name one device for each "
-                "(a device may stand twice)"
+                "(a device may be listed twice)"
             )
         return self
 

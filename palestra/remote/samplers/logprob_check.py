@@ -92,7 +92,7 @@ def _gaps(
     requests: Sequence[Request],
     answers: Sequence[Sequence[Completion]],
 ) -> np.ndarray:
-    """Absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
+    """Returns the absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
     pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
     ours = _scored(engine, adapter, pairs, claim.sampling.temperature or 1.0)
     theirs = [answer.logprobs for _, answer in pairs]
@@ -120,7 +120,7 @@ def _disagreement(server: SamplerServer, engine: Engine, claim: SampledPolicy, g
 def _scored(
     engine: Engine, adapter: Adapter | None, pairs: Sequence[tuple[np.ndarray, Completion]], temperature: float
 ) -> list[np.ndarray]:
-    """Log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""
+    """Returns the log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""
     zeros = [np.zeros(len(answer.token_ids), np.float32) for _, answer in pairs]
     samples = [
         Sample(

@@ -132,7 +132,7 @@ def make_guarded_app(state: SamplerState, origins: OriginPolicy) -> AsgiApp:
             or hmac.compare_digest(bearer_token(headers).encode(), state.key.encode())
         ):
             return None
-        return "this sampler wants a key, and this is not the one: send Authorization: Bearer KEY"
+        return "this sampler needs a key, and the key sent is wrong: send Authorization: Bearer KEY"
 
     return AdmissionMiddleware(make_app(state), origins, limits, auth_check=admit, error_body=wire.error_body)
 
@@ -154,12 +154,12 @@ def make_app(state: SamplerState) -> Starlette:
 
 
 async def health(call: Call) -> Response:
-    """GET /health: an empty 200."""
+    """GET /health: answers an empty 200."""
     return Response()
 
 
 async def list_models(call: Call) -> Response:
-    """GET /v1/models: the base, then the adapters with the base as their parent."""
+    """GET /v1/models: lists the base, then the adapters with the base as their parent."""
     state = _sampler_state(call)
     head = {"object": "model", "created": state.started_at, "owned_by": wire.PALESTRA_OWNER}
     cards = [{"id": state.base, **head, "root": state.base, "parent": None}]
@@ -174,7 +174,7 @@ async def load_lora_adapter(call: Call) -> Response:
     if name in state.adapters or name == state.base:
         _refuse(400, f"The lora adapter '{name}' has already been loaded: adapters do not change under their name.")
     if len(state.adapters) >= MAX_ADAPTERS:
-        _refuse(400, f"{MAX_ADAPTERS} adapters are loaded, as many as this sampler holds: unload one")
+        _refuse(400, f"{MAX_ADAPTERS} adapters are loaded, the maximum of this sampler: unload one")
     try:
         adapter = await asyncio.to_thread(load_adapter, Path(asked.lora_path), engine)
     except LOAD_ERRORS as error:
@@ -228,7 +228,8 @@ async def create_completions(call: Call) -> Response:
 
 
 async def _score(state: SamplerState, request: Request) -> list[dict[str, Any] | None]:
-    """JSON of the log-probability of each prompt token, at temperature 1; null for the first, which has none."""
+    """Returns the JSON of the log-probability of each prompt token, at temperature 1; null for the first, which has
+    none."""
     engine, ids = state.sampler.engine, request.prompt_ids
     (score,) = score_prompts(engine, [ScoreRequest(ids, request.adapter)])
     texts = engine.tokenizer.convert_ids_to_tokens(ids[1:].tolist())
@@ -237,7 +238,7 @@ async def _score(state: SamplerState, request: Request) -> list[dict[str, Any] |
 
 
 def _choice(index: int, answer: Completion, asked: wire.CompletionBody, state: SamplerState) -> dict[str, Any]:
-    """JSON of one completion. Its text excludes the stop string."""
+    """Returns the JSON of one completion. Its text excludes the stop string."""
     tokenizer, ids = state.sampler.engine.tokenizer, answer.token_ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=True)
     for stop in asked.stop:
@@ -285,5 +286,5 @@ def _end_with_parent() -> None:
 
 def _where(options: SamplerServerOptions, port: int, key: str | None) -> str:
     inside = key or is_loopback(options.host)
-    warning = "" if inside else f"  (without a key in {options.key_env}, everybody who reaches this machine may use it)"
+    warning = "" if inside else f"  (without a key in {options.key_env}, anyone who reaches this machine may use it)"
     return f"{wire.READY_PREFIX}http://{url_host(options.host)}:{port}{warning}"

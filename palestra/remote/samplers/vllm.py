@@ -1,6 +1,6 @@
 """Client for vLLM-compatible sampler servers: token ids over HTTP, one adapter name per version.
 
-    sampler = VllmSampler([Server("http://localhost:8001")], AdapterStore(None, "tiny"), RequestTimeouts())
+    sampler = VllmSampler([SamplerServer("http://localhost:8001")], AdapterStore(None, "tiny"), RequestTimeouts())
     answers = await sampler.sample(Request(prompt_ids, 8, sampling, snapshot, seed))
 
 The API is vLLM's (wire.py), which `palestra serve-sampler` also implements. A request goes to the server with
@@ -116,7 +116,7 @@ class VllmSampler:
             self.loop_thread.run(self._meet(server))
 
     def use_zero_adapter(self, zero: Snapshot) -> None:
-        """Sends later requests for the bare base with the all-zero adapter `zero_adapter`, except to palestra servers.
+        """Sends later requests for the bare base with the all-zero adapter `zero`, except to palestra servers.
 
         Works around a vLLM bug (seen on 0.32 for CPUs; pull requests 48421 and 49656): in a batch with an adapter's
         rows, rows without an adapter got the adapter of their neighbours.
@@ -204,7 +204,7 @@ class VllmSampler:
             await asyncio.sleep(min(PAUSES.first_wait_s, *(server.paused_until - now for server in self.servers)))
 
     async def _see_to(self, server: SamplerServer) -> None:
-        """After a failure: pauses the server and restarts it if this run manages it."""
+        """Pauses a server after a failure, and restarts it if this run manages it."""
         if server.paused_until > time.monotonic():
             return  # another request is already handling this failure
         server.record_failure()

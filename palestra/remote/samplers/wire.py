@@ -119,7 +119,8 @@ def build_completion_body(request: Request, model: str, *, keep: bool) -> dict[s
 
 
 def num_completions(request: Request) -> int:
-    """Number of completions to request: 1 at temperature 0 (all are equal, and vLLM returns only one), else `n`."""
+    """Returns the number of completions to request: 1 at temperature 0 (all are equal, and vLLM returns only one), else
+    `n`."""
     return request.n if request.sampling.temperature else 1
 
 
