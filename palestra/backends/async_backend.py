@@ -91,7 +91,7 @@ class AsyncBackend:
                     with self._lock:
                         waiting = self._open.pop(done.task.name)
                     _tell(waiting, done)
-        except Exception as error:  # a worker's or the backend's: it is raised to all waiting coroutines
+        except Exception as error:  # an error of a worker or of the backend: raised to all waiting coroutines
             self._fail(error)
         finally:
             if backend is not None:

@@ -93,9 +93,9 @@ class RolloutBackendConfig(BackendConfig):
     """Parts into which a step's episodes are divided; free workers take the next one. 0: two for each worker. Runs with
     equal `slices` are equal."""
     copy_every: int = Field(COPY_EVERY, ge=1)
-    """A copy of a learner's state (weights and optimizer) is taken into this process at each checkpoint, and otherwise
-    every so many of its optimizer steps. Later steps are repeated if its actor is lost: a larger value copies less
-    often but repeats more."""
+    """Optimizer steps of a learner between two copies of its state (weights and optimizer) to this process, beside the
+    copies at checkpoints. Later steps are repeated if its actor is lost: a larger value copies less often but repeats
+    more."""
 
     @model_validator(mode="after")
     def _placed(self) -> Self:

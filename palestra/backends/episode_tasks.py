@@ -76,7 +76,8 @@ class EvalTask(EpisodesTask):
 
 @dataclass(frozen=True)
 class PolicyVersions:
-    """The published learners of one moment: `members` (`name@version`), and the config of each learner, by name."""
+    """The versions of the learners that are published at one time: `members` (`name@version`), and each learner's
+    config, by name."""
 
     members: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -204,7 +205,7 @@ class PendingEpisodes:
     async def _slice(self, numbers: Sequence[int]) -> None:
         waiting = [self._asked[number] for number in numbers]
         try:
-            with continue_trace(self._traces[numbers[0]]):  # of its step: those of several may be requested together
+            with continue_trace(self._traces[numbers[0]]):  # of the first episode's step
                 episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
         except Exception as error:
             for future, _ in waiting:
@@ -243,7 +244,7 @@ def split_into_slices(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def episodes_per_slice(episodes: int, slices: int) -> int:
-    """Episodes per slice, rounded up."""
+    """Returns the number of episodes per slice, rounded up."""
     return math.ceil(episodes / slices)
 
 

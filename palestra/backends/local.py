@@ -165,8 +165,7 @@ class LocalBackend:
             self._stillborn += 1
             if self._stillborn >= MAX_ATTEMPTS:
                 raise ValueError(
-                    f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last so: {why}; what it said "
-                    "itself is "
+                    f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last one: {why}; its output is "
                     'above. A script must start workers below `if __name__ == "__main__":`, which their processes skip'
                 )
         self._pool[self._pool.index(process)] = _Process(*self._job)

@@ -99,11 +99,11 @@ class ProcessHandle(Protocol):
     """Handle of the process that runs a `WeightHost`."""
 
     def start(self) -> None:
-        """Starts a new process with a new shop, replacing the previous one."""
+        """Starts a new process with a new `WeightHost`, replacing the previous one."""
         ...
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Returns or raises what the shop's method returns or raises. Raises ProcessLost if the process died."""
+        """Returns or raises what the host's method `verb` returns or raises. Raises ProcessLost if the process died."""
         ...
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ProcessHandle(Protocol):
 @dataclass
 class RecoveryLog:
     """Recovery log of one learner: the last state copy (None: initial weights), the calls since, and the number of
-    optimizer steps among them. `contents` are the last files of each name that came, by hash."""
+    optimizer steps among them. `contents` are the last files received under each name, with their hashes."""
 
     state: FileBundle | None = None
     calls: list[WeightsCall] = field(default_factory=list)
@@ -126,7 +126,7 @@ class RecoveryLog:
         return {digest for digest, _ in self.contents.values()}
 
     def received(self, sent: SentFiles) -> FileBundle:
-        """Returns files that came, together with those that were not sent because they are here."""
+        """Returns the files that were received, together with those that were not sent because they are here."""
         here = {digest: data for digest, data in self.contents.values()}
         new = {name: here[file.digest] if file.data is None else file.data for name, file in sent.items()}
         for name, file in sent.items():
@@ -145,7 +145,8 @@ class RecoveryLog:
 
 
 class RecoverableTrainer:
-    """One shop and the recovery logs of its learners. Thread-safe: calls run one after the other.
+    """A `WeightHost` in another process and the recovery logs of its learners. Thread-safe: calls run one after the
+    other.
 
     What is written as a checkpoint is a state copy; without one, a copy is taken every `copy_every` optimizer steps,
     and where a stage begins. Raises ValueError if `MAX_ATTEMPTS` processes in a row die at a call.
@@ -156,7 +157,7 @@ class RecoverableTrainer:
         self._lock = threading.Lock()
         self._holder: ProcessHandle | None = None
         self._pasts: dict[str, RecoveryLog] = {}
-        self._whole = False  # whether the shop's state matches the recovery logs
+        self._whole = False  # whether the host's state matches the recovery logs
         self.num_losses = 0
 
     def start(self) -> None:
@@ -174,7 +175,7 @@ class RecoverableTrainer:
                     why, self._whole = lost, False
                     self.num_losses += 1
             raise ValueError(
-                f"{MAX_ATTEMPTS} processes in a row died that train {name}, the last so: {why}. Memory that runs out "
+                f"{MAX_ATTEMPTS} processes in a row that train {name} died, the last one: {why}. Memory that runs out "
                 "ends a process like that: lower micro_batch_tokens, or ask for more in placement.train"
             )
 
@@ -204,7 +205,7 @@ class RecoverableTrainer:
         return self._holder
 
     def _mended(self) -> ProcessHandle:
-        """Returns the handle; rebuilds the shop's state first, if its process was lost."""
+        """Returns the handle; rebuilds the host's state first, if its process was lost."""
         holder = self._started()
         if not self._whole:
             holder.start()
@@ -218,8 +219,8 @@ class RecoverableTrainer:
 
 
 class HostedWeights:
-    """`Weights` of one learner that is trained in a `WeightHost`. They are not sampled from here, but from their
-    published copies."""
+    """`Weights` of one learner that is trained in a `WeightHost`. They cannot be sampled in this process; samplers use
+    their published copies."""
 
     def __init__(self, bench: RecoverableTrainer, name: str) -> None:
         self.trainer, self.name = bench, name

@@ -119,7 +119,7 @@ class SimulatedBackend:
         return sum(map(len, self._running.values()))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""
 
     # ---- events
 

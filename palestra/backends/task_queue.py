@@ -29,7 +29,7 @@ class TaskQueue:
             self.traces[task.name] = trace
 
     def finish(self, task: Task) -> None:
-        """Forgets what is known of a task that is done."""
+        """Drops the records of a finished task."""
         self.deaths.pop(task.name, None)
         self.traces.pop(task.name, None)
 
@@ -41,12 +41,12 @@ class TaskQueue:
         self, task: Task, reason: str, *, node: str = "", is_node_lost: Callable[[str], bool] = lambda node: False
     ) -> None:
         """Puts back a task whose worker died on `node`. Raises ValueError if `MAX_ATTEMPTS` workers have died at it on
-        nodes that still live: a large cluster loses nodes all the time, and no task is to blame for that."""
+        nodes that are still alive: a large cluster loses nodes all the time, which is no fault of the task."""
         deaths = self.deaths.setdefault(task.name, [])
         deaths.append(node)
         if len(deaths) >= MAX_ATTEMPTS and sum(not is_node_lost(each) for each in deaths) >= MAX_ATTEMPTS:
             raise ValueError(
-                f"{MAX_ATTEMPTS} workers died at task {task.name}, the last so: {reason}. Memory that runs out ends a "
+                f"{MAX_ATTEMPTS} workers died at task {task.name}, the last one: {reason}. Memory that runs out ends a "
                 "process like that; fewer workers, or smaller tasks, need less of it"
             )
         self.tasks.appendleft(task)
@@ -95,7 +95,7 @@ def run_timed(
 def run_or_fault(
     worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None, trace: TraceContext | None = None
 ) -> tuple[Result, float] | ErrorText:
-    """Like `run_timed`, but returns an exception as a `ErrorText`, which can always be pickled."""
+    """Like `run_timed`, but returns an exception as an `ErrorText`, which can always be pickled."""
     try:
         return run_timed(worker, task, members, out, trace)
     except Exception as error:

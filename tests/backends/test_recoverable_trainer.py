@@ -178,7 +178,7 @@ def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tm
 
 def test_call_that_kills_every_process_is_given_up(base: Path) -> None:
     holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
-    with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
+    with pytest.raises(ValueError, match="3 processes in a row that train guide died, the last one: out of memory"):
         HostedWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 

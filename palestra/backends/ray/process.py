@@ -31,8 +31,8 @@ class _ProcessActor:
 
 
 class RayProcess:
-    """A process that runs `target(*arguments, stop)` on a node with the resources `options` (Ray's, such as num_cpus),
-    for which it waits. As `StoppableProcess`."""
+    """Like `StoppableProcess`, on a node of the cluster: runs `target(*arguments, stop)` once a node has the resources
+    `options` (Ray's, such as num_cpus) free."""
 
     def __init__(self, target: Callable[..., object], arguments: Iterable[Any], options: Mapping[str, Any]) -> None:
         kind: Any = ray.remote(_ProcessActor)
@@ -43,8 +43,8 @@ class RayProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """The process's exit code as its actor said it last; None while it waits or runs, `LOST` if the actor or its
-        node died."""
+        """The process's exit code as last reported by its actor; None while it waits or runs, `LOST` if the actor or
+        its node died."""
         if self._code is None and ray.wait([self._asked], timeout=0)[0]:
             try:
                 self._code = ray.get(self._asked)

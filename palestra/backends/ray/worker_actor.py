@@ -28,14 +28,14 @@ class Package(NamedTuple):
 
 
 class FilesLost(NamedTuple):
-    """The answer of an actor that found files gone from the object store, whose node was lost: the contents asked
-    for."""
+    """The answer of an actor that could not fetch files because the node that stored them was lost: the hashes of the
+    missing contents."""
 
     contents: tuple[str, ...]
 
 
 class WorkerActor:
-    """One worker and the folders it has fetched, each content once. The driver knows which there are."""
+    """One worker and the folders it has fetched, each content once. The driver keeps track of them."""
 
     def __init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")

@@ -43,14 +43,14 @@ from palestra.tracing import export_wait_s
 
 WORKER_KIND = "Ray worker"
 END_TIMEOUT_S = 1.0  # seconds that actors have to remove their files
-MAX_HELD, MAX_HELD_BYTES = 512, 4 * 2**30  # folders that an actor keeps, those used last
+MAX_HELD, MAX_HELD_BYTES = 512, 4 * 2**30  # most recently used folders that an actor keeps
 MIN_STORED_BYTES = 128 * 1024  # outputs from which Ray keeps a returned object in the store, not in the driver's memory
 
 traffic: Counter[str] = Counter()  # `puts` of folders into the object store, `put_bytes`, `returned_bytes`
 
 
 def _is_node_lost(node: str) -> bool:
-    """True once the cluster has noticed that a node is gone. The errors of its actors do not tell, at first."""
+    """True once the cluster has noticed that a node is gone. At first the errors of its actors do not show it."""
     return not any(each["Alive"] and each["NodeID"] == node for each in ray.nodes())
 
 
@@ -83,8 +83,8 @@ class _RayWorkerHandle:
     unused: list[str] = field(default_factory=list)
 
     def take(self, packages: Sequence[Package]) -> dict[str, ray.ObjectRef]:
-        """Notes that the actor will have `packages`, and drops those used longest ago beyond the limits; returns the
-        files that it lacks, by content."""
+        """Records that the actor will have `packages`, and drops the least recently used ones beyond the limits;
+        returns the files that it lacks, by content."""
         new = {each.content: each.files for each in packages if each.content not in self.held}
         for each in packages:
             self.held[each.content] = each.num_bytes
@@ -97,7 +97,7 @@ class _RayWorkerHandle:
         return new
 
     def drop(self, content: str) -> None:
-        """Notes that nobody needs a content any more."""
+        """Marks a content as no longer needed."""
         if self.held.pop(content, None) is not None:
             self.unused.append(content)
 
@@ -150,7 +150,7 @@ class RayBackend:
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._members = MemberFolders()
         self._contents: dict[str, str] = {}  # by name of the member
-        self._returned: dict[str, Package] = {}  # by name of a member to be: what its task returned
+        self._returned: dict[str, Package] = {}  # by name of a future member: the files that its task returned
         self._stored: dict[str, Package] = {}  # by hash of the content
         self._users: Counter[str] = Counter()  # members of a content
         self._stillborn = 0  # workers in a row that died before they were ready
@@ -219,7 +219,7 @@ class RayBackend:
         self._remove()
 
     def _running(self, group: _Group) -> int:
-        """Returns the number of tasks that the workers of a group have in hand."""
+        """Returns the number of tasks that the workers of a group are running."""
         return sum(hand.task is not None and hand.group is group for hand in self._busy.values())
 
     def _hire(self, group: _Group) -> None:
@@ -246,8 +246,8 @@ class RayBackend:
                 self._busy[answer] = hand
 
     def _fetchable(self, name: str, folder: Path) -> Package:
-        """Returns a member's files in the object store: those that its task returned, or they are put when a task first
-        needs them, unless files of equal content are there."""
+        """Returns a member's files in the object store: the files that its task returned, files of equal content, or
+        else its folder's files, which are put there now."""
         if name not in self._contents:
             package = self._returned.pop(name, None)
             if package is None:
@@ -290,7 +290,7 @@ class RayBackend:
             worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=seconds)
             hand.group.queue.finish(task)
             return self._done(task, result, seconds, files, output)
-        elif answer:  # the reply to `make`; that to `greet` is None
+        elif answer:  # the reply to `make`; the reply to `greet` is None
             hand.where, hand.node = answer
         return None
 
@@ -313,7 +313,7 @@ class RayBackend:
         elif not hand.ready:
             self._stillborn += 1
             if self._stillborn >= MAX_ATTEMPTS:
-                raise ValueError(f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last so: {why}")
+                raise ValueError(f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last one: {why}")
         self._hire(hand.group)
         for idle in self._idle:  # their node may be gone too: check before giving them a task
             self._busy[idle.actor.greet.remote()] = idle
