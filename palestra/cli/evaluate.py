@@ -71,7 +71,9 @@ def evaluate(
     ] = "",
     record: Annotated[
         str,
-        typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
+        typer.Option(
+            help="store the result under this name in the run, beside its evaluations; the dashboard shows it"
+        ),
     ] = "",
 ) -> None:
     """Play held-out instances with the members of a run, or with any other policies.
@@ -114,16 +116,16 @@ def evaluate(
             _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
             return
         if against and not judge:
-            raise ValueError("--against is the other side of a comparison: name who compares with --judge")
+            raise ValueError("--against names the other side of a comparison: name the judge with --judge")
         if judge_tokens and not judge:
-            raise ValueError("--judge-tokens limits the replies of a judge: name who compares with --judge")
+            raise ValueError("--judge-tokens limits the replies of a judge: name the judge with --judge")
         if judge and (cross or swap or record or show or samples > 1):
             raise ValueError(
                 "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --checkpoint, --temperature, "
                 "--seed and --json"
             )
         if cross and (swap or seats):
-            raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
+            raise ValueError("--cross plays members in all assignments: name them with --member, not --seats or --swap")
         if members and not cross:
             raise ValueError(
                 "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"

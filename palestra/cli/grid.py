@@ -41,7 +41,7 @@ def grid(
     """Train every algorithm on every task with every seed, and compare them.
 
     Each cell of the grid is a run in ROOT/NAME. Finished cells are skipped and interrupted ones resumed, so the same
-    command goes on after Ctrl-C or a crash. At the end results.json, results.md and results.svg are written there:
+    command continues after Ctrl-C or a crash. At the end results.json, results.md and results.svg are written there:
     interquartile means, optimality gaps, performance profiles and probabilities of improvement, with intervals over
     seeds.
 
@@ -83,7 +83,7 @@ def _processes(
     backend: GridBackend, address: str | None, options: dict[str, float], workers: int | None
 ) -> Iterator[tuple[Callable[..., CellProcess], int]]:
     """Yields the function that starts a run's process, and the number of runs at a time. Raises ValueError if Ray is
-    asked for and missing, or its options are given without it."""
+    requested but not installed, or its options are given without it."""
     from palestra.backends.config import require_ray
     from palestra.processes import StoppableProcess
 
@@ -119,7 +119,7 @@ def _run(
     if failed := [result.cell.name for result in ended if result.status == "failed"]:
         raise RunFailed(f"{len(failed)} cells failed: {', '.join(failed)}; what they printed is in {folder / LOGS}")
     if len(ended) < len(cells) or any(result.status == "stopped" for result in ended):
-        print_line("stopped; the same command goes on")
+        print_line("stopped; the same command continues")
 
 
 def _describe(result: CellResult, folder: Path, config: GridConfig) -> str:

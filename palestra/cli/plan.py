@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palestra.builders.capacity_plan import CapacityPlan, Fleet
 
 HERE = "here"
-BUSY = 1.2  # slowdown by other programs that is worth a line
+BUSY = 1.2  # slowdown by other programs from which on a line is printed
 
 
 def plan(
@@ -50,8 +50,8 @@ def plan(
 ) -> None:
     """Plan a run: seconds of a step by phase, memory, traffic, staleness, the bottleneck, and how to share devices.
 
-    Nothing is trained. What the config does not say of episodes is taken from a few that its untrained policies play
-    or, if their bases are not here or large, random agents.
+    Nothing is trained. What the config does not say about episodes is measured on a few of them, played by its
+    untrained policies or, if their bases are large or not on this machine, by random agents.
 
         palestra plan configs/demo.yaml
 
@@ -84,13 +84,13 @@ def _machine(name: str, gpus: int, flops: float | None, bandwidth: float | None,
     from palestra.engine.devices import resolve_device
 
     if not gpus and (name != HERE or flops or bandwidth):
-        raise ValueError("--machine, --flops and --bandwidth are of GPUs: say how many each node has, --gpus 1")
+        raise ValueError("--machine, --flops and --bandwidth describe GPUs: add the GPUs of a node, such as --gpus 1")
     if (flops is None) != (bandwidth is None):
         raise ValueError("--flops and --bandwidth describe a GPU together: give both, or a data sheet by --machine")
     memory = None if gib is None else int(gib * 2**30)
     if flops is not None and bandwidth is not None:
         if memory is None:
-            raise ValueError("how much memory has the GPU of --flops and --bandwidth? Add --gpu-gib 80")
+            raise ValueError("--flops and --bandwidth need the memory of that GPU, too: add it, such as --gpu-gib 80")
         return machine_of_rates("a GPU", flops * 1e12, bandwidth * 1e9, memory=memory, note="by the given rates")
     if name != HERE:
         found = published_machine(name)

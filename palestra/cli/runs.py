@@ -26,8 +26,8 @@ def runs(
 ) -> None:
     """List the runs in a folder: status, env, algorithm, newest held-out result and alarms.
 
-    The held-out result is the newest of the evaluation `test`, or of the first one; that of a population is NashConv.
-    Of a folder in an object store, the newest whole state of each run is listed.
+    The held-out result is the newest of the evaluation `test`, or else of the first one; for a population it is
+    NashConv. Of a folder in an object store, the newest whole state of each run is listed.
     """
     if is_store_url(root):
         return print_mirrored(root)

@@ -30,7 +30,7 @@ def init(
     name: Annotated[str | None, typer.Argument(help="the config to copy; without it, all are listed")] = None,
     out: Annotated[Path | None, typer.Option(help="the file to write (default: NAME.yaml)")] = None,
 ) -> None:
-    """Write a config to start from, or list those that there are.
+    """Write a config to start from, or list the available ones.
 
     Examples:
 

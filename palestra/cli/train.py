@@ -1,4 +1,4 @@
-"""`palestra train`: trains the agents of a config, or goes on with a run."""
+"""`palestra train`: trains the agents of a config, or resumes a run."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def train(
 
         palestra train --resume s3://bucket/runs/demo    # on another machine
 
-        palestra train configs/demo.yaml --name demo --auto-resume    # starts it, or goes on with it
+        palestra train configs/demo.yaml --name demo --auto-resume    # starts the run, or resumes it
 
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
-    `palestra config` describes every key of a config: `palestra config text` those of a run, `palestra config grpo`
-    those of an algorithm.
+    `palestra config` describes every key of a config: `palestra config text` for a run, `palestra config grpo` for an
+    algorithm.
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
     """

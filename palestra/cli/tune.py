@@ -25,7 +25,7 @@ def tune(
 ) -> None:
     """Search for settings, such as learning rates, that score best in a development evaluation.
 
-    Optuna chooses; each trial is one run per seed, in ROOT/NAME. The same command goes on after Ctrl-C or a crash.
+    Optuna chooses; each trial is one run per seed, in ROOT/NAME. The same command continues after Ctrl-C or a crash.
     results.md lists the best trials, best.yaml is the config with their settings: train it with other seeds.
 
     Examples:
@@ -80,7 +80,7 @@ def _run(search: Search, workers: int) -> None:
         search.run(workers, on_end, on_trial, interrupted)
     _print_results(search)
     if len(search.trials) < search.config.trials:
-        print_line("stopped; the same command goes on")
+        print_line("stopped; the same command continues")
     elif search.best is None:
         raise RunFailed(f"every trial failed; what the runs printed is in {search.root / LOGS}")
 

@@ -196,8 +196,8 @@ def test_an_unknown_judge_is_refused_before_play(config: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "base"], "name who compares with --judge"),
-        (["--judge-tokens", "9"], "name who compares with --judge"),
+        (["--against", "base"], "name the judge with --judge"),
+        (["--judge-tokens", "9"], "name the judge with --judge"),
         (["--judge", "first", "--cross"], "--judge goes with --judge-tokens, --against"),
     ],
 )

@@ -121,7 +121,7 @@ def test_interrupted_grid_resumes(tmp_path: Path, how: signal.Signals, options: 
     process.send_signal(how)
     printed = process.communicate(timeout=120)[0]
     if how == signal.SIGINT:
-        assert process.returncode == 0 and "the same command goes on" in printed, printed
+        assert process.returncode == 0 and "the same command continues" in printed, printed
     code, printed = grid(file, *(options or ("--workers", "2")))
     assert code == 0, printed
     names = sorted(path.parent.name for path in folder.glob("*/config.yaml"))

@@ -127,7 +127,7 @@ def test_interrupted_search_resumes_with_the_same_trials(tmp_path: Path, how: si
     process.send_signal(how)
     printed = process.communicate(timeout=120)[0]
     if how == signal.SIGINT:
-        assert process.returncode == 0 and "the same command goes on" in printed, printed
+        assert process.returncode == 0 and "the same command continues" in printed, printed
     code, printed = run(tmp_path / "b", "tune", "tune.yaml")
     assert code == 0, printed
     assert trials(tmp_path / "b") == trials(tmp_path / "a")
