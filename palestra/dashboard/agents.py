@@ -37,8 +37,8 @@ def agents_view(run: CatalogRun) -> dict[str, Any]:
 
 
 def mark_best(policy: dict[str, Any], results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the policy with each checkpoint's `result`, that of the leading evaluation after the same step (None if
-    it was not played then), and `best`, true for the newest of those with the highest result."""
+    """Returns the policy with two entries added to each checkpoint: `result`, of the leading evaluation after the same
+    step (None if it was not played then), and `best`, true for the newest checkpoint with the highest result."""
     known = {
         one["step"]: score for one in policy["checkpoints"] if (score := _score(results.get(one["step"]))) is not None
     }

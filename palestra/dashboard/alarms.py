@@ -52,7 +52,7 @@ RULES = {
     "entropy collapse": AlarmRule(
         f"a policy's entropy is at most {LOW_ENTROPY} nats (not below 0, as that of continuous actions may be) and "
         f"{LOW_ENTROPY_SHARE:.0%} of what it was at first, and success is not above {SOLVED_SUCCESS:.0%}",
-        "go on from an earlier checkpoint with a smaller lr, or with entropy_coef or kl_coef above 0, or a higher "
+        "continue from an earlier checkpoint with a smaller lr, or with entropy_coef or kl_coef above 0, or a higher "
         "temperature",
     ),
     "reward hacking by length?": AlarmRule(
@@ -86,8 +86,7 @@ RULES = {
     ),
     "episodes fail": AlarmRule(
         f"at least {MAX_FAILED_SHARE:.0%} of the episodes of the newest {NEWEST_LINES} lines failed",
-        "open System for the errors by frequency, and Episodes (outcome: error) for the traceback of each; mend the "
-        "env",
+        "open System for the errors by frequency, and Episodes (outcome: error) for the traceback of each; fix the env",
     ),
     "cyclic population": AlarmRule(
         "in some group of members each is beaten by another of it, by more than two standard errors",
@@ -146,7 +145,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if nearly all groups of one policy have equal returns while another policy's differ."""
+    """Yields an alarm if nearly all groups of one policy have equal returns while another policy's differ."""
     shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_std_fraction")) is not None}
     success = newest_mean(team, "success")
     if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
@@ -162,8 +161,8 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
 
 
 def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved. That of
-    continuous actions may be negative, which means nothing."""
+    """Yields an alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved.
+    The entropy of continuous actions may be negative, which raises no alarm."""
     success = newest_mean(team, "success")
     for name, own in policies.items():
         before, now = first_mean(own, "entropy"), newest_mean(own, "entropy")
@@ -179,7 +178,7 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
 
 
 def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if answers became much longer and reward rose, but success did not."""
+    """Yields an alarm if answers became much longer and reward rose, but success did not."""
     for name, own in policies.items():
         change = change_while_rewarded(own, "tokens", success_rise(team, evals))
         if change and change.after >= LENGTH_FACTOR * change.before > 0:
@@ -191,8 +190,8 @@ def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
 
 
 def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form made most
-    of the rise."""
+    """Yields an alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form
+    made most of the rise."""
     for name, own in policies.items():
         form = change_while_rewarded(own, FORM_METRIC, success_rise(team, evals))
         if form and form.after - form.before >= FORM_SHARE * form.reward_rise:
@@ -212,7 +211,7 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
 
 
 def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if one policy earns nearly all of the policies' own rewards."""
+    """Yields an alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
     paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
     own = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
@@ -229,8 +228,8 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
 
 
 def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the task is not
-    solved."""
+    """Yields an alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the
+    task is not solved."""
     shares = [now for own in policies.values() if (now := newest_mean(own, "zero_std_fraction")) is not None]
     success = newest_mean(team, "success")
     if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
@@ -242,7 +241,7 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
 
 
 def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if many answers of a policy end at the token limit."""
+    """Yields an alarm if many answers of a policy end at the token limit."""
     for name, own in policies.items():
         share = newest_mean(own, "truncated_fraction")
         if share is not None and share >= MAX_CUT_OFF_SHARE:
@@ -250,21 +249,21 @@ def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Metr
 
 
 def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
-    """Alarm if many of the newest episodes failed."""
+    """Yields an alarm if many of the newest episodes failed."""
     failed, played = newest_mean(team, "failed"), newest_mean(team, "episodes")
     if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
         yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
 
 
 def cyclic_alarms(found: Cyclicity) -> list[Alarm]:
-    """Alarm if the payoffs of a population contain a cycle; [] otherwise."""
+    """Returns an alarm if the payoffs of a population contain a cycle; [] otherwise."""
     if not found.groups:
         return []
     return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning)]
 
 
 def mirror_alarms(status: Mapping[str, Any]) -> list[Alarm]:
-    """Alarm if the mirror fails; `status` is its mirror.json, {} if the run has none."""
+    """Returns an alarm if the mirror fails; `status` is its mirror.json, {} if the run has none."""
     if not status.get("failing_since"):
         return []
     message = f"since {status['failing_since']}; its newest state is that after {status.get('state')}"
@@ -321,7 +320,7 @@ def first_mean(own: Mapping[str, np.ndarray], key: str) -> float | None:
 
 
 def _mean(values: np.ndarray) -> float:
-    """The mean, rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9."""
+    """Returns the mean, rounded: the float mean of values that are all 0.9 may otherwise be just below 0.9."""
     return round(float(np.mean(values)), 9)
 
 
@@ -333,7 +332,8 @@ def reward_rise(own: Mapping[str, np.ndarray]) -> float | None:
 
 
 def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float | None:
-    """Returns the rise in success: of the evaluation that rose most, else of training; None if neither is known."""
+    """Returns the rise in success of the evaluation that rose most, or of training if there is none; None if neither is
+    known."""
     found = [float(own["success"][-1] - own["success"][0]) for own in evals.values() if len(own.get("success", ())) > 1]
     before, now = first_mean(team, "success"), newest_mean(team, "success")
     return max(found) if found else now - before if now is not None and before is not None else None

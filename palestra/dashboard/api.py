@@ -52,8 +52,8 @@ class DashboardApi:
         return json_response(request, {"root": self.library.root.name, "runs": shown, "of": len(lines)})
 
     def _alarm_names(self, line: dict[str, Any], deadline: float) -> list[str] | None:
-        """Returns the names of a listed run's alarms. After `deadline` (of `time.monotonic`) no more logs are read,
-        and the answer is that of an earlier request, or None."""
+        """Returns the names of a listed run's alarms. After `deadline` (of `time.monotonic`) no more logs are read: it
+        then returns the names found by an earlier request, or None."""
         name, changed = line["name"], line["changed"]
         known = self._listed_alarms.get(name)
         if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
@@ -243,7 +243,7 @@ class DashboardApi:
 
 
 def base_models(run: CatalogRun) -> dict[str, str]:
-    """Returns the base model of each policy; "" holds that of a population, whose members share one base."""
+    """Returns the base model of each policy; under "", the base that all members of a population share."""
     tree = run.config
     found = {name: str(own.get("base") or "") for name, own in (tree.get("policies") or {}).items() if own}
     oracle = (tree.get("oracle") or {}).get("policy") or {}

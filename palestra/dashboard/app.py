@@ -1,6 +1,6 @@
 """The dashboard's server: the built page, the API, and server-sent events on changes.
 
-app = dashboard(Path("runs"), token="", hosts=[])
+app = build_dashboard(Path("runs"), token="", hosts=[])
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def serve(
     address = f"http://{url_host(host)}:{door.getsockname()[1]}/"
     if not is_loopback(host) and not token:
         print_line(
-            f"warning: anybody who reaches {host} can read these runs; --token {secrets.token_urlsafe(12)} asks for it"
+            f"warning: anyone who reaches {host} can read these runs; protect them: --token {secrets.token_urlsafe(12)}"
         )
     print_line(f"dashboard: {address}{f'?token={token}' if token else ''}")
     server = build_server(app, drain=5, keep_alive=5)

@@ -34,7 +34,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 TOKEN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<link rel="icon" href="data:,"><title>palestra</title><h1>This page wants its token</h1>
+<link rel="icon" href="data:,"><title>palestra</title><h1>This page needs its token</h1>
 <p>It is in the address that <code>palestra</code> printed.</p>
 <form method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
 <button>Open</button></form></html>"""

@@ -113,7 +113,7 @@ class RunCatalog:
 
 
 def read_config(path: Path) -> Tree:
-    """Returns a config as a tree; {} if it is none or larger than `MAX_TREE_BYTES` bytes."""
+    """Returns a config as a tree; {} if it is not a config or larger than `MAX_TREE_BYTES` bytes."""
     try:
         return load(path) if file_size(path) <= MAX_TREE_BYTES else {}
     except (ValueError, *PARSE_ERRORS):

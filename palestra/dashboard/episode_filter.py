@@ -93,7 +93,7 @@ def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[n
 
 
 def _seated(query: EpisodeFilter) -> str:
-    """Returns the substring of the `seats` JSON that assigns the member to the seat, or to any seat."""
+    """Returns the substring of the `seats` JSON that assigns `query.policy` to `query.seat`, or to any seat."""
     seat = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
     return seat + (f'"{query.policy}' if query.policy else "")
 

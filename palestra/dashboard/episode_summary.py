@@ -9,7 +9,7 @@ each episode:
     turns     joint steps of the longest played trajectory
     success   share of the trajectories that the env calls a success; null if the env does not report success
     team      team rewards along a trajectory, averaged over trajectories
-    return/S  the same of seat S's own rewards; null if the seat does not take part
+    return/S  the same for seat S's own rewards; null if the seat does not take part
     total     team reward plus own rewards of all seats
     invalid   answers on played trajectories that the env rejected
 """

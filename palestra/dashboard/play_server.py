@@ -80,17 +80,17 @@ def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], 
 
 
 async def start_game(sessions: PlaySessions, request: Request) -> Response:
-    """POST /api/games."""
+    """POST /api/games: starts a game."""
     return JSONResponse({"id": sessions.start().id}, 201)
 
 
 async def get_state(sessions: PlaySessions, request: Request) -> Response:
-    """GET /api/games/ID."""
+    """GET /api/games/ID: returns the state that the page shows."""
     return as_json(request, _game(sessions, request).state())
 
 
 async def post_answer(sessions: PlaySessions, request: Request) -> Response:
-    """POST /api/games/ID/answer."""
+    """POST /api/games/ID/answer: answers the person's open turn."""
     game = _game(sessions, request)
     said = validate(MoveRequest, read_json(await request.body()))
     game.answer(said.turn, said.text)
@@ -98,13 +98,13 @@ async def post_answer(sessions: PlaySessions, request: Request) -> Response:
 
 
 async def post_resign(sessions: PlaySessions, request: Request) -> Response:
-    """POST /api/games/ID/give-up."""
+    """POST /api/games/ID/give-up: resigns."""
     _game(sessions, request).resign()
     return JSONResponse({})
 
 
 async def stream_events(sessions: PlaySessions, request: Request) -> Response:
-    """GET /api/games/ID/events."""
+    """GET /api/games/ID/events: streams an event whenever the state changes."""
     return StreamingResponse(change_events(sessions, _game(sessions, request)), media_type="text/event-stream")
 
 

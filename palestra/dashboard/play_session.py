@@ -86,7 +86,7 @@ class PlaySession:
         self._tell()
 
     def resign(self) -> None:
-        """Resigns: ends the game at once if the person is asked, otherwise at their next turn."""
+        """Ends the game by resignation: at once if the person is asked, otherwise at their next turn."""
         self.resigned = True
         if self._asked:
             self._asked[1].set_exception(Resigned())

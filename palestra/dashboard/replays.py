@@ -23,8 +23,8 @@ def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
 
 
 def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
-    """Returns the games of `evaluation` after `step`. Raises NotFound if there are none, ValueError if the file is none
-    of replays or too large."""
+    """Returns the games of `evaluation` after `step`. Raises NotFound if there are none, ValueError if the file holds
+    no replays or is too large."""
     name = replay_file(evaluation, step)
     path = run.file(name)
     if not path.is_file():

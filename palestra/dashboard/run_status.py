@@ -102,8 +102,8 @@ def headline(evals: Mapping[str, Mapping[str, Any]], team: Mapping[str, Any]) ->
 
 
 def metric_alarms(run: CatalogRun) -> list[Alarm]:
-    """Returns the alarms that the metrics of an open, refreshed run raise; those of a population's games are not among
-    them."""
+    """Returns the alarms that the metrics of an open, refreshed run raise, without the alarms of a population's
+    games."""
     if run.file("tasks.jsonl").exists():
         return []
     policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
@@ -112,7 +112,7 @@ def metric_alarms(run: CatalogRun) -> list[Alarm]:
 
 
 def run_alarms(run: CatalogRun) -> list[Alarm]:
-    """Returns the alarms of an open, refreshed run: that of its mirror, then those of its metrics."""
+    """Returns the alarms of an open, refreshed run: its mirror's alarm, then those of its metrics."""
     return mirror_alarms(mirror_status(run.path)) + metric_alarms(run)
 
 

@@ -735,7 +735,7 @@ def test_token_in_the_url_opens_the_page_and_is_removed(look, runs, tmp_path):
     with DashboardProcess(runs, tmp_path, "--token", "sesame") as address:
         home = address.removesuffix("?token=sesame")
         page = look("", address=home)
-        expect(page.get_by_text("This page wants its token")).to_be_visible()
+        expect(page.get_by_text("This page needs its token")).to_be_visible()
         assert all("401" in text for text in look.wrong)
         look.wrong.clear()
         page.get_by_label("Token").fill("sesame")

@@ -73,7 +73,7 @@ def test_server_serves_events_and_exits(runs, start):
 
 def test_non_local_host_warns_and_needs_the_token(runs, start):
     _, _, said = start(runs, "--host", "0.0.0.0")
-    assert "anybody who reaches 0.0.0.0 can read these runs; --token" in said
+    assert "anyone who reaches 0.0.0.0 can read these runs; protect them: --token" in said
     _, address, said = start(runs, "--token", "sesame")
     assert "warning" not in said and address.endswith("/?token=sesame")
     here = address.removesuffix("/?token=sesame")
