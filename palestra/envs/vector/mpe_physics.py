@@ -30,7 +30,7 @@ class World(NamedTuple):
     of a full push (0: cannot move), `max_speed` the maximum speed. Landmarks start within `landmark_range` of the
     centre on both axes; if `has_goal`, each game draws one of them as its `goal`."""
 
-    rng: np.ndarray  # uint64 [B, WORDS]
+    rng: np.ndarray  # uint64 [B, RNG_WORDS]
     pos: np.ndarray  # float64 [B, E, 2]
     vel: np.ndarray  # float64 [B, N, 2]
     goal: np.ndarray  # int64 [B]

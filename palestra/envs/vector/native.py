@@ -17,7 +17,7 @@ class NativeEnv(VectorEnv):
 
     A subclass fills `vector_step` and `internal_state` (all other state of the games, arrays `[B, ...]`) in `__init__`,
     and implements `_begin` and `_advance`, which change them in place. `internal_state["rng"]` holds the random number
-    streams, uint64 [B, WORDS] (see `rng.seed_streams`).
+    streams, uint64 [B, RNG_WORDS] (see `rng.seed_streams`).
     """
 
     vector_step: VectorStep

@@ -48,7 +48,7 @@ class OvercookedArrays(NamedTuple):
     shaped: np.ndarray  # [B, 2] shaped rewards of the last step, unweighted
     steps: np.ndarray  # [B] of this episode
     played: np.ndarray  # [B] of all episodes since the reset
-    obs: np.ndarray  # [B, 2, C, CHANNELS]
+    obs: np.ndarray  # [B, 2, C, NUM_CHANNELS]
     final_obs: np.ndarray
     rewards: np.ndarray
     truncated: np.ndarray

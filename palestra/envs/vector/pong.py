@@ -56,7 +56,7 @@ class PongArrays(NamedTuple):
     scores: np.ndarray  # [B, 2]
     hits: np.ndarray  # [B] hits since the serve
     steps: np.ndarray  # [B]
-    drawn: np.ndarray  # [B, REMEMBERED, 4] left column and top row of the ball, top rows of the paddles; newest last
+    drawn: np.ndarray  # [B, NUM_DRAWN_FRAMES, 4] left column, top row of the ball, top rows of the paddles; newest last
     packed_pixels: np.ndarray  # [B, 2, 84, 84]
     final_packed_pixels: np.ndarray
     state: np.ndarray

@@ -1,8 +1,8 @@
 """NumPy's random numbers inside compiled kernels: the stream of `numpy.random.default_rng(seed)`, one per game.
 
 PCG64 (O'Neill, 2014; 128-bit state, XSL-RR output). A game that draws in the same order as another library's env gets
-the same numbers from the same seed. A row, uint64 [WORDS], holds state and increment (high word, low word each), the
-unused half of the last 64-bit word, and a flag for it.
+the same numbers from the same seed. A row, uint64 [RNG_WORDS], holds state and increment (high word, low word each),
+the unused half of the last 64-bit word, and a flag for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def seed_streams(seeds: np.ndarray) -> np.ndarray:
-    """Returns the streams of `default_rng(seed)` for all `seeds` [B], uint64 [B, WORDS]."""
+    """Returns the streams of `default_rng(seed)` for all `seeds` [B], uint64 [B, RNG_WORDS]."""
     rows = np.zeros((len(seeds), RNG_WORDS), np.uint64)
     for row, seed in zip(rows, seeds, strict=True):
         state = np.random.PCG64(int(seed)).state["state"]

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def parse_literal(text: str) -> Any:
-    """Returns the value of a Python literal; MISSING, which equals no value, if `text` is none."""
+    """Returns the value of a Python literal; `NO_VALUE`, which equals no value, if `text` is none."""
     try:
         with warnings.catch_warnings(action="ignore"):  # e.g. SyntaxWarning for invalid escapes
             value = ast.literal_eval(text)
@@ -68,7 +68,7 @@ def words_equal(wanted: str, got: str) -> bool:
 
 
 def parse_encoding(text: str) -> Any:
-    """Returns the tree of JSON `text`; MISSING if it is not JSON or nested too deep."""
+    """Returns the tree of JSON `text`; `NO_VALUE` if it is not JSON or nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -28,7 +28,7 @@ MAX_STATUS_BYTES = 2**12  # bytes of a status or exception that are read back
 RESULT_SLACK_BYTES, RESULT_LENGTH_FACTOR = (
     2**14,
     12,
-)  # bytes of a result that are read back: SLACK + LONGER * length of the expected result
+)  # bytes of a result that are read back: slack + factor * length of the expected result
 MAX_CALL_RESULT_BYTES, MAX_ALL_RESULTS_BYTES = (
     2**18,
     2**23,

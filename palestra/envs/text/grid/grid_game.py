@@ -176,7 +176,8 @@ class GridGame(Env):
         return states, illegal
 
     def _gain(self, before: Any, after: Any) -> float:
-        """Returns the dense reward: the decrease of the potential as a share of the initial one, and SOLVED."""
+        """Returns the dense reward: the decrease of the potential as a share of the initial one, plus `SOLVED_REWARD`
+        once solved."""
         closed = (self.potential(before) - self.potential(after)) / self.initial_potential
         return closed + SOLVED_REWARD * self.is_solved(after)
 

@@ -7,8 +7,7 @@ math-verify receives only the text that `join_tokens` builds from our own tokens
 An answer is **final** if it leaves nothing to be computed that the right answer has computed:
 
 - an operator of `OPERATOR_FAMILIES` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) is allowed only if
-one of the
-  same family occurs in the right answer;
+  one of the same family occurs in the right answer;
 - it is not copied from the question, and holds no root of a number from there, unless the right answer does so too.
 
 `grader_process.is_fully_evaluated` adds that no sum, power or root of plain numbers with a rational value may remain.

@@ -33,7 +33,7 @@ SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # thr
 
 
 class GraderResult(NamedTuple):
-    """Outcome of grading (see `grader_process`), and the score, which is valid only if `ended` is "scored"."""
+    """Outcome of grading (see `grader_process`), and the score, which is valid only if `outcome` is "scored"."""
 
     outcome: GraderOutcome
     score: float = 0.0

@@ -122,7 +122,7 @@ class Tools(Env):
         self.scratch = ToolState(self.task.library or self.world.library, dict(self.task.files))
         self.messages: tuple[Json, ...] = ()  # conversation of the seat to act
         self.found_needs: frozenset[int] = frozenset()  # indices into `requirements`
-        self._good: frozenset[Seat] = frozenset()  # seats already paid VALID
+        self._good: frozenset[Seat] = frozenset()  # seats already paid VALID_CALLS_REWARD
         self._made, self._turn, self._over = 0, 0, False
         self._begin(self.seats[0], None)
         return self._step({}, {})
@@ -188,7 +188,7 @@ class Tools(Env):
         return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}
 
     def _shown(self, seat: Seat, results: Sequence[ToolResult]) -> float:
-        """Records which of the seat's needs the results meet; returns their share of FOUND."""
+        """Records which of the seat's needs the results meet; returns their share of `FOUND_REWARD`."""
         texts = [result.text for result in results if result.is_valid and not result.failure]
         own = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
         new = {i for i in own if i not in self.found_needs and any(map(self.needs[i].is_met_by, texts))}
