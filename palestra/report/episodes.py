@@ -44,7 +44,7 @@ def episode_html(episode: Episode, label: str = "") -> str:
         new = [node for node in line if node.id not in shown]
         shown |= {node.id for node in new}
         inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
-        parts.append(details(f"another line of play, from step {new[0].depth} on", inside) if new else "")
+        parts.append(details(f"another trajectory, from step {new[0].depth} on", inside) if new else "")
     failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
     return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
 
@@ -53,14 +53,14 @@ def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
     seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
     known = any("success" in line[-1].info for line in lines if line)
     won = f"{'success' if episode.success == 1 else f'{episode.success:.0%} success'}, " if known else ""
-    more = f", {len(lines)} lines of play" if len(lines) > 1 else ""
+    more = f", {len(lines)} trajectories" if len(lines) > 1 else ""
     facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
     title = f"{escape_text(label)}: " if label else ""
     return f"<h3>{title}{escape_text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
 
 
 def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
-    """A joint step: the answers of its seats, rewards, and the siblings that were tried."""
+    """Returns the HTML of a joint step: the answers of its seats, rewards, and the siblings that were tried."""
     parts = [_seat(node, seat, seen) for seat in node.answers]
     if node.team_reward:
         parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
@@ -103,7 +103,7 @@ def _notes(node: Node, seat: Seat) -> Iterator[str]:
 
 
 def _tried(node: Node) -> str:
-    """A sibling as one list item."""
+    """Returns the HTML of a sibling, as one list item."""
     said = "; ".join(
         f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()

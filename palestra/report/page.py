@@ -29,7 +29,7 @@ CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
     """Writes the report on the run at `run` (default: report.html in it) and returns its path.
 
-    Raises ValueError if `run` is not a run, or no episodes were recorded at `step`, a number of metrics.jsonl.
+    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (numbered as in metrics.jsonl).
     """
     out = out or run / "report.html"
     page = report_html(run, episodes=episodes, step=step)
@@ -57,7 +57,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         sample_section(run, episodes, step, int(tree.get("seed") or 0)),
         section("Where the time went", time_table(logs)),
         section("Metrics of each policy", _unfolded("at the start and at the end", policy_table(logs))),
-        section("How to have it again", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
+        section("How to reproduce it", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
     ]
     body = "\n".join(part for part in parts if part)
     head = (
@@ -69,7 +69,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
 
 
 def _unfolded(summary: str, inside: str) -> str:
-    """A section that is collapsed on screen and expanded in print."""
+    """Returns a section that is collapsed on screen and expanded in print."""
     return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
 
 
@@ -137,7 +137,7 @@ def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
 
 
 def _config(run: Path) -> str:
-    """The resolved config without empty values."""
+    """Returns the HTML of the resolved config without empty values."""
     tree = load(run / "config.yaml")
     short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
     return preformatted(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

@@ -18,7 +18,7 @@ from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
 
 FILE_TYPES = (".svg", ".pdf", ".png")
-# Keys that do not make another experiment.
+# Keys in which runs of one experiment may differ.
 IGNORED_KEYS = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
 Tree = dict[str, Any]
 
@@ -101,7 +101,7 @@ def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
         if any(line.get(metric) is not None for line in lines):
             return metric
     raise ValueError(
-        f"{logs.path} has none of success, return and nash_conv of {figure.eval_name or figure.policy}: say --metric"
+        f"{logs.path} has none of success, return and nash_conv of {figure.eval_name or figure.policy}: pass --metric"
     )
 
 
@@ -161,7 +161,7 @@ def _series(run: RunLogs, figure: FigureSpec, metric: str) -> Series:
     found = run.series(lines, metric)
     if not len(found.x):
         keys = ", ".join(key for key, value in flatten_tree(lines[-1]).items() if isinstance(value, int | float))
-        raise ValueError(f"{run.path} has no figure {metric} of {figure.eval_name or figure.policy}; it has: {keys}")
+        raise ValueError(f"{run.path} has no metric {metric} of {figure.eval_name or figure.policy}; it has: {keys}")
     return found
 
 
@@ -195,7 +195,7 @@ def _y_title(metric: str, figure: FigureSpec, config: Tree) -> str:
 
 
 def _paper(width: float) -> dict[str, Any]:
-    """Matplotlib settings of a paper: black ink on white, 8 point type as in captions."""
+    """Returns the matplotlib settings for a paper: black ink on white, 8 point type as in captions."""
     black = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), "black")
     return black | {
         "font.size": 8 if width < 5 else 9,

@@ -141,7 +141,8 @@ def _played(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
 
 
 def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[str], list[float]]]:
-    """Returns at most SAMPLED games of each pair, with wins and draws in proportion, in a fixed random order."""
+    """Returns at most `MAX_OPENSKILL_GAMES` games of each pair, with wins and draws in proportion, in a fixed random
+    order."""
     games: list[tuple[list[str], list[float]]] = []
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)
@@ -185,14 +186,16 @@ def standings_csv(record: PopulationRecord) -> str:
 
 
 def crossplay_table(record: PopulationRecord) -> Table:
-    """Returns mean returns of the first seat's members (rows) against the second's, for the screen: the newest SHOWN
-    columns.
+    """Returns mean returns of the first seat's members (rows) against the second's, for the screen: the newest
+    `MAX_COLUMNS` columns.
 
     Raises ValueError if the game does not have two seats.
     """
     seats, members = record.payoffs.seats, record.payoffs.members
     if len(seats) != 2:
-        raise ValueError(f"a table of rows and columns needs a game of two; this one seats {len(seats)}: take --csv")
+        raise ValueError(
+            f"a table of rows and columns needs a game with two seats; this one has {len(seats)}: use --csv"
+        )
     rows, columns = members[seats[0]], members[seats[1]]
     first = max(0, len(columns) - MAX_COLUMNS)
     table = Table(title=_caption(record, rows, columns, first), title_justify="left")

@@ -60,7 +60,7 @@ def _panels(record: PopulationRecord) -> Iterator[Panel]:
 
 def nash_conv_charts(record: PopulationRecord) -> Iterator[Chart]:
     """Yields NashConv over each count that grew: games, env steps, seconds. The scale is logarithmic if NashConv fell
-    to less than a tenth, and not to zero, which 1e-16 is."""
+    to less than a tenth, but not to zero (1e-16 counts as zero)."""
     points = nash_conv_points(record)
     for key, title in (("games", "games played for payoffs"), ("env_steps", "env steps"), ("seconds", "seconds")):
         series = series_of(points, "nash_conv", key)
@@ -147,7 +147,7 @@ def _train_tasks(record: PopulationRecord) -> list[TrainTask]:
 
 
 def _graph(record: PopulationRecord) -> Panel:
-    """Graph with an arrow from each member to the best response to it."""
+    """Returns a panel with an arrow from each member to the best response to it."""
     names, answers = best_responses(record)
     angle = 2 * np.pi * np.arange(len(names)) / max(len(names), 1)
     at = np.stack([np.sin(angle), np.cos(angle)], 1)

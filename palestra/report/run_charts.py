@@ -47,7 +47,7 @@ def metric_charts(logs: RunLogs) -> str:
 
 
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
-    """Yields the charts for which the run has values, the most telling first."""
+    """Yields the charts for which the run has values, the most informative first."""
     charts = [_success(logs), _returns(logs), _rewards(logs)]
     titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
     charts += [_of_policies(logs, key, title) for key, title in titles]
@@ -68,7 +68,7 @@ def _success(logs: RunLogs) -> Chart:
 
 
 def _returns(logs: RunLogs) -> Chart:
-    """The team's return; for evaluations without one, the return of each seat."""
+    """Returns the chart of the team's return; for evaluations without one, of each seat's return."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
         if any("return" in line for line in lines):
@@ -99,7 +99,7 @@ def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> 
 
 
 def _rewards(logs: RunLogs) -> Chart:
-    """Each policy's reward per answer, team and own parts together."""
+    """Returns the chart of each policy's reward per answer, team and own parts together."""
     curves = []
     for name, lines in logs.policies.items():
         paid = [line for line in lines if "team_reward" in line and "local_reward" in line]
@@ -120,5 +120,5 @@ def _speed(logs: RunLogs) -> Chart:
 
 
 def _smoothed(name: str, raw: Series) -> list[ChartCurve]:
-    """The moving mean of a series, and behind it the series itself."""
+    """Returns the moving mean of a series, and behind it the series itself."""
     return [ChartCurve("", raw, is_faint=True), ChartCurve(name, Series(raw.x, smooth(raw.y)))]

@@ -21,8 +21,8 @@ SUMMARY_ROWS = [
 
 def summary_table(path: str | Path) -> Table:
     """Returns a table of what a run learned: evaluations before and after, and each policy's metrics at both ends of
-    the run, with a row that names the log lines these are means of. A lone evaluation stands on the side of training
-    on which it was played."""
+    the run, with a row that names the log lines that are averaged. A single evaluation is in the column of the time at
+    which it was played."""
     logs = RunLogs(Path(path))
     table = Table(title="what was learned", title_justify="left")
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
@@ -59,8 +59,8 @@ def summary_table(path: str | Path) -> Table:
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
-    """Returns the texts of an evaluation before and after training: of its first and last line, "-" for the missing
-    one of a lone line (step -1 is before training)."""
+    """Returns the texts of an evaluation before and after training: of its first and last line. If there is only one
+    line, the other text is "-" (step -1 is before training)."""
     if len(lines) > 1:
         return text(lines[0]), text(lines[-1])
     return (text(lines[0]), "-") if lines[0]["step"] < 0 else ("-", text(lines[0]))

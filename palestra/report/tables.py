@@ -51,7 +51,7 @@ def _own(seat: str, line: Line) -> str:
 
 
 def policy_table(logs: RunLogs) -> str:
-    """Returns a table of each policy's metrics at both ends of the run, as HTML, and of which log lines these are."""
+    """Returns a table of each policy's metrics at both ends of the run, as HTML, and which log lines are averaged."""
     rows, windows = [], {}
     for name, lines in logs.policies.items():
         first, last, windows[name] = end_windows(lines)

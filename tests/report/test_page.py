@@ -151,8 +151,8 @@ def test_all_trajectories_of_a_tree_are_shown():
     nodes = [Node(0, None, 0, {"a": "?"}, {"a": Answer("first", "a@0")})]
     nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, done=True) for i in (1, 2)]
     html = episode_html(Episode("e", 0, {"a": "a@0"}, nodes))
-    assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 lines of play" in html
-    assert "step 0 · a@0" in html and "step 1 · a@0" in html and "another line of play, from step 1 on" in html
+    assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 trajectories" in html
+    assert "step 0 · a@0" in html and "step 1 · a@0" in html and "another trajectory, from step 1 on" in html
 
 
 def test_step_numbers_equal_the_log(run):

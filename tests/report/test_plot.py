@@ -70,7 +70,7 @@ def test_plot_command_is_deterministic(runs, tmp_path):
 
 def test_invalid_arguments_are_refused_with_the_reason(runs, tmp_path):
     out = ("--out", tmp_path / "a.svg")
-    assert "has no figure loss of team; it has: step, success" in refused("plot", runs[0], "--metric", "loss", *out)
+    assert "has no metric loss of team; it has: step, success" in refused("plot", runs[0], "--metric", "loss", *out)
     assert 'has no "dev"; it has: test' in refused("plot", runs[0], "--eval", "dev", *out)
     assert "none of success" in refused("plot", runs[0], "--policy", "planner", *out)
     assert "none of the endings" in refused("plot", runs[0], "--out", tmp_path / "a.jpg")
