@@ -1,4 +1,4 @@
-"""Brings the copy of a run from a store into a local folder."""
+"""Downloads the copy of a run from a store into a local folder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_ATTEMPTS = 5  # while the run's process writes newer states and deletes thos
 
 
 class Fetched(NamedTuple):
-    """A run that was brought down to `path`, or was there already (`is_new` False); messages on newer states that
-    could not be read."""
+    """A run at `path`, downloaded now or there already (`is_new` False), and messages about newer states that could not
+    be read."""
 
     path: Path
     manifest: Manifest
@@ -35,7 +35,7 @@ class MirroredRun(NamedTuple):
 
 
 def fetch_run(url: str, root: Path, generation: int | None = None) -> Fetched:
-    """Brings the newest whole state of the run at `url`, or that of a generation, into the folder `root`.
+    """Downloads the newest whole state of the run at `url`, or the state `generation`, into the folder `root`.
 
     A run that is there already is left as it is. Raises StoreError if the store fails; ValueError if there is no copy,
     or `root` has an older one or another run of the name; DamagedFile if an object is damaged, with the newest
@@ -53,7 +53,7 @@ def fetch_run(url: str, root: Path, generation: int | None = None) -> Fetched:
             atomic_folder(path, lambda folder, manifest=manifest: download(store, manifest, folder))  # type: ignore[misc]
         except MissingObject as error:
             if manifest.generation not in store.generations():
-                continue  # a running process has deleted it since, and has written newer ones
+                continue  # a running process has deleted it meanwhile, and has written newer ones
             raise DamagedFile(f"{error}. {_whole_hint(store, manifest)}") from error
         return Fetched(path, manifest, True, passed_over)
     raise DamagedFile(f"{store.url} changes faster than it can be read: stop the process that writes it, or try again")

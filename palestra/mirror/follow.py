@@ -58,7 +58,7 @@ class Mirror:
 
     def sync(self, *, always: bool = True) -> bool:
         """Sends the newest state; unless `always`, only if there is a new one. Returns True if something was sent. An
-        exception is noted in mirror.json."""
+        exception is recorded in mirror.json."""
         seen = run_progress(self.run)
         if seen == self._seen and not always:
             return False
@@ -101,7 +101,7 @@ class Mirror:
             "failing_since": self.failing_since,
             "error": error,
         }
-        with suppress(OSError):  # a full disk ends the run elsewhere, with its own message
+        with suppress(OSError):  # the run itself reports a full disk
             atomic_write(self.run / STATUS_FILE, (json.dumps(status, indent=2) + "\n").encode())
 
 
@@ -148,11 +148,11 @@ class MirrorThread(threading.Thread):
                 self.warn(f"alarm: {error}")
                 self.taken = error
                 return
-            except Exception as error:  # the store's own, or a file that is damaged: training is not to end by it
+            except Exception as error:  # of the store, or of a damaged file: it must not end training
                 failures += 1
                 wait_s = RETRY.wait_s(failures)
                 if failures == 1:
-                    self.warn(f"alarm: the mirror {self.mirror.url} is behind, training goes on without it: {error}")
+                    self.warn(f"alarm: the mirror {self.mirror.url} is behind, training continues without it: {error}")
                 continue
             if failures:
                 self.warn(f"the mirror {self.mirror.url} has caught up")
@@ -160,7 +160,7 @@ class MirrorThread(threading.Thread):
 
 
 class mirror_run:
-    """Context manager that mirrors the run at `run` as `config` says; None: not at all.
+    """Context manager that mirrors the run at `run` as described by `config` (None: not at all).
 
     On entry raises StoreError if the store cannot be used, and MirrorTaken if it holds another run of this name. On
     exit sends the last state: raises MirrorFailed if that fails, but only warns if the run has failed itself.
@@ -178,7 +178,7 @@ class mirror_run:
         except BaseException as error:
             self.mirror.close()
             error.add_note(
-                f"nothing was trained; once that is mended: palestra train --resume {shlex.quote(str(self.run))}"
+                f"nothing was trained; once that is fixed: palestra train --resume {shlex.quote(str(self.run))}"
             )
             raise
         self.thread = MirrorThread(self.mirror, self.warn)
@@ -205,7 +205,7 @@ class mirror_run:
 
 def send_state(run: Path, config: MirrorConfig, *, follow: bool = False, warn: Warn = print) -> str:
     """Sends the newest state of the run at `run` to its copy, which it begins if there is none; with `follow`, also new
-    ones until Ctrl-C. Returns the state that the copy has, in words.
+    ones until Ctrl-C. Returns the state of the copy as text, such as "20 steps".
 
     Raises StoreError, MirrorTaken, or ValueError if `run` is not a run or another process mirrors it.
     """

@@ -27,8 +27,9 @@ class Manifest:
     """A whole state of a run.
 
     `generation` counts the manifests of a run's copy from 1; `writer` names the process that wrote this one. `run` is
-    the time of creation in the run's meta.json, which tells runs of one name apart. `progress` counts the `unit` done:
-    training steps up to the newest checkpoint, or tasks of a population. `time` is that of writing, in ISO 8601.
+    the time of creation in the run's meta.json, which distinguishes runs of one name. `progress` counts the `unit`
+    done: training steps up to the newest checkpoint, or tasks of a population. `time` is the time of writing, in ISO
+    8601.
     """
 
     generation: int
@@ -80,7 +81,7 @@ class Manifest:
 def _entry(name: str, num_bytes: Any, blocks: Any) -> FileEntry:
     path_inside("/", name)
     if any(part.startswith(".") for part in name.split("/")):
-        raise DamagedFile(f"{name} is no file of a run")
+        raise DamagedFile(f"{name} is not a file of a run")
     if not isinstance(num_bytes, int) or not all(SHA256_PATTERN.fullmatch(str(block)) for block in blocks):
         raise DamagedFile(f"{name} has no valid size and blocks")
     return FileEntry(num_bytes, tuple(blocks))

@@ -20,7 +20,7 @@ from palestra.runs import Checkpoint, list_checkpoints
 from palestra.runs.checkpoints import CHECKPOINTS_FILE, CHECKPOINTS_FOLDER, TRUNCATED_LOGS, is_after
 from palestra.runs.settings import META_FILE, read_meta
 
-STATUS_FILE = "mirror.json"  # in the run's folder: what the mirror has, and why it fails; not mirrored itself
+STATUS_FILE = "mirror.json"  # in the run's folder: the state of the mirror, and why it fails; not mirrored itself
 STAGING_FOLDER = ".mirror-links"  # in the run: links to checkpoints being sent; no .tmp-*, which a resume removes
 TIMINGS_FILE = "timings.jsonl"
 
@@ -30,8 +30,8 @@ class Changed(Exception):
 
 
 class SourceFile(NamedTuple):
-    """The first `num_bytes` bytes of the file at `path`, to be stored as `name`. `sha256` is that of these bytes; "" if
-    it is not known."""
+    """The first `num_bytes` bytes of the file at `path`, to be stored as `name`. `sha256` is the SHA-256 of these
+    bytes; "" if it is not known."""
 
     name: str
     path: Path
@@ -171,8 +171,8 @@ def _linked(staging: Path, source: SourceFile) -> SourceFile:
 
 
 def has_state_of(run: Path, manifest: Manifest) -> bool:
-    """True if the run at `run` is that of the manifest and has come as far. Raises ValueError if it is another run, or
-    has not."""
+    """True if the run at `run` is the run of the manifest and has progressed at least as far. Raises ValueError if it
+    is another run, or an earlier state."""
     try:
         own = take_snapshot(run)
     except (ValueError, Changed) as error:

@@ -24,7 +24,7 @@ EXTRAS = {"s3": "palestra[s3]", "s3a": "palestra[s3]", "gs": "gcsfs", "gcs": "gc
 
 
 class StoreError(ConnectionError):
-    """Raised if a store cannot be reached, or refuses what is asked."""
+    """Raised if a store cannot be reached, or refuses a request."""
 
 
 class MissingObject(DamagedFile):
@@ -105,7 +105,7 @@ class RunStore:
         return set(self._list("objects"))
 
     def children(self) -> list[str]:
-        """Returns the names directly below `url`: those of the runs, if it is a folder of runs."""
+        """Returns the names directly below `url`: the names of runs, if it is a folder of runs."""
         return sorted(self._list(""))
 
     def read_manifest(self, generation: int) -> Manifest:

@@ -78,8 +78,8 @@ class Uploader:
         return False
 
     def _continues(self, own: Snapshot, newest: Manifest) -> bool:
-        """True if this folder goes on from the newest state in the store, False if that is damaged and the folder goes
-        back to an earlier one. Raises MirrorTaken otherwise."""
+        """True if this folder continues the newest state in the store, False if that state is damaged and the folder
+        continues an earlier one. Raises MirrorTaken otherwise."""
         if newest.run != own.run:
             raise MirrorTaken(
                 f"{self.store.url} is the copy of another run, created {newest.run}: give this run another --name, or "
@@ -102,10 +102,10 @@ class Uploader:
         newest, _ = newest_manifest(self.store)
         if newest is None or newest.writer != self.writer:
             raise MirrorTaken(
-                f"{newest.writer if newest else 'something'} has taken over {self.store.url}, to go on with this run "
+                f"{newest.writer if newest else 'something'} has taken over {self.store.url}, to continue this run "
                 "(or to remove it): what this process trains is no longer mirrored. Stop one of the two"
             )
-        self.manifest = newest  # the answer to its writing may have been lost
+        self.manifest = newest  # the reply to its upload may have been lost
 
     def _earlier(self, newest: Manifest) -> list[Manifest]:
         found = []
@@ -173,7 +173,8 @@ class Uploader:
         self._kept.insert(0, made)
 
     def _collect_garbage(self, objects: set[str]) -> None:
-        """Deletes the manifests beyond the newest `NUM_KEPT` states, and those of `objects` that no other names."""
+        """Deletes the manifests beyond the newest `NUM_KEPT` states, and the `objects` that no remaining manifest
+        names."""
         states: list[dict[str, FileEntry]] = []
         kept = []
         for manifest in self._kept:

@@ -289,7 +289,7 @@ def test_training_continues_while_the_store_is_down(tmp_path, store, fast_retrie
         train(run, 1)
         wait_until(lambda: mirror_status(run.path)["failing_since"])
         (line,) = said
-        assert line.startswith(f"alarm: the mirror {URL}/demo is behind, training goes on without it:")
+        assert line.startswith(f"alarm: the mirror {URL}/demo is behind, training continues without it:")
         assert "the store is down" in line
         print_alarms(run.path)
         assert "alarm: mirror is behind: since" in capsys.readouterr().out

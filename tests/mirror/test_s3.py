@@ -191,7 +191,7 @@ def test_copy_catches_up_after_the_store_was_down(proxy, tmp_path):
     wait_until(lambda: len(read_lines(run / "metrics.jsonl")) > steps + 4, process)  # training continues
     proxy.is_down = False
     said = finish(process)
-    assert f"alarm: the mirror {STORE}/run is behind, training goes on without it:" in said
+    assert f"alarm: the mirror {STORE}/run is behind, training continues without it:" in said
     assert "alarm: mirror is behind" not in said and '"failing_since": null' in (run / "mirror.json").read_text()
     finish(start(tmp_path / "b", "fetch", f"{STORE}/run"))
     assert_same(tmp_path / "b" / "runs" / "run", run)
