@@ -64,7 +64,7 @@ class Checkpoint:
 
     @contextmanager
     def explain_load_errors(self) -> Iterator[None]:
-        """Context that turns errors of loading the wrong kind of files into Damaged, which names the checkpoint."""
+        """Context that turns errors of loading the wrong kind of files into DamagedFile, which names the checkpoint."""
         try:
             yield
         except (KeyError, RuntimeError, OSError, SafetensorError) as error:
@@ -149,7 +149,7 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _without_line(path: Path, found: Sequence[Checkpoint]) -> list[Path]:
-    """Checkpoint folders that have no line in checkpoints.jsonl."""
+    """Returns the checkpoint folders that have no line in checkpoints.jsonl."""
     known = {checkpoint.path.name for checkpoint in found}
     return [folder for folder in sorted((path / CHECKPOINTS_FOLDER).glob("step-*")) if folder.name not in known]
 
@@ -206,7 +206,7 @@ def _complete(checkpoint: Checkpoint) -> bool:
 
 
 def _start_checksum(path: Path, length: int) -> str:
-    """SHA-256 of the first `length` bytes of a file, or of no bytes if it does not exist."""
+    """Returns the SHA-256 of the first `length` bytes of a file, or of no bytes if it does not exist."""
     if not path.exists():
         return hashlib.sha256().hexdigest()
     with open(path, "rb") as file:

@@ -1,7 +1,7 @@
-"""The headline number of a run, its held-out evaluation, and what the numbers of training are called beside it.
+"""The headline result of a run, its leading held-out evaluation, and the labels of training metrics beside it.
 
-In training, an episode with several answers per turn may go on from the best of them: its success rate is then that of
-a search, and not of the policies. Networks sample actions in training, and may be evaluated greedily.
+In training, an episode with several answers per turn may continue from the best of them: its success rate then measures
+a search, not the policies alone. Networks sample actions in training, and may be evaluated greedily.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose amon
 
 def training_success_label(config: Tree) -> str:
     """Returns the name of the success rate that a run with this resolved config logs in training: "search success (best
-    of 8)" if its episodes go on from the best of 8 answers, else "training success". The branching of a user's own
+    of 8)" if its episodes continue from the best of 8 answers, else "training success". The branching of a user's own
     algorithm is not in its config: its label notes that the rate may be of a search."""
     if size := _search_size(config):
         return f"search success (best of {size})"
@@ -26,15 +26,15 @@ def training_success_label(config: Tree) -> str:
 
 
 def training_return_label(config: Tree) -> str:
-    """Returns the name of the return that a run with this resolved config logs in training, likewise; that of networks
-    is "training return (sampled actions)"."""
+    """Returns the name of the return that a run with this resolved config logs in training, likewise; for networks,
+    "training return (sampled actions)"."""
     if size := _search_size(config):
         return f"search return (best of {size})"
     return "training return (sampled actions)" if _is_of_networks(config) else "training return"
 
 
 def _search_size(config: Tree) -> int:
-    """Number of answers that an episode goes on from the best of; 0 if it does not."""
+    """Returns the number of answers from the best of which an episode continues; 0 if it does not choose."""
     searches = [
         algorithm
         for algorithm in _algorithms(config)
@@ -48,7 +48,7 @@ def _is_of_own_algorithm(config: Tree) -> bool:
 
 
 def _algorithms(config: Tree) -> list[Tree]:
-    """The algorithm of a run and those of its stages."""
+    """Returns the algorithm of a run and the algorithms of its stages."""
     algorithms = [config.get("algorithm"), *(stage.get("algorithm") for stage in config.get("stages") or [])]
     return [algorithm for algorithm in algorithms if algorithm]
 
@@ -79,8 +79,8 @@ def format_eval(line: Tree) -> str:
 
 
 def eval_interval(line: Tree) -> tuple[float, float] | None:
-    """Returns the 95 % interval of an evaluation's main metric: Wilson's of a success rate, the normal one of a mean
-    return; None if the line does not hold what it needs."""
+    """Returns the 95 % interval of an evaluation's main metric: Wilson's interval of a success rate, the normal one of
+    a mean return; None if the line lacks what is needed."""
     played, deviation = line.get("episodes"), line.get("deviation")
     if not isinstance(played, int | float) or played < 1:
         return None

@@ -1,7 +1,7 @@
 """Logs of a run as columns of numbers, read incrementally.
 
-log = Log(run / "metrics.jsonl", "policy")
-log.look()
+log = MetricLog(run / "metrics.jsonl", "policy")
+log.refresh()
 steps, values = log.column("planner", "entropy")
 """
 

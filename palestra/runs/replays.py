@@ -83,14 +83,14 @@ def replay_table(header: ReplayHeader, replays: Sequence[GameReplay]) -> pa.Tabl
 
 
 def replay_file(evaluation: str, step: int) -> str:
-    """Returns the path, in a run, of the replays of `evaluation` after `step` (-1: before training). Signs of the name
-    that mean something in a path are written as in URLs."""
+    """Returns the path, in a run, of the replays of `evaluation` after `step` (-1: before training). Characters of the
+    name with a meaning in paths are percent-encoded."""
     stem = BEFORE_TRAINING if step < 0 else f"step-{step:06d}"
     return f"{REPLAYS_FOLDER}/{quote(evaluation, safe=' ')}/{stem}.parquet"
 
 
 def list_replays(run: Path) -> dict[str, list[int]]:
-    """Returns the steps of which a run has replays, in order, by evaluation; -1 is the one before training."""
+    """Returns the steps after which a run has replays, in order, by evaluation; -1 is before training."""
     found: dict[str, list[int]] = {}
     for file in run.glob(f"{REPLAYS_FOLDER}/*/*.parquet"):
         step = re.fullmatch(r"step-(\d{6,12})", file.stem)

@@ -148,8 +148,8 @@ class Run:
         self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})
 
     def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to timings.jsonl: seconds, tokens per second. That of all policies together gets the CPU and
-        memory use of this process since its last one."""
+        """Appends a line to timings.jsonl: seconds, tokens per second. The line of all policies together (`TEAM`) also
+        gets the CPU and memory use of this process since its last such line."""
         usage = self._resources.metrics() if policy == TEAM else {}
         self._append("timings.jsonl", {"step": step, "policy": policy, **metrics, **usage})
 
@@ -164,12 +164,12 @@ class Run:
         self._append("evals.jsonl", {"step": step, "name": name, **metrics})
 
     def append_line(self, name: str, line: Mapping[str, Any]) -> None:
-        """Appends a line to the log file `name`. On disk on return."""
+        """Appends a line to the log file `name`. It is on disk on return."""
         self._append(name, line)
         self._logs[name].fsync()
 
     def append_checksummed(self, name: str, line: Mapping[str, Any]) -> None:
-        """Appends a line with a checksum, which `read_checksummed` verifies, to the log file `name`. On disk on
+        """Appends a line with a checksum, which `read_checksummed` verifies, to the log file `name`. It is on disk on
         return."""
         self._log(name).write(to_checksummed_line(line))
         self._logs[name].fsync()
@@ -208,7 +208,8 @@ class Run:
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
     ) -> Checkpoint:
-        """Saves the state after `step`: `write` fills the folder that it is given. Complete and on disk on return.
+        """Saves the state after `step`: `write` fills the folder that it is given. The checkpoint is complete and on
+        disk on return.
 
         `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
         then pruned: the newest two remain, and those saved with `keep`.
@@ -241,7 +242,7 @@ class Run:
         checkpoint's step. Raises ValueError, and changes nothing, if the run had checkpoints and none is intact, or its
         config was edited.
         """
-        newest, self.skipped_checkpoints = self.check_resume()  # first: what it finds wrong leaves the run as it is
+        newest, self.skipped_checkpoints = self.check_resume()  # first: if it raises, the run is unchanged
         step = newest.step if newest else -1
         self._close_logs()
         if newest:
@@ -278,7 +279,7 @@ class Run:
         return self._logs[name]
 
     def _checksum(self, name: str) -> dict[str, Any]:
-        """Checksum of a log in its current state."""
+        """Returns the checksum of a log in its current state."""
         if name not in self._logs and not (self.path / name).exists():
             return {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
         return self._logs[name].checksum if name in self._logs else checksum(self.path / name)

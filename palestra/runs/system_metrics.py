@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 HELP = {  # of all metrics, by name
     "worker_done": "Tasks, sessions or requests that a worker finished",
     "worker_seconds": "Seconds that they took",
-    "worker_lost": "Those that were begun and failed",
+    "worker_lost": "Tasks, sessions or requests that were begun and failed",
     "worker_replays": "Episodes restored at a worker after another one lost them",
     "worker_seen_timestamp_seconds": "When a worker last finished something",
     "process_memory_bytes": "Resident memory of a process of the run",
@@ -120,7 +120,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 def machine_info() -> dict[str, float | None]:
     """Returns the machine's cores, load of the last minute, memory and available memory in bytes; None where the system
-    does not tell."""
+    does not report it."""
     try:
         rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines() if ":" in row)
         sizes = {key: int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")}

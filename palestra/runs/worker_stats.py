@@ -1,9 +1,9 @@
 """Per-worker counters of work done outside the run's own process, written to workers.jsonl at most every
 `REPORT_INTERVAL_S` seconds.
 
-    roll.note("env server", "host1:50051", done=1)
-    roll.note("local worker", "process 4711 on box", lost=1, why="its process ended with exit code -9, SIGKILL")
-    roll.lines()  # [{"worker": "env server host1:50051", "kind": "env server", "where": "host1:50051", "done": 1.0, ...
+    worker_stats.count("env server", "host1:50051", done=1)
+    worker_stats.count("local worker", "process 4711 on box", lost=1, why="exit code -9, SIGKILL")
+    worker_stats.take_report()  # [{"worker": "env server host1:50051", "kind": "env server", "done": 1.0, ...
 
 `done` counts finished tasks, sessions or requests, depending on the kind of worker; `seconds` is the time they took;
 `lost` counts those that were started and failed; `replays` counts episodes restored there after another server lost
