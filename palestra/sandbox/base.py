@@ -108,7 +108,7 @@ class RunRequest:
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
-    """Serializes a message: its length in PREFIX bytes, then JSON."""
+    """Serializes a message: its length in `LENGTH_BYTES` bytes, then JSON."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 

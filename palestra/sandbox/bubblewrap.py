@@ -96,7 +96,7 @@ def _wrapped(folder: Path, root: bool) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> list[str]:
-    """Parent folders of the paths, outermost first.
+    """Returns the parent folders of the paths, outermost first.
 
     Created explicitly: bwrap would make them accessible to the owner only.
     """

@@ -27,9 +27,9 @@ PROC = Path("/proc/self")
 
 
 def find_parent(setting: str | None = None, proc: Path = PROC) -> Path | None:
-    """Returns the cgroup in which groups are made, or None if there is none and none was asked for.
+    """Returns the cgroup in which groups are made, or None if there is none and the setting names none.
 
-    `setting`: as `PALESTRA_CGROUP` (None: its value). Raises ValueError if the asked one cannot be used.
+    `setting`: as `PALESTRA_CGROUP` (None: its value). Raises ValueError if a named one cannot be used.
     """
     setting = os.environ.get(SETTING, "auto") if setting is None else setting
     if setting == "off":
@@ -48,7 +48,7 @@ def _problem(folder: Path, file: str) -> str | None:
     try:
         named = set((folder / file).read_text(encoding="ascii").split())
     except OSError as error:
-        return f"it is no cgroup of version 2 ({error.strerror})"
+        return f"it is not a cgroup of version 2 ({error.strerror})"
     if not named >= CONTROLLERS:
         return f"its {file} lacks {', '.join(sorted(CONTROLLERS - named))}"
     can_write = os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
@@ -68,9 +68,10 @@ def own_cgroup(proc: Path = PROC) -> Path | None:
 
 
 def open_group(name: str) -> Path | None:
-    """Makes the group of a fork server, tried once, and returns it; None if none was asked for and none can be had.
+    """Makes the group of a fork server, tried once, and returns it; None if the setting names none and none can be
+    made.
 
-    Raises ValueError if the one that was asked for does not work.
+    Raises ValueError if a named one does not work.
     """
     if (parent := find_parent()) is None:
         return None
@@ -110,7 +111,7 @@ def make_run(group: Path, name: str, limits: ResourceLimits) -> Path:
 
 @contextlib.contextmanager
 def entered(folder: Path, proc: Path = PROC) -> Iterator[None]:
-    """Moves this process into a run's cgroup and back: what it starts meanwhile begins there, and stays.
+    """Moves this process into a run's cgroup and back: processes that it starts meanwhile begin and stay there.
 
     Raises OSError if the kernel did not move it, as where `folder` is no cgroup.
     """
@@ -119,7 +120,7 @@ def entered(folder: Path, proc: Path = PROC) -> Iterator[None]:
     (folder / "cgroup.procs").write_text("0", encoding="ascii")  # 0: the process that writes
     try:
         if (now := own_cgroup(proc)) is None or not now.exists() or not now.samefile(folder):
-            raise OSError(f"{folder} is no cgroup that a process can enter")
+            raise OSError(f"{folder} is not a cgroup that a process can enter")
         yield
     finally:
         (own / "cgroup.procs").write_text("0", encoding="ascii")

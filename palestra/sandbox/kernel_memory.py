@@ -62,7 +62,7 @@ def _buffer(file: os.stat_result) -> int:
 
 @cache
 def _socket_buffer() -> int:
-    """Bytes of a socket's send buffer; the seccomp filter refuses to change it."""
+    """Returns the bytes of a socket's send buffer; the seccomp filter refuses to change it."""
     with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
         return int(file.read())
 

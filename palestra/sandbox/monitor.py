@@ -1,7 +1,7 @@
 """Monitor of a running program: feeds stdin, collects output, measures resources and detects exceeded limits.
 
 Totals over all its processes are measured 100 times per second for a busy program, down to 10 times for a sleeping one.
-Between measurements the kernel's own limits hold (`program.orders`).
+Between measurements the kernel's own limits hold (`program.boot_message`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ def _process(pid: int) -> ProcessInfo | None:
 
 
 def _living_thread(pid: int) -> str:
-    """/proc folder of a living thread: the first thread shows neither memory nor files once it has exited."""
+    """Returns the /proc folder of a living thread: the first thread shows neither memory nor files once it has
+    exited."""
     with contextlib.suppress(OSError):  # gone
         for thread in os.listdir(f"/proc/{pid}/task"):
             folder = f"/proc/{pid}/task/{thread}"
@@ -118,29 +119,29 @@ def total_usage(found: Iterable[ProcessInfo], exact_above_bytes: int) -> Resourc
 
 
 def cpu_wait_s(pid: int) -> float:
-    """Seconds that a process was runnable but waited for a CPU; 0 if the kernel does not report it."""
+    """Returns the seconds that a process was runnable but waited for a CPU; 0 if the kernel does not report it."""
     fields = _read(f"/proc/{pid}/schedstat").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def _memory(process: ProcessInfo) -> int:
-    """Bytes of non-file memory, resident and swapped, and of page tables."""
+    """Returns the bytes of non-file memory, resident and swapped, and of page tables."""
     return _sum(f"{process.proc_folder}/status", ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:"))
 
 
 def _own_share(process: ProcessInfo) -> int:
-    """As `_memory`, but each shared page is divided by the number of processes that share it."""
+    """Returns the bytes of `_memory`, with each shared page divided by the number of processes that share it."""
     share = _sum(f"{process.proc_folder}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
     return share + _sum(f"{process.proc_folder}/status", ("VmPTE:",)) if share else _memory(process)
 
 
 def _sum(path: str, fields: tuple[str, ...]) -> int:
-    """Sum, in bytes, of the named lines (in KiB) of a file."""
+    """Returns the sum, in bytes, of the named lines (in KiB) of a file."""
     return sum(int(line.split()[1]) * 1024 for line in _read(path).splitlines() if line.startswith(fields))
 
 
 def reaped_cpu_s() -> float:
-    """CPU seconds of the children that this process has reaped."""
+    """Returns the CPU seconds of the children that this process has reaped."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -149,7 +150,8 @@ def kill_descendants(group: int | None = None, exclude: Iterable[int] = ()) -> N
     """Kills and reaps all descendants of this process, except those in `exclude` and theirs; the process group `group`
     first.
 
-    Repeats until none are left, at most PATIENCE seconds: a process that forks while being killed leaves a child.
+    Repeats until none are left, at most `KILL_TIMEOUT_S` seconds: a process that forks while being killed leaves a
+    child.
     """
     if group:
         _signal(-group)

@@ -105,13 +105,13 @@ def boot_message(request: RunRequest, rules: bytes, *, user: int = 0, tasks: int
 
 @cache
 def interpreter() -> str:
-    """Path of the Python interpreter itself, not of a virtual environment's link to it."""
+    """Returns the path of the Python interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @cache
 def readable_paths() -> tuple[str, ...]:
-    """Paths that a program may read: the interpreter, its library and the system's shared libraries."""
+    """Returns the paths that a program may read: the interpreter, its library and the system's shared libraries."""
     bases = (sys.base_prefix, sys.base_exec_prefix)
     libraries = [os.path.join(base, name) for base in bases for name in ("lib", "lib64")]
     paths = dict.fromkeys([interpreter(), *libraries, *SYSTEM_PATHS])

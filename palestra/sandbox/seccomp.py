@@ -116,9 +116,9 @@ ARGUMENT_RULES: dict[str, tuple[tuple[Rule, ...], int]] = {
 def seccomp_filter(*, mounts: bool) -> bytes:
     """Returns the BPF filter for this machine, 8 bytes per instruction.
 
-    Without `mounts` (the program's folder is not a separate file system) it also refuses UNMOUNTED: a program could
-    otherwise execute a file that cannot be read, which makes a process that cannot be measured, or allocate much of the
-    disk between two measurements. Raises ValueError on machines other than x86-64 and aarch64.
+    Without `mounts` (the program's folder is not a separate file system) it also refuses `REFUSED_UNMOUNTED`: a program
+    could otherwise execute a file that cannot be read, which makes a process that cannot be measured, or allocate much
+    of the disk between two measurements. Raises ValueError on machines other than x86-64 and aarch64.
     """
     machine = platform.machine()
     if machine not in MACHINES:

@@ -22,9 +22,9 @@ BACKENDS: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewra
 def supervise(requester: socket.socket, folder: Path, *, mounts: bool, group: Path | None) -> None:
     """Executes the request read from `requester` and sends the result there.
 
-    `folder` is created for the program and removed. `mounts`: it lies in its own file system. `group`: the cgroup that
-    holds those of runs, if there is one. Raises ConnectionError if the requester disconnects before the request is
-    complete.
+    `folder` is created for the program and removed. `mounts`: it lies in its own file system. `group`: the cgroup in
+    which cgroups of runs are made (None: none). Raises ConnectionError if the requester disconnects before the request
+    is complete.
     """
     request, limited = RunRequest.from_bytes(_receive(requester)), None
     process_tree.become_subreaper()
@@ -81,7 +81,7 @@ def _how(code: int, stderr: bytes) -> EndReason:
 
 
 def _text(data: bytes, folder: str) -> str:
-    """Decodes output as UTF-8; replaces the folder's real path, which differs between runs, by PLACE."""
+    """Decodes output as UTF-8; replaces the folder's real path, which differs between runs, by `WORKDIR`."""
     return data.replace(folder.encode(), WORKDIR.encode()).decode("utf-8", "replace")
 
 
@@ -96,5 +96,5 @@ def _receive(asker: socket.socket) -> bytes:
         size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
         body = stream.read(size)
     if not size or len(body) < size:
-        raise ConnectionError("the asker left")
+        raise ConnectionError("the requester disconnected")
     return body

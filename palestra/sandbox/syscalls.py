@@ -181,7 +181,7 @@ FAKED: dict[str, Numbers] = {
     "fdatasync": (75, 83),
     "sync_file_range": (277, 84),
 }
-# Allowed depending on their arguments (filters.CHECKS).
+# Allowed depending on their arguments (seccomp.ARGUMENT_RULES).
 CHECKED: dict[str, Numbers] = {
     "mmap": (9, 222),
     "getxattr": (191, 8),

@@ -53,7 +53,7 @@ def test_no_cgroup_without_a_version_2_hierarchy(proc: Path) -> None:
 def test_configured_folder_must_be_a_cgroup(proc: Path, tmp_path: Path) -> None:
     assert cgroup.find_parent("off", proc) is None
     assert cgroup.find_parent(str(tmp_path / "cgroup" / OWN), proc) == tmp_path / "cgroup" / OWN
-    with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=.*is no cgroup of version 2 .*set auto or off"):
+    with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=.*is not a cgroup of version 2 .*set auto or off"):
         cgroup.find_parent(str(tmp_path), proc)
     (tmp_path / "cgroup" / OWN / "cgroup.controllers").write_text("hugetlb pids")
     with pytest.raises(ValueError, match=r"cgroup.controllers lacks memory"):
@@ -89,7 +89,7 @@ def test_kernel_kills_are_reported_and_removal_kills_first(tmp_path: Path) -> No
 def test_folder_that_no_process_can_enter_is_detected(proc: Path, tmp_path: Path) -> None:
     """Writes to a tree of plain files succeed, but move no process."""
     folder = cgroup.make_run(tmp_path / "cgroup", "17", ResourceLimits())
-    with pytest.raises(OSError, match="no cgroup that a process can enter"), cgroup.entered(folder, proc):
+    with pytest.raises(OSError, match="not a cgroup that a process can enter"), cgroup.entered(folder, proc):
         pytest.fail("entered")
     assert (folder / "cgroup.procs").read_text() == "0"
     assert (tmp_path / "cgroup" / OWN / "cgroup.procs").read_text() == "0"  # and back
@@ -114,7 +114,7 @@ def test_nothing_runs_if_the_configured_cgroup_is_unusable(
     with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=.*no cgroup can be used there"):
         cgroup.open_group("palestra-sandbox-test")
     monkeypatch.setenv(cgroup.SETTING, "/nowhere")
-    with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=/nowhere: it is no cgroup"):
+    with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=/nowhere: it is not a cgroup"):
         open_sandbox(unsafe=True)
 
 
