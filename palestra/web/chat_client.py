@@ -166,7 +166,7 @@ class RetryingClient:
         time limit allows."""
         self.errors.append(reason)
         if retry_after_s > self.endpoint.limit:
-            what = f"asks to be left alone for {retry_after_s:g} seconds, more than limit allows"
+            what = f"asks for a pause of {retry_after_s:g} seconds, more than limit allows"
             return endpoint_error(self.endpoint, what, self.errors)
         return AttemptFailed(reason, retry_after_s)
 

@@ -4,10 +4,10 @@ All sessions of a process share one server on a background thread, unless anothe
 conversations of one client program: it has an API key, which identifies its calls, and models, which are the seats of a
 game. A call waits until the session's owner answers it.
 
-    session = Session(["planner"], deliver)     # deliver(Asked) is called for every request, on the server's thread
+    session = ChatSession(["planner"], deliver)  # deliver(call) is called for every request, on the server's thread
     with_client(base_url=session.url, api_key=session.key)
     ...
-    asked.answer.set_result("up up")            # or set_exception(Refused("...")), from any thread
+    call.answer.set_result("up up")              # or set_exception(CallRefused("...")), from any thread
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP server of OpenAI's chat completions on a background thread, used by `endpoint.py`."""
+"""HTTP server of OpenAI's chat completions on a background thread, used by `chat_server.py`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ChatServer:
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
         known = self._find(bearer_token(headers))
-        return None if known else "this key is not, or no longer, one of an episode that is being played"
+        return None if known else "this key does not belong to an episode in progress"
 
     def _find(self, key: str) -> SessionProtocol | None:
         for known, session in list(self.sessions.items()):

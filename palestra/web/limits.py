@@ -32,8 +32,8 @@ AuthCheck = Callable[[str, Mapping[str, str]], str | None]  # path, headers -> r
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of a server: `body` bytes of one request (None: the app reads bodies itself), `max_buffered_bytes` bytes
-    of all requests held at once, `body_timeout_s` in which a body must arrive, `requests` running at once.
+    """Limits of a server: `max_body_bytes` of one request (None: the app reads bodies itself), `max_buffered_bytes` of
+    all requests held at once, `body_timeout_s` in which a body must arrive, `max_requests` running at once.
 
     A body that the app reads itself may be large: it has `MIN_BODY_BYTES_PER_S` bytes per second of time in addition.
     """
@@ -113,7 +113,7 @@ class AdmissionMiddleware:
         except TimeoutError:
             raise RequestRejected(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s") from None
         if last["type"] == "http.disconnect":
-            raise RequestRejected(499, "the client hung up")
+            raise RequestRejected(499, "the client disconnected")
         waiting = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replayed() -> Message:
@@ -127,7 +127,7 @@ class AdmissionMiddleware:
 
         async def timed() -> Message:
             nonlocal deadline, is_complete
-            if is_complete:  # what follows is the client's hanging up, which may take its time
+            if is_complete:  # only the client's disconnect follows, which has no time limit
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -195,7 +195,7 @@ async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not wanted.done():
-            raise RequestRejected(499, "the client hung up")
+            raise RequestRejected(499, "the client disconnected")
         return wanted.result()
     finally:
         wanted.cancel()

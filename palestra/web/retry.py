@@ -1,4 +1,4 @@
-"""Retries of what fails for a while: which HTTP statuses are worth one, how long to wait, and when to give up."""
+"""Retries after temporary failures: which HTTP statuses are retried, how long to wait, and when to give up."""
 
 from __future__ import annotations
 
