@@ -35,8 +35,8 @@ def best_response(
 def best_response_to_joint(
     tree: GameTree, policies: Sequence[np.ndarray], probabilities: Sequence[float] | np.ndarray, player: int
 ) -> tuple[np.ndarray, float]:
-    """As `best_response`, but one of `policies` is drawn with `probabilities` once per game for all other players
-    together: their play may be correlated, as in a (coarse) correlated equilibrium."""
+    """Returns what `best_response` returns, but one of `policies` is drawn with `probabilities` once per game for all
+    other players together: their play may be correlated, as in a (coarse) correlated equilibrium."""
     reached = np.zeros(len(tree.end_sequences))
     for policy, probability in zip(policies, probabilities, strict=True):
         if probability:
@@ -47,7 +47,8 @@ def best_response_to_joint(
 def best_response_to_reach(
     tree: GameTree, policy: np.ndarray, end_probs: np.ndarray, player: int, action_mask: np.ndarray | None = None
 ) -> tuple[np.ndarray, float]:
-    """As `best_response`, from the probability `end_probs` [T] that the others and chance give each end."""
+    """Returns what `best_response` returns, from the probability `end_probs` [T] that the others and chance give each
+    end."""
     best, value = best_actions(
         tree, sequence_values(tree, end_probs, player), player, tree.action_mask if action_mask is None else action_mask
     )
@@ -112,7 +113,7 @@ def exact_payoffs(tree: GameTree, policies: Mapping[int, Sequence[np.ndarray]]) 
 
 
 def payoffs_from_end_probs(tree: GameTree, end_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """As `exact_payoffs`, from each player's result of `player_end_probs`."""
+    """Returns what `exact_payoffs` returns, from each player's result of `player_end_probs`."""
     first, *rest = end_probs
     return [
         _contracted(first * (tree.chance_probs * tree.returns[:, player]), rest) for player in range(tree.num_players)

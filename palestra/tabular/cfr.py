@@ -81,7 +81,8 @@ class CFRSolver:
         return np.where(self.action_mask, rows, 0)
 
     def _regret_matching(self, own: slice) -> np.ndarray:
-        """Regret matching: actions in proportion to their positive regrets; uniform if none is positive."""
+        """Returns the policy by regret matching: actions in proportion to their positive regrets; uniform if none is
+        positive."""
         positive = np.maximum(self.regrets[own], 0)
         total = positive.sum(1, keepdims=True)
         return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[own])

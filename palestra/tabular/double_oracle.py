@@ -22,9 +22,9 @@ from palestra.tabular.best_response import (
 from palestra.tabular.cfr import CFRSolver
 from palestra.tabular.game_tree import GameTree, mixture_policy, uniform_policy
 
-# From the payoffs of each player: the weights of each player's members.
+# Maps the payoffs of each player to the weights of each player's members.
 MetaSolverFn = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-# From the payoffs of each player: a distribution over member profiles, in the payoffs' shape.
+# Maps the payoffs of each player to a distribution over member profiles, in the payoffs' shape.
 JointMetaSolverFn = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 

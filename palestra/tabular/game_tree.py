@@ -64,8 +64,8 @@ class GameTree:
         ValueError for an unknown information state, and if `has_ambiguous_tensors`."""
         if self.has_ambiguous_tensors:
             raise ValueError(
-                f"a view of {self.name} does not tell which information state it is: the past does; look rows up by "
-                "`info_state_tensors` instead, which all information states of one view share"
+                f"an observation of {self.name} does not tell which information state it is; look rows up by "
+                "`info_state_tensors` instead, which all information states with one observation share"
             )
         if not self._found:
             rows = zip(self.state_player.tolist(), self.info_state_tensors, strict=True)
@@ -160,8 +160,8 @@ def expected_returns(tree: GameTree, policy: np.ndarray) -> np.ndarray:
 
 
 def policy_from_plan(tree: GameTree, plan: np.ndarray, default_policy: np.ndarray) -> np.ndarray:
-    """Returns the policy float64 [I, A] with the realisation plan `plan` [S]; rows that the plan never
-    reaches are those of `default_policy` [I, A]."""
+    """Returns the policy float64 [I, A] with the realisation plan `plan` [S]; rows that the plan never reaches are
+    taken from `default_policy` [I, A]."""
     after = plan[tree.num_players :].reshape(tree.action_mask.shape)
     before = plan[tree.parent_sequence][:, None]
     return np.where(before > 0, after / np.where(before > 0, before, 1.0), default_policy)

@@ -135,8 +135,8 @@ class _TensorNumbering:
             self.legal.append(legal)
         elif self.legal[number] != legal:
             raise ValueError(
-                f'{self.rules.name}: player {player} cannot tell what is legal, the view "{self.words[number]}" comes '
-                f"with actions {self.legal[number]} and with {legal}; let the view tell"
+                f'{self.rules.name}: player {player} cannot tell what is legal: "{self.words[number]}" is observed '
+                f"with actions {self.legal[number]} and with {legal}; add what decides this to the observation"
             )
         self.seen.append(number)
         return legal
