@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.sinks.base import Sink, SinkConfigs
 
-PACKAGES = {"prometheus": "prometheus_client"}  # of kinds that are not called like theirs
+PACKAGES = {"prometheus": "prometheus_client"}  # packages whose name differs from the kind of sink
 
 
 def check_sinks(sinks: SinkConfigs) -> None:

@@ -9,7 +9,7 @@ palestra_process_...{run,pid,name}     memory, threads and CPU seconds of the ru
 palestra_machine_...{run}              cores, load and memory of this machine
 process_...                            CPU, memory and open files of the process that serves this
 
-Workers, processes and the machine are read at each scrape, by what the dashboard's System page reads them by.
+Workers, processes and the machine are read at each scrape, by the functions that the dashboard's System page uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SystemCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yields a family for each metric that there is."""
+        """Yields a family for each available metric."""
         samples = sorted(system_samples(self.run, self.log), key=lambda sample: sample.name)
         for name, own in groupby(samples, key=lambda sample: sample.name):
             rows = list(own)
@@ -72,12 +72,12 @@ class PrometheusSink:
     def write(self, step: int, metrics: Metrics) -> None:
         self.steps.labels(self.run).set(step)
         for name, value in metrics.items():
-            prefix = next(prefix for prefix in FAMILIES if name.startswith(prefix))  # that of metrics, "", is the last
+            prefix = next(prefix for prefix in FAMILIES if name.startswith(prefix))  # the prefix "" of metrics is last
             policy, _, key = name.removeprefix(prefix).partition("/")
             self.families[prefix].labels(self.run, policy, key).set(value)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: metrics are served at each scrape."""
 
     def close(self) -> None:
         self.server.shutdown()
