@@ -45,7 +45,7 @@ def train(
     networks, iterations of PSRO. Further `settings` are keys of the config, also dotted ones:
     `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`.
 
-    `resume` goes on with a run after its last checkpoint, possibly for more `steps`. An interrupt (Ctrl-C, or the stop
+    `resume` continues a run from its last checkpoint, possibly for more `steps`. An interrupt (Ctrl-C, or the stop
     button of a notebook) ends the run after the current step with a checkpoint, as does `Callback.stop`; a second one
     raises KeyboardInterrupt. Inside a running event loop the run trains in a thread of its own.
 
@@ -120,7 +120,7 @@ def _check_algorithm(tree: Tree, algorithm: Any) -> None:
     name, vector = type(algorithm).__name__, is_vector_config(tree)
     if vector == isinstance(algorithm, TextAlgorithm):
         ours, theirs = ("vectorised envs", "language agents") if vector else ("language agents", "vectorised envs")
-        fix = "palestra.vector has those of vectorised envs (palestra.vector.PPO)"
+        fix = "palestra.vector has the algorithms of vectorised envs (palestra.vector.PPO)"
         raise ValueError(f"algorithm {name} is for {theirs}, and this run is of {ours}: {fix}")
 
 

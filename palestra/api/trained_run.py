@@ -129,8 +129,7 @@ class TrainedRun:
         return evaluate(self, **options)
 
     def plot(self) -> Picture:
-        """Draws the curves of the run, or of a population its payoffs, to a PNG in its folder, which a notebook
-        shows."""
+        """Draws the curves of the run (of a population: its payoffs) to a PNG in its folder; a notebook shows it."""
         from palestra.report.population_plots import plot_population
         from palestra.report.run_charts import plot_run
 
@@ -205,7 +204,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file, which a notebook shows."""
+    """A PNG file that a notebook displays."""
 
     path: Path
 
@@ -228,7 +227,7 @@ def lines_to_table(lines: list[Tree]) -> pa.Table:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """An Arrow array of one type; of text if the types differ."""
+    """Returns an Arrow array of one type; of text if the types differ."""
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):

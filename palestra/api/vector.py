@@ -1,4 +1,5 @@
-"""Config objects of runs in vectorised envs, whose names some of language agents have, too: `palestra.vector.PPO`."""
+"""Config objects of runs in vectorised envs, apart from those of language agents with the same names:
+`palestra.vector.PPO`."""
 
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
