@@ -193,7 +193,8 @@ def _variants(annotation: Any) -> list[Any]:
 
 
 def _tags(variant: Any) -> set[str]:
-    """Names that pydantic may use for this variant in a location: the literals of its fields, or its type's name."""
+    """Returns the names that pydantic may use for this variant in a location: the literals of its fields, or its type's
+    name."""
     names = {getattr(variant, "__name__", str(variant))}
     for field in _fields(variant).values():
         if get_origin(field.annotation) is Literal:
@@ -202,7 +203,7 @@ def _tags(variant: Any) -> set[str]:
 
 
 def _child(annotation: Any, key: int | str) -> Any:
-    """Annotation of a model's field, of a mapping's values or of a list's items; Any if it is none of these."""
+    """Returns the annotation of a model's field, of a mapping's values or of a list's items; Any for other types."""
     if key in _fields(annotation):
         return _fields(annotation)[str(key)].annotation
     arguments = get_args(annotation)
@@ -219,7 +220,8 @@ def _keys(annotation: Any) -> list[str]:
 
 
 def type_choices(model: type[BaseModel], field: str) -> list[str]:
-    """Values that `type:` may take in a field that holds one of several config types, or a mapping of names to them."""
+    """Returns the values that `type:` may take in a field that holds one of several config types, or a mapping of names
+    to them."""
     waiting, found = [model.model_fields[field].annotation], list[str]()
     while waiting:
         part = waiting.pop(0)
