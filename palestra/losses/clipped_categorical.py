@@ -1,7 +1,7 @@
 """PPO's clipped surrogate of a categorical policy from the outputs of its network, compiled with its gradient.
 
-The same loss as `clipped_policy_loss` on the log-probabilities of a `CategoricalHead`, whose 70 small operations take
-half as long as the products of a small network.
+The same loss as `clipped_policy_loss` on the log-probabilities of a `CategoricalHead`. That one runs about 70 small
+PyTorch operations, which take half as long as the matrix products of a small network.
 
 Shapes: `P` members, `R` rows, `A` actions.
 """
@@ -22,9 +22,9 @@ METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
 
 
 class CategoricalInputs(NamedTuple):
-    """Outputs of the policy [P, R, A] (float32, on the CPU); actions [P, R] int64 and masks of the legal ones [P, R, A]
-    bool (None: all are legal); log-probabilities under the policy before the update, advantages, and weights that add
-    up to 1 for each member, [P, R] float32 each."""
+    """Outputs of the policy [P, R, A] (float32, on the CPU); actions [P, R] int64; masks of the legal actions [P, R, A]
+    bool (None: all are legal); log-probabilities under the policy before the update, advantages, and weights that sum
+    to 1 for each member, [P, R] float32 each."""
 
     outputs: Tensor
     actions: Tensor
@@ -37,9 +37,9 @@ class CategoricalInputs(NamedTuple):
 def clipped_categorical_loss(
     inputs: CategoricalInputs, *, clip: float, entropy: float
 ) -> tuple[Tensor, list[dict[str, float]]]:
-    """Returns PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, minus `entropy` times the entropy,
-    summed over the members (a scalar with first derivatives by the outputs); and the `METRICS` of each member, of which
-    the policy loss is without the entropy."""
+    """Returns the loss and the `METRICS` of each member. The loss is PPO's clipped surrogate (Schulman et al., 2017,
+    eq. 7), negated, minus `entropy` times the entropy, summed over the members: a scalar with first derivatives with
+    respect to the outputs. The metric `policy_loss` does not contain the entropy."""
     loss, metrics = _ClippedLoss.apply(clip, entropy, *inputs)
     return loss, [dict(zip(METRICS, line, strict=True)) for line in metrics.tolist()]
 

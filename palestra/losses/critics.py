@@ -1,8 +1,8 @@
 """Losses and targets of critics, and policy losses that ascend a critic: pure functions.
 
 Shapes: `K` critics, `P` members of a stack, `R` rows, `A` discrete actions; all tensors are float32. `weight` [P, R] is
-the weight of a row in the mean; a loss is [P], one per member, and losses of parts add up. Gradients do not flow
-through targets.
+the weight of a row in the mean; a loss is [P], one per member, and the losses of parts of a batch add up. Gradients do
+not flow through targets.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
-    """One-step TD target [...]: the reward until the next own decision plus the discounted value of that decision.
-    `discount` is 0 where the game terminated: there the value may be anything, also NaN, as that of an observation that
-    the env leaves undefined."""
+    """One-step TD target [...]: the reward until the seat's next decision plus the discounted value of that decision.
+    `discount` is 0 where the game terminated. The value there is not used and may be NaN, since the env may leave a
+    terminal observation undefined."""
     return reward + torch.where(discount > 0, discount * value, 0.0)
 
 
@@ -23,8 +23,8 @@ def value_loss(
 ) -> Tensor:
     """Half the weighted mean squared error of state values, a scalar; all tensors have the same shape.
 
-    With `clip` the error is the larger of that of the value and that of the value clipped to within `clip` of
-    `old_value`, the value before the update: a value that has moved further has no gradient if it moved towards its
+    With `clip`, the error of a value clipped to within `clip` of `old_value` (the value before the update) is computed
+    too, and the larger of the two counts: a value that has moved further has no gradient if it moved towards its
     target (OpenAI Baselines' PPO; Yu et al., 2022, appendix A). Raises ValueError for `clip` without `old_value`.
     """
     error = (value - target).square()

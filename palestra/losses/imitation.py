@@ -31,9 +31,9 @@ def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, Te
 def gradient_penalty(
     discriminator: Callable[[Tensor], Tensor], expert: Tensor, policy: Tensor, mix_PM1: Tensor
 ) -> Tensor:
-    """Squared distance from 1 of the norm of the logit's gradient [P], between expert and policy transitions [P, M, D]
-    (Gulrajani et al., 2017, eq. 3; for imitation discriminators: Kostrikov et al., 2019). `mix_PM1` [P, M, 1] in [0, 1]
-    is the expert's share in the interpolation."""
+    """Mean of (norm of the logit's gradient - 1)^2 [P], at points interpolated between expert and policy transitions
+    [P, M, D] (Gulrajani et al., 2017, eq. 3; for imitation discriminators: Kostrikov et al., 2019). `mix_PM1` [P, M, 1]
+    in [0, 1] is the expert's share in the interpolation."""
     between = (mix_PM1 * expert + (1 - mix_PM1) * policy).detach().requires_grad_()
     (slope,) = torch.autograd.grad(discriminator(between).sum(), between, create_graph=True)
     return (slope.norm(dim=-1) - 1).square().mean(1)

@@ -41,7 +41,8 @@ def conservative_gap(q: Tensor, taken: Tensor, action_mask: Tensor | None) -> Te
 
 
 def sampled_soft_maximum(q_PRS: Tensor, logp_PRS: Tensor) -> Tensor:
-    """Returns estimates [..., P, R] of log of the integral of exp(q) over continuous actions, from the values [..., P,
-    R, S] of S sampled actions and the log-densities [P, R, S] that they were drawn with: importance sampling (Kumar et
-    al., 2020, appendix F). Before the logarithm it is unbiased, also if the actions have several distributions."""
+    """Returns estimates [..., P, R] of log of the integral of exp(q) over continuous actions, by importance sampling
+    (Kumar et al., 2020, appendix F). `q_PRS` [..., P, R, S] are the values of S sampled actions, `logp_PRS` [P, R, S]
+    the log-densities they were sampled with. Before the logarithm the estimate is unbiased, also if the actions were
+    sampled from several distributions."""
     return torch.logsumexp(q_PRS - logp_PRS.detach(), -1) - math.log(q_PRS.shape[-1])

@@ -27,9 +27,9 @@ class LossInputs(NamedTuple):
 
     Log-probability and entropy under the trained policy; log-probability under the policy before the update, which
     ratios are relative to, and under the reference (or None); advantage; share of the mean; index of each token's
-    sequence and of its group of sequences (or None). With a critic: the value of the state before each token, that
-    value before the update, and the return (the value target). Where the sampler is not the policy before the update,
-    also the sampler's log-probability.
+    sequence and of its group of sequences (or None). With a critic: the value of the state before each token, the same
+    value before the update, and the return (the value target). If the sampler is not the policy before the update, also
+    the sampler's log-probability.
     """
 
     logp_M: Tensor
@@ -86,8 +86,9 @@ def add_kl_and_entropy(
 
     `kl` weights `kl_estimates` of KL(policy || reference), `entropy` the bonus for the policy's entropy.
     `kl_importance_weight` multiplies each estimate by the token's ratio, with its gradient (DeepSeek-V3.2, 2025): with
-    k1 and k3 the gradient is then, like the value, an unbiased estimate. Without it only that of k2 is; that of k3 is
-    of the forward KL, and that of k1 averages to 0. Raises ValueError for a KL penalty without `ref_logp_M`.
+    k1 and k3 the gradient is then, like the value, an unbiased estimate. Without it, only the gradient of k2 is
+    unbiased; k3 has the gradient of the forward KL, and the gradient of k1 averages to 0. Raises ValueError for a KL
+    penalty without `ref_logp_M`.
     """
     if kl:
         if tokens.ref_logp_M is None:
@@ -106,7 +107,7 @@ def kl_estimates(logp_M: Tensor, ref_logp_M: Tensor, estimator: KLEstimator) -> 
     """Returns the estimate of KL(policy || reference) of each token [M], in nats (Schulman, 2020).
 
     With d = logp - ref: k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. In expectation over the policy's own tokens
-    k1 and k3 are the KL divergence; k2 is biased, and its gradient is the divergence's.
+    k1 and k3 are the KL divergence; k2 is biased, but its gradient is the gradient of the divergence.
     """
     gap_M = logp_M - ref_logp_M
     if estimator == "k1":
@@ -124,8 +125,8 @@ def correct_mismatch(
     """Returns the tokens with advantages reweighted as if the policy before the update had sampled them, and metrics.
 
     Each advantage is multiplied by `importance_weight` of its token, if there is an `importance_cap`. The loss then
-    clips the step from that policy, not from the sampler's (decoupled PPO, Hilton et al., 2022; Fu et al., 2025,
-    eq. 5). Without `sampler_logp_M` the two are the same, and nothing changes.
+    clips the step from the policy before the update, not from the sampler (decoupled PPO, Hilton et al., 2022; Fu et
+    al., 2025, eq. 5). Without `sampler_logp_M` the two are the same, and nothing changes.
 
     `sampler_kl` is the mean log-ratio of sampler to policy (the k1 estimate of their KL divergence, nats),
     `importance_cap_fraction` the share of tokens whose ratio is out of bounds.
@@ -149,11 +150,10 @@ def importance_weight(
     """Returns the bounded importance ratio of each token [M], and whether it was out of bounds (bool [M]), from the
     log-ratios `gap_M`.
 
-    The ratio r is a token's own, or of its sequence: the product over its tokens. `token_truncate` gives
-    min(max(r, floor), cap) (truncated importance sampling, Espeholt et al., 2018, eq. 1; Yao et al., 2025),
-    `token_mask` r within the bounds and 0 outside (IcePop, Ling team, 2025, arXiv:2510.18855), `sequence_truncate` and
-    `sequence_mask` the same of the sequence's ratio (masked importance sampling, Liu et al., 2025). Raises ValueError
-    without `sequence_M` for the ratio of a sequence.
+    `token_truncate` gives min(max(r, floor), cap), r the token's ratio (truncated importance sampling, Espeholt et al.,
+    2018, eq. 1; Yao et al., 2025); `token_mask` gives r within the bounds and 0 outside (IcePop, Ling team, 2025,
+    arXiv:2510.18855). `sequence_truncate` and `sequence_mask` do the same with the ratio of the token's sequence, the
+    product over its tokens (masked importance sampling, Liu et al., 2025). They raise ValueError without `sequence_M`.
     """
     if mode in ("sequence_truncate", "sequence_mask"):
         if sequence_M is None:
@@ -193,13 +193,13 @@ def value_function_loss(
 ) -> tuple[Tensor, TensorMetrics]:
     """`value_coef` times half the squared error of values against returns.
 
-    With `value_clip`, the error is the larger of that of the value and that of the value clipped to within `value_clip`
-    of the old value (as in PPO2 of OpenAI's baselines): a value that has already moved that far towards its return gets
-    no gradient. The metric `value_clip_fraction` is the share of such tokens.
+    With `value_clip`, the error of a value clipped to within `value_clip` of the old value is computed too, and the
+    larger of the two counts (as in PPO2 of OpenAI's baselines): a value that has already moved that far towards its
+    return gets no gradient. The metric `value_clip_fraction` is the share of such tokens.
 
-    `value_per_answer` counts the error at the first token of each sequence only, which is that of the state before the
-    answer; the metrics then are of it at each token. Raises ValueError without values and returns, and for `value_clip`
-    without `old_value_M`.
+    `value_per_answer` counts only the error at the first token of each sequence, the error of the value before the
+    answer; in the metrics, all tokens of the sequence have that error. Raises ValueError without values and returns,
+    and for `value_clip` without `old_value_M`.
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
@@ -214,7 +214,8 @@ def value_function_loss(
 
 
 def _value_errors(tokens: LossInputs, value_clip: float | None) -> tuple[Tensor, Tensor | None]:
-    """Returns squared errors [M] of values against returns, and with `value_clip` where they are of clipped values."""
+    """Returns squared errors [M] of values against returns, and with `value_clip` a mask [M] of the errors of clipped
+    values."""
     assert tokens.value_M is not None and tokens.return_M is not None
     error_M = (tokens.value_M - tokens.return_M).square()
     if value_clip is None:
@@ -227,8 +228,8 @@ def _value_errors(tokens: LossInputs, value_clip: float | None) -> tuple[Tensor,
 
 
 def _of_answers(tokens: LossInputs) -> tuple[LossInputs, Tensor]:
-    """Returns the tokens, each with the value and return of the first of its sequence, and the weight of the first ones
-    [M], 0 for others."""
+    """Returns the tokens, each with the value and return of the first token of its sequence, and weights [M] that are 0
+    for all but the first tokens."""
     assert tokens.sequence_M is not None and tokens.value_M is not None and tokens.return_M is not None
     is_first_M = torch.ones_like(tokens.sequence_M, dtype=torch.bool)
     is_first_M[1:] = tokens.sequence_M[1:] != tokens.sequence_M[:-1]
@@ -257,7 +258,7 @@ def cross_entropy_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
 
 def importance_sampling_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Policy gradient loss with importance sampling, -ratio * advantage (as in Schulman et al., 2017, eq. 6): unbiased
-    for tokens of another policy, and unbounded."""
+    for tokens sampled by another policy, but the ratio has no bound."""
     loss = -(tokens.weight_M * _ratio(tokens) * tokens.advantage_M).sum()
     return loss, _policy_drift(tokens)
 
@@ -277,9 +278,8 @@ def cispo_loss(
     through the ratio.
 
     Unlike a clipped surrogate it removes no token's gradient. The bounds apply to the ratio itself; by default only the
-    upper one is active, as in Chen et al. and in ScaleRL (Khatri et al., 2025), which is the source of its value. The
-    metric `clip_fraction` is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty
-    without `ref_logp_M`.
+    upper one is active, as in Chen et al., with the value of ScaleRL (Khatri et al., 2025). The metric `clip_fraction`
+    is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     tokens, mismatch = correct_mismatch(tokens, **importance)
     ratio = _ratio(tokens).detach()
@@ -291,7 +291,7 @@ def cispo_loss(
 
 def dro_loss(tokens: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, TensorMetrics]:
     """Direct reward optimisation (Richemond et al., 2024; token by token as in Kimi k1.5, 2025), negated: logp *
-    advantage - beta / 2 * (logp - old_logp)^2. The second term keeps the policy near the one that sampled.
+    advantage - beta / 2 * (logp - old_logp)^2. The second term keeps the policy near the sampling policy.
 
     `advantage_M` must be the soft advantage, reward minus soft value. The metric `penalty` is the subtracted term.
     """
@@ -313,7 +313,7 @@ def gspo_loss(
     **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
-    the value of its sequence's ratio, the geometric mean, and the gradient of its own.
+    the value of its sequence's ratio (the geometric mean over tokens) and the gradient of the token's own ratio.
 
     `sequence_ratio_mask` [M] is nonzero for the tokens that enter that mean (None: all; a sequence without any has
     ratio 1). The bounds apply to the ratio itself; Zheng et al. used much narrower ones, 0.9997 and 1.0004. A sequence
@@ -356,7 +356,7 @@ def _clipped_surrogate(
     """Returns the loss -min(ratio * advantage, clipped ratio * advantage) and its metrics. `dual_clip` limits the loss
     of a token with negative advantage to that many times its advantage."""
     worth = ratio * tokens.advantage_M
-    with torch.no_grad():  # a token that a bound changes has no gradient: autograd needs not know the bounds
+    with torch.no_grad():  # a token whose value a bound changes has no gradient, so autograd need not see the bounds
         bounded = torch.minimum(worth, _between(ratio, low, high) * tokens.advantage_M)
         if dual_clip is not None:
             bounded = torch.maximum(

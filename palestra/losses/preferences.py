@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid, relu
 from palestra.losses.policy import LossInputs, TensorMetrics
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
-MEAN_KINDS = ("ipo", "simpo", "orpo")  # kinds whose margin is of the sides' means over tokens
+MEAN_KINDS = ("ipo", "simpo", "orpo")  # kinds whose margin compares means over a side's tokens, not sums
 REFERENCE_FREE_KINDS = ("simpo", "orpo")
 
 
@@ -39,9 +39,10 @@ def preference_loss(
     is the assumed probability that a preference label is wrong (conservative DPO, Mitchell, 2023). `reference_free`
     assumes a reference that gives both sides the same probability.
 
-    Two kinds have no reference and margins of means. "simpo" is -log sigmoid(beta m - `target_margin`) (Meng et al.,
-    2024, eq. 6). "orpo" is -log p(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), with p the
-    geometric mean of a side's token probabilities and odds p / (1 - p) (Hong et al., 2024, eq. 6 and 7).
+    Two kinds have no reference, and their margins compare means over tokens. "simpo" is -log sigmoid(beta m -
+    `target_margin`) (Meng et al., 2024, eq. 6). "orpo" is -log p(chosen) - beta log sigmoid(log odds(chosen) - log
+    odds(rejected)), with p the geometric mean of a side's token probabilities and odds p / (1 - p) (Hong et al., 2024,
+    eq. 6 and 7).
 
     Metrics, all means over pairs: `margin` is beta m, the difference of implicit rewards; `accuracy` the share of pairs
     with m > 0; `chosen_logp` and `rejected_logp` the sides' weighted log-probabilities. Raises ValueError for label
@@ -135,7 +136,7 @@ def _odds_ratio_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def _log_odds(logp: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)); p is taken to be below 1 by 1e-6 at least, since a certain side has no finite odds."""
+    """Returns log(p / (1 - p)), with p at most 1 - 1e-6: the odds of a side with probability 1 are infinite."""
     logp = logp.clamp(max=-1e-6)
     return logp - torch.log(-torch.expm1(logp))
 

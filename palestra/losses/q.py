@@ -14,8 +14,8 @@ ILLEGAL_VALUE = -1e9  # value of an illegal action in the argmax
 
 
 def best_action(q: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Returns the legal action with the highest value [...] (`action_mask` [..., >= A], None: all); the first of
-    equals."""
+    """Returns the legal action with the highest value [...], the first of equals (`action_mask` [..., >= A]; None: all
+    actions are legal)."""
     if action_mask is not None:
         q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
     return q.argmax(-1)
@@ -35,8 +35,8 @@ def dueling_values(out: Tensor) -> Tensor:
 def next_value(target_q: Tensor, online_q: Tensor, action_mask: Tensor | None) -> Tensor:
     """Returns the value in `target_q` [..., A] of the best legal action by `online_q` [..., A].
 
-    With one network as both this is Q-learning's maximum (Watkins, 1989); with the online network as chooser and the
-    target network as judge it is double Q-learning (van Hasselt et al., 2016, eq. 4).
+    If both come from one network, this is Q-learning's maximum (Watkins, 1989). If the online network chooses the
+    action and the target network evaluates it, it is double Q-learning (van Hasselt et al., 2016, eq. 4).
     """
     return gather_values(target_q, best_action(online_q, action_mask))
 
