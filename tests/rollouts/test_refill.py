@@ -72,7 +72,7 @@ def test_no_refill_without_flat_groups(monkeypatch, kind):
 
 
 def test_batch_baselines_have_no_flat_groups():
-    with pytest.raises(ValueError, match="flat_groups: refill is of values compared with their siblings'"):
+    with pytest.raises(ValueError, match="flat_groups: refill needs values that are compared with their siblings'"):
         GRPO(group_size=1, baseline="batch", scale="batch", flat_groups="refill")
 
 

@@ -1,8 +1,8 @@
-"""Answers as actions: rewards, values and advantages of one entry for each answer, and what a central critic reads.
+"""Answers as actions: one reward, value and advantage for each answer, and the input of a central critic.
 
-With tokens as actions a value is that of the state before each token. With answers as actions it is that of the state
-before the answer, after its prompt (or, of a critic of actions, after the answer), and the log-probability of an
-answer is the sum over its tokens: clipped losses bound the ratio of the whole answer.
+With tokens as actions, there is a value of the state before each token. With answers as actions, there is one value
+for each answer, of the state between prompt and answer (or after the answer, from a critic of actions). The
+log-probability of an answer is the sum over its tokens, so clipped losses bound the ratio of the whole answer.
 
 Shapes: `T` tokens of an answer, `M` actions of several sequences.
 """
@@ -29,7 +29,8 @@ def action_sums(tokens: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
 
 
 def action_values(values: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
-    """Returns the value of the state before each action [M], from the critic's [T] (or, of an answer, [1])."""
+    """Returns the value of the state before each action [M], from one array of the critic's values for each answer:
+    [T], or [1] if the critic has one value per answer."""
     return np.concatenate([own[:1] for own in values] if level == "turn" else values)
 
 
@@ -39,7 +40,7 @@ def action_counts(lengths: Sequence[int], level: ActionLevel) -> list[int]:
 
 
 def by_token(actions_M: np.ndarray, lengths: Sequence[int], level: ActionLevel) -> list[np.ndarray]:
-    """Returns the number of each token's action, an array [T] float32 for each answer."""
+    """Returns an array [T] float32 for each answer: for each token, the entry of `actions_M` of its action."""
     parts = np.split(actions_M.astype(np.float32), np.cumsum(action_counts(lengths, level))[:-1])
     return [np.broadcast_to(own, length).copy() for own, length in zip(parts, lengths, strict=True)]
 
@@ -55,10 +56,10 @@ def answer_actor_critic_loss(tokens: LossInputs, **options: Any) -> tuple[Tensor
 
 
 def with_answer_ratios(tokens: LossInputs) -> LossInputs:
-    """Returns the tokens with `old_logp_M` moved so that the ratio of each is that of its answer, the product over the
-    answer's tokens, with the gradient of its own log-probability. The sum over the answer has the gradient of a ratio
-    of the whole. The sampler's log-probability moves with it, so that the importance ratio is the same. Raises
-    ValueError without `sequence_M`.
+    """Returns the tokens with `old_logp_M` moved so that each token's ratio has the value of its answer's ratio (the
+    product over the answer's tokens) and the gradient of its own log-probability. Summed over an answer, this is the
+    gradient of the answer's ratio. The sampler's log-probability moves by the same amount, so the importance ratio does
+    not change. Raises ValueError without `sequence_M`.
     """
     sequence_M = tokens.sequence_M
     if sequence_M is None:
@@ -74,12 +75,12 @@ def critic_input(
     nodes: Sequence[Node], seats: Sequence[Seat], seat: Seat, *, joint: bool, with_answers: bool = False
 ) -> np.ndarray:
     """Returns the tokens [P] int32 that a critic reads about the answer of `seat` at the last of `nodes`, the
-    trajectory up to then.
+    trajectory up to this step.
 
-    These are the seat's own prompt, and before it, if `joint`, the newest prompts of the other seats in their order,
-    with the answer to it if that was given in an earlier step. `with_answers`: also the answers of this step, each
-    after its prompt, so that the critic's value is that of the state and the (joint) action. Seats whose policies have
-    no tokens are not in it.
+    These are the seat's own prompt and, if `joint`, before it the newest prompt of each other seat, in the order of
+    `seats`, followed by its answer if that is from an earlier step. `with_answers` adds the answers of this step, each
+    after its prompt: the critic then values the state and the (joint) action. Seats whose policies have no tokens add
+    nothing.
     """
     others = [_newest(nodes, other, with_answers) for other in seats if other != seat] if joint else []
     return np.concatenate([*others, _read(nodes[-1].answers[seat], with_answers)]).astype(np.int32)

@@ -52,7 +52,7 @@ class TextAlgorithm(StrictModel):
 
     @property
     def reads_joint_prompts(self) -> bool:
-        """True if a critic reads the prompts of all seats, whose policies then have one vocabulary."""
+        """True if a critic reads the prompts of all seats, whose policies must then share one vocabulary."""
         return False
 
     @property
@@ -67,7 +67,7 @@ class TextAlgorithm(StrictModel):
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a policy's `teacher` does not play in its place, but scores its answers."""
+        """True if a policy's `teacher` scores the policy's answers instead of playing in its place."""
         return False
 
     @property
@@ -100,18 +100,19 @@ def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
 
 
 async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples, those with gradient with `reference_logprobs`: their log-probabilities [T] under the
-    reference policy, for a KL penalty or a preference loss."""
+    """Returns the samples with `reference_logprobs` [T] (log-probabilities under the reference policy, for a KL penalty
+    or a preference loss) added to those that have a gradient."""
     trained = [sample for sample in samples if sample.has_gradient]
     found = iter(await learner.logprobs(trained, reference=True) if trained else [])
     return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
 
 
 def skip_at_reference(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples for a loss with a KL penalty; while the policy is its reference, the first batches in which
-    all advantages are 0 lose their gradient.
+    """Returns the samples for a loss with a KL penalty. While the policy equals its reference, the batches before the
+    first one with a nonzero advantage lose their gradient.
 
-    There the penalty's gradient is 0. Computed, it is rounding, of which Adam's first step would make a full one.
+    In these the penalty's gradient is 0. If computed, it would be a rounding error, which Adam's first step would scale
+    to a full step.
     """
     if not learner.is_at_reference:
         return list(samples)

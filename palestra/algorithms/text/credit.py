@@ -25,9 +25,9 @@ def group_advantages(
     values: Sequence[float], *, baseline: GroupBaseline = "mean", scale: Literal["std", "none"] = "std"
 ) -> list[float]:
     """Returns each value's difference from the group's mean, in standard deviations with `scale: std` (Shao et al.,
-    2024, sec. 4.1.2), or from the mean of the other values with `baseline: others` (Ahmadian et al., 2024, eq. 6), or
-    from the largest with `max` (MAReMax of CoMLRL, Liu et al., 2025). All zero if the values do not differ. With `none`
-    the values themselves (REINFORCE).
+    2024, sec. 4.1.2); with `baseline: others` from the mean of the other values (Ahmadian et al., 2024, eq. 6); with
+    `max` from the largest value (MAReMax of CoMLRL, Liu et al., 2025). These are all 0 if the values do not differ.
+    With `none` it returns the values themselves (REINFORCE).
 
     The standard deviation is the population form; `max` and `none` are not scaled. [1, 0, 0, 0] gives [1.73, -0.58,
     -0.58, -0.58]; without scaling `others` gives [1, -0.33, -0.33, -0.33], `max` [0, -1, -1, -1].
@@ -58,7 +58,7 @@ def process_advantages(
     al., 2024, sec. 4.1.3), discounted by `gamma` per turn.
 
     Rewards [0, 1] and [0, 0] have the mean 1/4 and the deviation sqrt(3)/4; advantages are [1.15, 1.73] and [-1.15,
-    -0.58]. Siblings of equal rewards have advantages too if their turns differ.
+    -0.58]. Siblings with equal returns have advantages too if the rewards of their turns differ.
     """
     flat = [reward for own in rewards for reward in own]
     normalised = iter(group_advantages(flat, baseline=baseline, scale=scale)) if flat else iter(())
@@ -72,8 +72,8 @@ def turn_advantages(
     baseline: GroupBaseline = "mean",
     scale: Literal["std", "none"] = "std",
 ) -> list[list[float]]:
-    """Returns the advantage of each turn of each sibling: its discounted return to go, compared with those of the
-    siblings' turns of the same number. The only sibling with a turn of some number has 0 there, unless the baseline is
+    """Returns the advantage of each turn of each sibling: its discounted return to go, compared with the returns to go
+    of the siblings at the same turn. A turn that only one sibling reached has advantage 0, unless the baseline is
     `none`."""
     returns = [returns_to_go(own, gamma) for own in rewards]
     advantages: list[list[float]] = [[] for _ in returns]
@@ -96,7 +96,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
 
 def batch_advantages(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     """Returns each value's difference from the mean over all groups (REINFORCE++, Hu et al., 2025; `batch_spread` is
-    the standard deviation it is divided by). Values need no siblings. All zero if no values differ."""
+    the standard deviation it is divided by); all 0 if the values do not differ. A group may have one value."""
     flat = np.concatenate([np.zeros(0), *map(np.asarray, groups)])
     if not len(flat) or flat.std() < FLAT:
         return [[0.0] * len(group) for group in groups]
@@ -115,9 +115,9 @@ def role_advantages(
     """Returns each return's difference from the moving average of its role's returns, and the updated average
     (role-conditioned advantage estimation, SPIRAL, Liu et al., 2025: b <- decay b + (1 - decay) R, then A = R - b).
 
-    As in the paper, the average includes a return before it is subtracted from it. This makes the advantage `decay`
+    As in the paper, a return first updates the average and is then compared with it. The advantage is thus `decay`
     times the difference from the average of the earlier returns: a constant factor, no bias. From average 0, returns 1
-    and -1 have advantages 0.95 and -0.9975 and leave average -0.0025.
+    and -1 have advantages 0.95 and -0.9975, and the average is then -0.0025.
     """
     advantages = []
     for value in values:

@@ -2,13 +2,14 @@
 et al., 2024, generalised knowledge distillation with the reverse KL divergence; Lu, 2025, "On-Policy Distillation",
 Thinking Machines Lab).
 
-The advantage of a token is the teacher's log-probability minus the student's: in expectation over the student's tokens
-its policy gradient is that of -KL(student || teacher) at each prefix, with the prefixes held fixed. The student's is
-that of the weights in training, at every optimizer step: with that of an older sampler it would not be this gradient,
-and not 0 where student and teacher agree. Rewards of the env are not used.
+The advantage of a token is the teacher's log-probability minus the student's. In expectation over the student's tokens
+its policy gradient is the gradient of -KL(student || teacher) at each prefix, with the prefixes held fixed. The
+student's log-probability is computed with the weights in training, at every optimizer step: with the log-probability of
+an older sampler the gradient would differ, and would not be 0 where student and teacher agree. The env's rewards are
+not used.
 
-The teacher may read another seat's prompt of the same joint step, one with a hint or more context: self-distillation
-between seats, of two policies or of one.
+The teacher may read another seat's prompt of the same joint step, for example one with a hint or more context
+(self-distillation). The two seats may have one policy or two.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Distill(ImportanceSampling, TextAlgorithm):
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns every answer of `policy` at the seats that learn once, without advantages, which `finalize_samples`
-        adds. Raises ValueError if the seat that the teacher is to read does not act in the same joint step, or its
-        policy reads no tokens."""
+        """Returns one sample of each answer of `policy` at the seats that learn; `finalize_samples` adds the
+        advantages. Raises ValueError if the seat whose prompt the teacher reads does not act in the same joint step, or
+        its policy has no tokens."""
         found: dict[int, Sample] = {}
         for episode in episodes:
             for node in episode.nodes if episode.error is None else []:
@@ -110,9 +111,9 @@ class Distill(ImportanceSampling, TextAlgorithm):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with the teacher's log-probabilities as `reference_logprobs`. Their advantages are the
-        differences from the sampler's, which are recorded (an answer's mean at its node); the loss takes them from the
-        weights in training."""
+        """Returns the samples with the teacher's log-probabilities as `reference_logprobs`. Their advantages (teacher
+        minus sampler) are only for the record, and an answer's mean is written to its node: the loss computes its own
+        with the weights in training."""
         if not samples:
             return samples, {}
         credited: list[Sample] = []
@@ -127,9 +128,10 @@ class Distill(ImportanceSampling, TextAlgorithm):
 
 def distillation_loss(tokens: LossInputs, **importance: Any) -> tuple[Tensor, TensorMetrics]:
     """Policy gradient loss with importance sampling, whose advantage is the teacher's log-probability (`ref_logp_M`)
-    minus that of the weights in training. Its gradient is that of KL(student || teacher), and 0 where they agree,
-    whichever policy sampled. `importance` (see `correct_mismatch`) bounds the ratio of the weights before the update to
-    the sampler's; tokens beyond the bounds bias the gradient, but where student and teacher agree.
+    minus the log-probability under the weights in training. Its gradient is the gradient of KL(student || teacher), and
+    0 where the two agree, whichever policy sampled. `importance` (see `correct_mismatch`) bounds the ratio of the
+    weights before the update to the sampler; tokens beyond the bounds bias the gradient, except where student and
+    teacher agree.
 
     The metric `teacher_kl` is the mean log-ratio of student to teacher, reweighted by these ratios: an estimate of the
     divergence, in nats. Raises ValueError without `ref_logp_M`.

@@ -79,12 +79,12 @@ class DPO(PairAlgorithm):
     """Strength of the pull to the reference policy; larger values keep the policy closer to it. With `simpo` the scale
     of rewards, with `orpo` the weight of the odds ratio. Null: 2.0 with `simpo`, else 0.1."""
     target_margin: float = Field(1.0, ge=0)
-    """With `loss_type: simpo`, the margin of rewards that the chosen side is to have (gamma)."""
+    """With `loss_type: simpo`, the target difference of the chosen and the rejected side's rewards (gamma)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed probability that a preference is wrong (conservative DPO), below 0.5; not available with `ipo` and
     `orpo`."""
     reference_free: bool = False
-    """Leave the reference policy out: it is taken to give both sides the same probability."""
+    """Train without a reference policy, as if it gave both sides the same probability."""
     margin: Literal["seat", "joint"] = "seat"
     """Margin of a pair: of the `seat`'s own answer, or of the `joint` answer of all seats that act in the step, with
     the other seats' log-probabilities as they were sampled (MADPO of CoMLRL). `joint` needs `branch_at: turn`,
@@ -94,11 +94,10 @@ class DPO(PairAlgorithm):
     def _fits(self) -> Self:
         if self.label_smoothing and self.loss_type in ("ipo", "orpo"):
             raise ValueError(
-                f"label_smoothing is of loss_type: sigmoid, hinge and simpo, and {self.loss_type} has none: leave it "
-                "out"
+                f"label_smoothing applies to loss_type: sigmoid, hinge and simpo, not to {self.loss_type}: leave it out"
             )
         if "target_margin" in self.model_fields_set and self.loss_type != "simpo" and self.target_margin != 1.0:
-            raise ValueError(f"target_margin is of loss_type: simpo, and {self.loss_type} has none: leave it out")
+            raise ValueError(f"target_margin applies only to loss_type: simpo, not to {self.loss_type}: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -107,8 +106,8 @@ class DPO(PairAlgorithm):
             self.branch_at == "root" or not self.reference_free or self.loss_type not in ("sigmoid", "hinge")
         ):
             raise ValueError(
-                "margin: joint is of the answers of one step, without a reference and without means over tokens: set "
-                "branch_at: turn, reference_free: true and loss_type: sigmoid or hinge"
+                "margin: joint compares the joint answers of one step, without a reference and without means over "
+                "tokens: set branch_at: turn, reference_free: true and loss_type: sigmoid or hinge"
             )
         return self
 
@@ -172,7 +171,7 @@ def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, 
 
 
 def _partners_margin(group: SiblingGroup, better: int, worse: int) -> float:
-    """Returns the log-probability of the other seats' answers in the better joint answer less that in the worse."""
+    """Returns the log-probability of the other seats' answers in the better joint answer minus that in the worse."""
 
     def logp(sibling: int) -> float:
         (node,) = group.nodes[sibling]
@@ -182,8 +181,8 @@ def _partners_margin(group: SiblingGroup, better: int, worse: int) -> float:
 
 
 def _with_offset(pair: Sequence[Sample], offset: float) -> list[Sample]:
-    """Returns a pair of single answers whose margin has `offset` added: the loss subtracts the log-probabilities of a
-    reference, and the chosen side's are taken to sum to `-offset`."""
+    """Returns a pair of single answers whose margin has `offset` added. Reference log-probabilities carry it, since the
+    loss subtracts them: they sum to `-offset` on the chosen side and are 0 on the rejected side."""
     chosen, rejected = pair
     share = np.full(len(chosen.token_ids), -offset / len(chosen.token_ids), np.float32)
     return [

@@ -18,9 +18,9 @@ from palestra.types import Episode, Node, Seat
 
 @dataclass(frozen=True)
 class SiblingGroup:
-    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage, none for a trajectory
-    in which the seat did not act. With `branch_at: root` also what each of these nodes earned, until the seat's next
-    one."""
+    """Siblings of one seat: `values` [K], and for each sibling the nodes that receive its advantage (none for a
+    trajectory in which the seat did not act). With `branch_at: root`, `turn_rewards` has the reward of each of these
+    nodes, counted until the seat's next one."""
 
     seat: Seat
     values: list[float]
@@ -55,8 +55,7 @@ class GroupAlgorithm(TextAlgorithm):
         )
 
     def reward(self, node: Node, seat: Seat) -> float:
-        """Returns what a node adds to the value of a seat's answers: team_weight * team reward + the seat's
-        own."""
+        """Returns the node's part of the value of a seat's answers: team_weight * team reward + the seat's own."""
         return node.reward(seat, self.team_weight)
 
     def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
@@ -83,11 +82,11 @@ class GroupAlgorithm(TextAlgorithm):
         return True
 
     def _trajectories(self, episode: Episode) -> Iterator[SiblingGroup]:
-        """Yields one group per seat: the trajectories in which it acted with their returns, counted from the team's
-        rewards and the seat's own.
+        """Yields one group per seat: the trajectories in which it acted, with their returns (the sum of `reward` over
+        the nodes).
 
-        If the seat's policy plays other seats too, trajectories in which the seat did not act are siblings as well:
-        not to call a worker was this policy's own choice (MATPO, Mo et al., 2025).
+        If the seat's policy plays other seats too, trajectories in which the seat did not act are siblings as well,
+        since it was the policy's own choice not to call that seat (MATPO, Mo et al., 2025).
         """
         trajectories = [episode.trajectory(leaf) for leaf in episode.leaves()]
         players = Counter(map(member_name, episode.seats.values()))
@@ -101,8 +100,8 @@ class GroupAlgorithm(TextAlgorithm):
                 yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards)
 
     def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
-        """Returns what each of a seat's turns earned until its next. What it earned before its first is dropped, since
-        no answer of it caused that."""
+        """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are
+        dropped, since none of its answers caused them."""
         rewards: list[float] = []
         for node in trajectory:
             if seat in node.answers:

@@ -49,8 +49,8 @@ ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by en
 class GRPO(GRPOConfig):
     """GRPO, AT-GRPO and variants. The mean of the loss counts every sampled answer, also those with advantage 0.
 
-    With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
-    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see
+    With crossed joint answers, the value of an answer is the mean over the joint answers that contain it; with `credit:
+    counterfactual` or `shapley` it is the answer's credit in the joint answer that the episode continued from, see
     joint_credit.py.
     """
 
@@ -70,7 +70,7 @@ class GRPO(GRPOConfig):
         return any(map(any, self._by_turn(group, group.values)))
 
     def reward(self, node: Node, seat: Seat) -> float:
-        """Returns what a node adds to the value of a seat's answers, minus the penalties of `overlong: penalty` and
+        """Returns the node's part of the value of a seat's answers, minus the penalties of `overlong: penalty` and
         `kl_in_reward`."""
         held = penalty_of(node, seat) if self._penalises else 0.0
         return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - held
@@ -103,8 +103,8 @@ class GRPO(GRPOConfig):
     def _credit(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState, gaps: Gaps
     ) -> tuple[list[Sample], Metrics]:
-        """Returns samples and metrics, see `build_samples`; `gaps` are the answers' log-ratios to the reference of a
-        KL penalty in the rewards, which the nodes already have."""
+        """Returns samples and metrics, see `build_samples`. `gaps` are the answers' log-ratios to the reference for a
+        KL penalty in the rewards (which is already written to the nodes); empty without one."""
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
         flat = self._flat_groups([group for _, group in groups], episodes, policy)
         advantages = self._advantages(groups, flat, memory)
@@ -138,8 +138,8 @@ class GRPO(GRPOConfig):
     async def _penalised(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with advantages from rewards with a KL penalty, and metrics; `reference_kl` is the mean
-        log-ratio to the reference of a token."""
+        """Returns the samples with advantages from rewards that include the KL penalty, and metrics; `reference_kl` is
+        the mean over tokens of the log-ratio to the reference."""
         shared = cast(UncreditedSample, samples[0])
         gaps = await reference_gaps(samples, learner)
         write_penalties(self.policy_groups(shared.episodes, shared.policy), gaps, self.kl_coef)
@@ -147,9 +147,9 @@ class GRPO(GRPOConfig):
         return credited, metrics | {"reference_kl": float(np.concatenate(list(gaps.values())).mean())}
 
     def _flat_groups(self, groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str) -> list[bool]:
-        """Returns whether each group's rewards are equal, without the KL penalty. Its advantages are then the
-        penalty's alone, and dividing by their deviation would make them as large as any reward's. With `baseline:
-        batch` or `role` the rewards of all groups are compared."""
+        """Returns for each group whether its rewards are equal when the KL penalty is left out. Its advantages then
+        come from the penalty alone, and dividing by their deviation would make them as large as those from rewards.
+        With `baseline: batch` or `role` the rewards of all groups are compared."""
         if not self._penalises:
             return [False] * len(groups)
         plain = self.model_copy(update={"kl_in_reward": False}).policy_groups(episodes, policy)
@@ -194,7 +194,8 @@ class GRPO(GRPOConfig):
         self, group: SiblingGroup, by_turn: Sequence[Sequence[float]], gaps: Gaps, spread: float
     ) -> list[Sample]:
         """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens. With `gaps` and
-        `baseline: batch` or `role` tokens get back the KL penalty of those before them, divided by `spread`."""
+        `baseline: batch` or `role`, the KL penalty of the tokens before a token, divided by `spread`, is added back to
+        its advantage."""
         samples = []
         for nodes, advantages in zip(group.nodes, by_turn, strict=True):
             credit: dict[int, float] = {}
@@ -236,7 +237,8 @@ class GRPO(GRPOConfig):
         return self.overlong == "drop" and answer.stop_reason == "length"
 
     def _contributions(self, episodes: Sequence[Episode], policy: str) -> Metrics:
-        """Returns the contribution of each seat of `policy`, averaged over the joint steps of several seats."""
+        """Returns the contribution of each seat of `policy`, averaged over the joint steps in which several seats
+        act."""
         found: dict[str, list[float]] = {}
         for episode in episodes:
             for group in super().groups(episode):
@@ -254,7 +256,8 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
 
 def _is_trained(group: SiblingGroup) -> bool:
-    """True if a policy in training gave an answer: its name has a version, which those of fixed policies lack."""
+    """True if an answer is from a policy in training, whose name has a version (`coder@12`); a fixed policy's has
+    none."""
     answers = (node.answers[group.seat] for nodes in group.nodes for node in nodes)
     return any(len(answer.token_ids) and "@" in answer.policy for answer in answers)
 

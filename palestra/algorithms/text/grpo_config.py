@@ -38,9 +38,9 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     whole `batch` (REINFORCE++)."""
     supervision: Literal["outcome", "process", "turn"] = "outcome"
     """What the rewards of turns are credited to, with `branch_at: root`. `outcome`: a trajectory's return to all its
-    turns. `process`: rewards of all turns of a group are normalised together, and a turn's advantage is their sum from
-    it on (Shao et al., 2024, sec. 4.1.3). `turn`: the return from a turn on is compared with those of the siblings'
-    turns of the same number."""
+    turns. `process`: rewards of all turns of a group are normalised together, and a turn's advantage is the sum of its
+    own and the later ones (Shao et al., 2024, sec. 4.1.3). `turn`: the return from a turn on is compared with the
+    siblings' returns from the same turn on."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of later rewards per turn of the seat, with `supervision: process` or `turn`."""
     loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
@@ -57,7 +57,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     `sampling.max_tokens`."""
     overlong: Literal["keep", "drop", "penalty"] = "keep"
     """`drop` does not train on answers cut at the token limit; they still count in the baseline and in the mean (DAPO's
-    overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (its soft
+    overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (DAPO's soft
     overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1)
     """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1, at most
@@ -66,20 +66,20 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
     sequence-level ratios and needs bounds about a hundred times closer."""
     clip: float = Field(0.2, gt=0)
-    """Lower clipping distance of the probability ratio: it is kept above 1 - clip. Without effect with `surrogate:
+    """Lower clipping distance: the probability ratio is clipped at 1 - clip. Without effect with `surrogate:
     cispo`."""
     clip_high: float | None = Field(None, gt=0)
     """Upper clipping distance (DAPO's clip-higher). Null uses `clip`, and with `surrogate: cispo` 3.0 (ScaleRL, Khatri
     et al., 2025)."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
-    clipped`."""
+    """Bounds the loss of a token with negative advantage to this multiple of the advantage; above 1, only with
+    `surrogate: clipped`."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty to the reference policy, in the loss or, with `kl_in_reward`, in the reward."""
     kl_in_reward: bool = False
     """Subtracts the penalty from the rewards instead of adding it to the loss: `kl_coef` times log-probability minus
-    reference log-probability of every token (k1). A value contains it for the whole answer or trajectory (RLOO); with
-    `baseline: batch` or `role` a token's advantage contains it from the token on (REINFORCE++)."""
+    reference log-probability of every token (k1). A value contains the penalty of the whole answer or trajectory
+    (RLOO); with `baseline: batch` or `role` a token's advantage contains it from that token on (REINFORCE++)."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the penalty in the loss: `k3` (Shao et al., 2024), `k2`, whose gradient is unbiased, or `k1`, which
     needs `kl_importance_weight`."""
@@ -100,7 +100,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.dual_clip and self.surrogate != "clipped":
-            raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
+            raise ValueError(f"dual_clip applies only to surrogate: clipped, not to {self.surrogate}: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -124,7 +124,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         chosen = sorted({"kl_estimator", "kl_importance_weight"} & self.model_fields_set)
         if self.kl_in_reward and (self.kl_importance_weight or self.kl_estimator != "k3"):
             raise ValueError(
-                f"{chosen[0]} is of a KL penalty in the loss, and kl_in_reward: true puts it into the reward, as k1: "
+                f"{chosen[0]} is for a KL penalty in the loss, and kl_in_reward: true puts it into the reward, as k1: "
                 f"leave {chosen[0]} out, or set kl_in_reward: false"
             )
         if self.kl_estimator == "k2" and self.kl_importance_weight:
@@ -134,8 +134,8 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
             )
         if self.kl_estimator == "k1" and not self.kl_importance_weight:
             raise ValueError(
-                "kl_estimator: k1 in the loss has a gradient that averages to 0 and holds nothing: set "
-                "kl_importance_weight: true, kl_in_reward: true, or kl_estimator: k2"
+                "kl_estimator: k1 in the loss has a gradient that averages to 0, so it does not hold the policy near "
+                "its reference: set kl_importance_weight: true, kl_in_reward: true, or kl_estimator: k2"
             )
         return self
 
@@ -149,22 +149,24 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
             )
         if self.baseline in ("max", "none") and self.scale == "std":
             raise ValueError(
-                f"scale: std is of differences from the mean, and baseline: {self.baseline} has others: set scale: "
-                "batch or none"
+                f"scale: std divides differences from the mean, and baseline: {self.baseline} does not subtract a "
+                "mean: set scale: batch or none"
             )
         if alone and self.scale == "std":
             raise ValueError(
-                f"baseline: {self.baseline} looks beyond the group, and scale: std does not: set scale: batch or none"
+                f"baseline: {self.baseline} compares values beyond the group, and scale: std divides within the group: "
+                "set scale: batch or none"
             )
         if alone and self.credit != "group":
-            raise ValueError(f"credit: {self.credit} is among siblings: set baseline: mean or others")
+            raise ValueError(f"credit: {self.credit} compares siblings: set baseline: mean or others")
         return self
 
     @model_validator(mode="after")
     def _joined(self) -> Self:
         if self._crossed and self.branch_at == "root":
             raise ValueError(
-                "crossed joints are of single steps: set branch_at: turn, or joints: paired and credit: group"
+                "crossed joint answers need branching at each step: set branch_at: turn, or joints: paired and "
+                "credit: group"
             )
         return self
 
@@ -177,8 +179,8 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         chosen = f"supervision: {self.supervision}"
         if self.branch_at == "turn":
             raise ValueError(
-                f"{chosen} is of whole trajectories, and branch_at: turn compares the answers of a turn already: set "
-                "branch_at: root"
+                f"{chosen} credits the turns of whole trajectories, and branch_at: turn already compares the answers "
+                "of one turn: set branch_at: root"
             )
         fitting = ("mean", "none") if self.supervision == "process" else ("mean", "others", "max", "none")
         if self.baseline not in fitting or self.scale == "batch":
@@ -187,15 +189,17 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
                 "none"
             )
         if self.kl_in_reward:
-            raise ValueError(f"{chosen} takes the env's rewards alone: set kl_in_reward: false, for a KL in the loss")
+            raise ValueError(
+                f"{chosen} uses only the env's rewards: set kl_in_reward: false, for a KL penalty in the loss"
+            )
         return self
 
     @model_validator(mode="after")
     def _refilled(self) -> Self:
         if self.flat_groups == "refill" and self.baseline in ("batch", "role", "none"):
             raise ValueError(
-                f"flat_groups: refill is of values compared with their siblings', and baseline: {self.baseline} does "
-                "not compare with them: set baseline: mean or others, or flat_groups: count"
+                f"flat_groups: refill needs values that are compared with their siblings', and baseline: "
+                f"{self.baseline} does not compare with them: set baseline: mean or others, or flat_groups: count"
             )
         return self
 

@@ -1,5 +1,5 @@
-"""Importance sampling of samples from another sampler or from older weights: the config keys of
-GRPO, PPO and distillation for it."""
+"""Importance sampling for samples from another sampler or from older weights: the config keys that GRPO, PPO and
+distillation share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ImportanceSampling(StrictModel):
 
     old_logprobs: OldLogprobs = "trainer"
     """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
-    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
-    trainer closely, as this process's does in float32."""
+    optimizer steps makes a forward pass for them), or the `sampler`'s, without that pass. `sampler` is for samplers
+    that agree closely with the trainer, as the one in this process does in float32."""
     importance_cap: float | None = Field(2.0, gt=0)
     """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
     are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
@@ -46,11 +46,11 @@ class ImportanceSampling(StrictModel):
 
 
 async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with the log-probabilities that clipped ratios are relative to: the trainer's own, before the
+    """Returns the samples with `old_logprobs`, which clipped ratios are relative to: the trainer's own before the
     update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
 
-    An update of one optimizer step needs no pass for it ("current"). One of several makes a forward pass, batch by
-    batch as in training, so that rounding is the same.
+    An update of one optimizer step uses those of its own pass ("current"). An update of several makes a forward pass
+    first, batch by batch as in training, so that rounding is the same.
     """
     batches = learner.batches(samples)
     if len(batches) < 2:

@@ -1,5 +1,5 @@
-"""Credit of crossed joint answers: groups of one seat's answers from siblings that are all combinations of the answers
-of the seats that acted at once."""
+"""Credit of crossed joint answers. Siblings are all combinations of the answers of the seats that acted at once; this
+module turns them into groups of one seat's answers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ CREDIT_FUNCTIONS: dict[str, Callable[[Array, int], Array]] = {
 
 
 def credit_group(group: SiblingGroup, credit: Credit) -> SiblingGroup:
-    """Returns a seat's crossed siblings as a group that contains every answer once. With `credit: group` an answer's
-    value is its mean over the joint answers that contain it; otherwise its credit had it been given in the joint
-    answers that the episode continued from. Raises ValueError if the siblings are not all combinations."""
+    """Returns a seat's crossed siblings as a group that contains every answer once. With `credit: group` the value of
+    an answer is the mean over the joint answers that contain it; otherwise it is the answer's mean credit with the
+    other seats' answers fixed to those that the episode continued from. Raises ValueError if the siblings are not all
+    combinations."""
     siblings, places, seat = _seated(group)
     q = value_table(places, group.values)
     if credit == "group":

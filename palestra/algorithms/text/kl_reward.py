@@ -1,8 +1,9 @@
 """A KL penalty in the rewards of answers: per token, the coefficient times log-probability minus that of the reference
-(Ziegler et al., 2019, eq. 2), the k1 estimate. In a reward this estimate alone has the gradient of the divergence.
+(Ziegler et al., 2019, eq. 2), the k1 estimate. Of the estimators, only k1 has the gradient of the divergence when it is
+part of a reward.
 
-The penalty depends on the weights in training, so the samples are credited in two steps: `uncredited_samples` of the
-episodes, then, with `reference_gaps` known, their advantages.
+The penalty depends on the weights in training, so credit is assigned in two steps: `uncredited_samples` reads the
+episodes; once `reference_gaps` are known, the samples get their advantages.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def uncredited_samples(
 
 async def reference_gaps(samples: Sequence[Sample], learner: Learner) -> dict[int, npt.NDArray[np.float64]]:
     """Returns the log-ratios [T] of each uncredited sample's tokens to the reference, by id of its answer. They are
-    exactly 0 while the policy is the reference: computed, they would be rounding, which advantages in standard
-    deviations would make as large as a reward's."""
+    exactly 0 while the policy equals the reference: if computed, they would be rounding errors, which dividing by their
+    standard deviation would make as large as rewards."""
     pending = cast("Sequence[UncreditedSample]", samples)
     if learner.is_at_reference:
         return {id(sample.answer): np.zeros(len(sample.token_ids)) for sample in pending}
@@ -76,8 +77,8 @@ def penalty_of(node: Node, seat: Seat) -> float:
 
 
 def earlier_penalties(answers: Sequence[Answer], gaps: Gaps, kl_coef: float) -> list[npt.NDArray[np.float64]]:
-    """Returns, for each token [T] of each answer of a trajectory, the penalty of all tokens before it. A token's
-    advantage leaves it out: it had no part in it (Hu et al., 2025: the penalty is summed from the token on)."""
+    """Returns, for each token [T] of each answer of a trajectory, the penalty of all tokens before it. A token did not
+    cause this part, so its advantage leaves it out (Hu et al., 2025: the penalty is summed from the token on)."""
     lengths = [len(answer.token_ids) for answer in answers]
     gaps_M = np.concatenate([np.zeros(0), *(gaps[id(answer)] for answer in answers)])
     return np.split(kl_coef * (np.cumsum(gaps_M) - gaps_M), np.cumsum(lengths)[:-1])

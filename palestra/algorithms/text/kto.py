@@ -101,8 +101,8 @@ class KTO(GroupAlgorithm):
             yield replace(group, values=[returns[group.seat][i] for i in numbers]) if all_ended else group
 
     def _returns_to_go(self, episode: Episode, seat: Seat) -> dict[int, float]:
-        """Returns, by number of the node, the reward of a seat there and what follows it: the mean over the children
-        that play continued from, or ended with."""
+        """Returns, by number of the node, the seat's return from that node on: its reward there plus the mean return of
+        the children that play continued from or ended with."""
         returns: dict[int, float] = {}
         later: dict[int | None, list[float]] = {}
         for node in reversed(episode.nodes):  # children come after their parents
@@ -123,8 +123,8 @@ class KTO(GroupAlgorithm):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with reference log-probabilities that contain the reference point, and `reference_point`,
-        z_0 in nats."""
+        """Returns the samples with reference log-probabilities to which the reference point is added, and the metric
+        `reference_point`, z_0 in nats."""
         if not samples:
             return samples, {}
         point = await _reference_point(samples, learner)
@@ -168,13 +168,13 @@ async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float
 
 def _mismatched(samples: Sequence[Sample]) -> list[Sample]:
     """Returns the first prompt of each side with the first answer of a side of the next distinct prompt; none if there
-    is only one. The answer of the next side would not do: that is mostly a sibling, with the same prompt."""
+    is only one prompt. The next side itself is mostly a sibling with the same prompt, so its answer would not do."""
     by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for first in (next(side) for _, side in groupby(samples, lambda sample: sample.group)):
         by_prompt.setdefault(tuple(first.prompt_ids.tolist()), []).append(first)
     sides = list(by_prompt.values())
     return [
-        # a new sample: the experts that the prompt's own answer used are not those of another answer
+        # a new sample, since the recorded experts (`routed_experts`) are those of the prompt's own answer
         Sample(one.prompt_ids, other.token_ids, other.logprobs, other.advantages, one.temperature)
         for own, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
         for one, other in zip(own, cycle(others), strict=False)

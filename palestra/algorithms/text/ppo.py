@@ -53,16 +53,16 @@ class PPOSample(Sample):
 class PPO(ImportanceSampling, TextAlgorithm):
     """PPO with a critic, on `group_size` trajectories per start. Epochs and batch sizes are settings of the policy.
 
-    With `surrogate: policy_gradient` it is advantage actor-critic (Mnih et al., 2016), with `action_level: turn` too
-    independent actor-critic of a team's policies, and with `critic: central` that with a centralised critic (IAC and
-    MAAC of CoMLRL, Liu et al., 2025).
+    With `surrogate: policy_gradient` it is advantage actor-critic (Mnih et al., 2016). With `action_level: turn` as
+    well, it is independent actor-critic for a team's policies (IAC of CoMLRL, Liu et al., 2025), and with `critic:
+    central` on top the same with a centralised critic (MAAC of CoMLRL).
 
     The KL penalty is part of the rewards: -kl_coef * (log-probability minus reference log-probability) for every token
-    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
-    continues in the next stage unless that has another `kl_coef`.
+    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is stored in `memory` and
+    carries over to the next stage unless that stage sets another `kl_coef`.
 
-    Rewards, KL penalty and GAE are those of the policy that sampled. With `importance_cap`, each normalised advantage
-    is then multiplied by its bounded importance ratio. Returns are not corrected.
+    KL penalty and GAE are computed for the policy that sampled. With `importance_cap`, each normalised advantage is
+    then multiplied by its bounded importance ratio. Returns are not corrected.
     """
 
     type: Literal["ppo"] = "ppo"
@@ -72,8 +72,8 @@ class PPO(ImportanceSampling, TextAlgorithm):
     team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are team_weight * team + local."""
     action_level: ActionLevel = "token"
-    """The action: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens, also in
-    the ratio that is clipped, and whose value is that of the state after its prompt."""
+    """The action: a `token`, or the whole answer of a `turn`. An answer's log-probability, also in the clipped ratio,
+    is the sum over its tokens; its value is the value of the state after its prompt."""
     critic: Literal["shared", "separate", "central"] = "shared"
     """The critic: a value head on the policy's features (`shared`), an adapter of its own on the same base with a value
     head (`separate`), or such an adapter that reads the prompts of all seats (`central`, with `action_level: turn`)."""
@@ -94,7 +94,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     clip_high: float | None = Field(None, gt=0)
     """Clipping distance above 1; null uses `clip`."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a token with negative advantage to this multiple of it; above 1."""
+    """Bounds the loss of a token with negative advantage to this multiple of the advantage; above 1."""
     value_coef: float = Field(0.5, ge=0)
     """Coefficient of the value loss."""
     value_clip: float | None = Field(None, gt=0)
@@ -112,7 +112,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     def _adapts(self) -> Self:
         if self.kl_target and not self.kl_coef:
             raise ValueError(
-                "kl_target adapts kl_coef by factors, and no factor moves kl_coef: 0. Set kl_coef to its initial value"
+                "kl_target multiplies kl_coef by factors, which leave kl_coef: 0 at 0. Set kl_coef to its initial value"
             )
         return self
 
@@ -120,12 +120,12 @@ class PPO(ImportanceSampling, TextAlgorithm):
     def _reads_answers(self) -> Self:
         if self.critic == "central" and self.action_level == "token":
             raise ValueError(
-                "critic: central reads the prompts of all seats before an answer, and has no value of each of its "
+                "critic: central reads the prompts of all seats before an answer, and gives no value for each of its "
                 "tokens: set action_level: turn"
             )
         if self.critic_type == "q" and (self.critic == "shared" or self.action_level == "token"):
             raise ValueError(
-                "critic_type: q reads a whole answer, which the policy's own head does not before it is given: set "
+                "critic_type: q reads a whole answer before it values it, which a head on the policy cannot: set "
                 "action_level: turn, and critic: separate or central"
             )
         if self.surrogate == "policy_gradient" and (self.clip_high is not None or self.dual_clip is not None):
@@ -204,8 +204,8 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return sequence
 
     def _as_action(self, nodes: Sequence[Node], seats: Sequence[Seat], seat: Seat) -> dict[str, Any]:
-        """Returns the fields that make the answer of `seat` at the last of `nodes` one action: it counts as one in the
-        mean, and has what a separate critic reads before it."""
+        """Returns the sample fields that make the answer of `seat` at the last of `nodes` one action: it counts as one
+        in the mean, and `critic_ids` are the tokens that a separate critic reads."""
         if self.action_level == "token":
             return {}
         if not self.has_separate_critic:
@@ -239,7 +239,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         returns_M = advantages_M + values_M
         share = explained_variance(values_M, returns_M)
         metrics |= {} if share is None else {"explained_variance": share}
-        if self.critic_type == "q":  # the residual would have mean 0 at an exact critic, and teach nothing
+        if self.critic_type == "q":  # return minus value would have mean 0 with an exact critic, and no signal
             advantages_M = values_M
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
@@ -258,9 +258,9 @@ class PPO(ImportanceSampling, TextAlgorithm):
 
 
 async def _reference_gaps(turns: Sequence[PPOSample], learner: Learner) -> list[np.ndarray]:
-    """Returns log-probability minus that of the reference of each answer's tokens [T] float64. Exactly 0 while the
-    policy is its reference: rounding would be the only reward of a step without any, and normalisation would make it a
-    large one."""
+    """Returns log-probability minus reference log-probability of each answer's tokens, [T] float64 each. They are
+    exactly 0 while the policy equals its reference: in a step without rewards, rounding errors would be the only
+    rewards, and normalisation would make them large."""
     if learner.is_at_reference:
         return [np.zeros(len(turn.logprobs)) for turn in turns]
     known = await learner.logprobs(turns, reference=True)

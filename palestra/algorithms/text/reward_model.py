@@ -1,9 +1,9 @@
 """Training of a reward model on pairs of siblings: a scalar head on an adapter (Bradley & Terry, 1952; Ouyang et al.,
-2022, eq. 1). The answer with the higher value is to have the higher reward.
+2022, eq. 1). Training raises the reward of the answer with the higher value above the other's.
 
 The reward of an answer is the head's value of the state after its last token. Pairs are those of DPO: recorded ones
-(`data:`), or siblings that the policy plays itself. A policy so trained answers no better; rollouts/learned_reward.py
-has its rewards earned in training.
+(`data:`), or siblings that the policy plays itself. This training does not improve the policy's answers;
+rollouts/learned_reward.py uses the rewards to train a policy.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RewardModel(PairAlgorithm):
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns a group of two samples for each pair, the chosen side first, and the metrics of `DPO`. Of pairs not
-        trained on before, as in the first epoch, the loss's `accuracy` is that on held-out pairs."""
+        """Returns a group of two samples for each pair, the chosen side first, and the metrics of `find_pairs`. On
+        pairs not trained on before, as in the first epoch, the loss's `accuracy` is a held-out accuracy."""
         samples: list[Sample] = []
         groups, pairs, metrics = self.find_pairs(episodes, policy)
         for number, (group, better, worse) in enumerate(pairs):
@@ -58,8 +58,8 @@ class RewardModel(PairAlgorithm):
 
 
 def scoring_sample(answer: Answer, advantage: float = 0.0, *, group: int = -1) -> Sample:
-    """Returns the sample whose only value is that of the state after the answer's last token: prompt and answer are its
-    prompt, and the token that follows, here the last one again, has no effect on it."""
+    """Returns a sample with a single value, that of the state after the answer's last token. Its prompt is the answer's
+    prompt and tokens; the one token after that (here the last one again) does not affect the value."""
     prompt = np.concatenate([answer.prompt_ids, answer.token_ids])
     weights = np.array([advantage], np.float32)
     return Sample(prompt, answer.token_ids[-1:], np.zeros(1, np.float32), weights, weight=0.5, group=group)

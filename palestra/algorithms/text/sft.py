@@ -4,7 +4,7 @@ prediction.
 With a teacher at the seat (`policies.NAME.teacher`) or on recorded episodes (`data:`), imitation is behaviour cloning.
 Without either a policy imitates its own successes: rejection-sampling fine-tuning (expert iteration, Anthony et al.,
 2017). A world model predicts each next observation from the tokens before it, answer included (Ha & Schmidhuber, 2018;
-in the weights of a language agent Zhang et al., 2025, arXiv:2510.08558, "implicit world modeling").
+for language agents: Zhang et al., 2025, arXiv:2510.08558, "implicit world modeling").
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ With `critic: own` time is counted in a seat's own decisions. Central critics co
 which their seat does not act, as in turn-based games; its action is then the fixed idle code.
 
 Shapes: `K` critics, `P` members of a stack, `M` transitions, `S` seats of a member, `R` = M*S rows, `N` seats, `A`
-numbers of an encoded action, `J` of the encoded actions of all seats that learn.
+numbers of an encoded action, `J` numbers of the encoded actions of all seats that learn.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class ActionValueLearner(NetLearner):
     # ---- learning
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Remembers the rollout, then takes `gradient_steps` gradient steps once training has started; returns metrics
-        by policy."""
+        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
+        steps; returns metrics by policy."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample):
@@ -246,8 +246,8 @@ def check_supported(
     for name, policy in policies.items():
         if policy.gru_units:
             raise ValueError(
-                f"policy {name} has memory, but {kind} learns from single moments, before which nothing is "
-                "remembered: set gru_units: 0, or train it with ppo or a2c"
+                f"policy {name} is recurrent, but {kind} learns from single transitions, without the recurrent state "
+                "before them: set gru_units: 0, or train it with ppo or a2c"
             )
     if isinstance(env.action_spaces[0], MultiDiscrete):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')

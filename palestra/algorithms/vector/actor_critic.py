@@ -66,7 +66,8 @@ class ActorCriticConfig(AlgorithmConfig):
     """Coefficient of the entropy bonus."""
     entropy_coef_end: float | None = Field(None, ge=0)
     """Entropy coefficient at the end of the run, reached linearly; null keeps `entropy_coef`. In two-player zero-sum
-    games self-play cycles without a bonus, and a constant one keeps it off the equilibrium (Sokota et al., 2023)."""
+    games self-play cycles without a bonus, and a constant bonus keeps it away from the equilibrium (Sokota et al.,
+    2023)."""
     normalize_advantages: bool = True
     """Standardise each policy's advantages over the rollout."""
     critic: Literal["own", "central"] = "own"
@@ -75,10 +76,10 @@ class ActorCriticConfig(AlgorithmConfig):
     critics: Literal["each", "one"] = "each"
     """A critic for `each` policy, or `one` for all."""
     value_norm: bool | Literal["popart"] = False
-    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022). With `popart` its
-    last layer follows them, so that its values stay as they are when they move (Hessel et al., 2019)."""
+    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022). With `popart` the
+    critic's last layer is rescaled when these change, so that its values do not (Hessel et al., 2019)."""
     value_clip: float | None = Field(None, gt=0)
-    """Clipping distance of the critic's value from that before the update, in the critic's units (normalised ones with
+    """Clipping distance of the critic's value from its value before the update, in units of return (normalised with
     `value_norm`); null does not clip."""
     aux_value_coef: float = Field(0.0, ge=0)
     """Coefficient of a value loss on the policy network, through a last layer of its own (Cobbe et al., 2021). Useful
@@ -88,8 +89,8 @@ class ActorCriticConfig(AlgorithmConfig):
     ratios are to the policy at the start of the update (the decoupled objective of Hilton et al., 2022)."""
 
     sequential: bool = False
-    """Train the policies one after another, in a random order for each rollout, the advantages of each weighted by the
-    ratio of new to old probabilities of the actions of those before it (HAPPO; Kuba et al., 2022, algorithm 2)."""
+    """Train the policies one after another, in a random order for each rollout, with the advantages of each weighted by
+    the ratio of new to old probabilities of the earlier policies' actions (HAPPO; Kuba et al., 2022, algorithm 2)."""
 
     def entropy_at(self, progress: float) -> float:
         """Returns the entropy coefficient at `progress` in [0, 1]."""
@@ -150,7 +151,8 @@ class ActorCriticLearner(NetLearner):
             and len({self.env.observation_shapes[s] for own in seats.values() for s in own}) > 1
         ):
             raise ValueError(
-                "critics: one needs seats that see alike, and these do not: set critic: central, or critics: each"
+                "critics: one needs seats with observations of the same shape, and these differ: set critic: central, "
+                "or critics: each"
             )
         flat = tuple(seat for own in seats.values() for seat in own)
         shape, space = self.env.observation_shapes[flat[0]], self.env.action_spaces[flat[0]]
@@ -158,7 +160,7 @@ class ActorCriticLearner(NetLearner):
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
-        config = config.model_copy(update={"communication_rounds": 0})  # a critic that sees more is a central one
+        config = config.model_copy(update={"communication_rounds": 0})  # `critic: central` sees the other seats
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
         entities = seat_mapping.entities if self.config.critic == "own" else None
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
@@ -227,8 +229,8 @@ class ActorCriticLearner(NetLearner):
 
     @torch.no_grad()
     def _values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
-        """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B, N]:
-        0 for seats that terminated, whatever ended the game for the others."""
+        """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B, N],
+        which is 0 for seats that terminated, even if the game was truncated for the others."""
         values = torch.zeros(batch.agent_mask.shape, device=self.device)
         bootstrap = torch.zeros_like(batch.rewards)
         times, games = batch.end_index
@@ -310,8 +312,8 @@ class ActorCriticLearner(NetLearner):
     def policy_rows(
         self, stack: PolicyStack, batch: RolloutTensors, advantages: Tensor, factor: Tensor, known: Tensor
     ) -> PolicyRows:
-        """Returns what the policies of a stack learn from: `advantages` [T, B, N], normalised and then times `factor`
-        [T, B, N], where they are `known` [T, B, N]."""
+        """Returns the training rows of a stack's policies: `advantages` [T, B, N], normalised and then times `factor`
+        [T, B, N], with weight 0 where they are not `known` [T, B, N]."""
         advantage, weight = stack.rows(advantages), stack.rows(known.float())
         if self.config.normalize_advantages:
             advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)

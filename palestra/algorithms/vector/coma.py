@@ -96,8 +96,8 @@ class COMALearner(NetLearner):
         sizes = [space.n for space in env.action_spaces if isinstance(space, Discrete)]
         if len(sizes) < len(env.action_spaces):
             raise ValueError(
-                f'coma weighs every action that a seat might have chosen, and env "{env.name}" has no lists of them: '
-                "use ppo or a2c"
+                f'coma needs a value of every action of a seat, and env "{env.name}" has seats without discrete '
+                "actions: use ppo or a2c"
             )
         super().__init__(spec)
         self.config, self.num_actions, self.updates = config, max(sizes), 0
@@ -147,8 +147,8 @@ class COMALearner(NetLearner):
         them, [T, B, N] each.
 
         After the last step, or where a game was truncated, the value is the expectation over the seat's policy, with
-        the others' next actions sampled from their policies: the seats of the last step act, with the action masks they
-        had then.
+        the others' next actions sampled from their policies. At a truncation the seats of the last step are assumed to
+        act again, with the same action masks.
         """
         critic_inputs, ends = self._critic_inputs(batch)
         targets = [critic.target for critic in self.critics]

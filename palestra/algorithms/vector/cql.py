@@ -46,10 +46,10 @@ class CQLLearner(OfflineLearner, DQNLearner):
         for name, policy in spec.policies.items():
             if policy.gru_units:
                 raise ValueError(
-                    f"policy {name} has memory, but cql learns from single moments, before which nothing is "
-                    "remembered: set gru_units: 0, or imitate with bc"
+                    f"policy {name} is recurrent, but cql learns from single transitions, without the recurrent state "
+                    "before them: set gru_units: 0, or imitate with bc"
                 )
-        super().__init__(config, spec)  # type: ignore[arg-type]  # settings of replay are read by what is overridden
+        super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
 
     def build_replay(self) -> DataSet:
         return self.data_set(n_step=self.config.n_step, gamma=self.config.gamma, seats=self.seats)

@@ -1,5 +1,5 @@
-"""Conservative Q-learning for continuous actions (Kumar et al., 2020): soft actor-critic on recorded episodes, whose
-critics are pushed down where their soft maximum over all actions lies and up at the actions in the data, CQL(H).
+"""Conservative Q-learning for continuous actions (Kumar et al., 2020): soft actor-critic on recorded episodes. The
+critics' soft maximum over all actions is pushed down, their values of the actions in the data up: CQL(H).
 
 Shapes: `K` critics, `P` members of a stack, `R` rows (a seat of a transition each), `n` sampled actions of a kind, `A`
 numbers of an encoded action.
@@ -33,15 +33,15 @@ class CQLSAC(OfflineConfig, SoftConfig, ActionValueConfig):
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is soft actor-critic on the data. Scale it with the size of rewards."""
     sampled_actions: int = Field(10, ge=1)
-    """Actions of each kind by which the soft maximum is estimated: uniform ones, the policy's there, and the policy's
-    in the next state."""
+    """Sampled actions of each kind that estimate the soft maximum: uniform ones, the policy's in the same state, and
+    the policy's in the next state."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return CQLSACLearner
 
 
 class CQLSACLearner(OfflineLearner, SACLearner):
-    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for policies with memory, and for
+    """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for recurrent policies, and for
     data that do not fit the env or its policies."""
 
     config: CQLSAC
@@ -52,7 +52,7 @@ class CQLSACLearner(OfflineLearner, SACLearner):
                 f'cql_sac samples actions between their bounds, but env "{spec.env.name}" takes '
                 f"{spec.env.action_spaces[0]}: use type: cql, or iql"
             )
-        super().__init__(config, spec)  # type: ignore[arg-type]  # settings of replay are read by what is overridden
+        super().__init__(config, spec)  # type: ignore[arg-type]  # methods that read replay settings are overridden
 
     def build_replay(self) -> DataSet:
         seats = sorted(self.action_encoder.heads)
@@ -79,9 +79,9 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     def sampled_actions(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns encoded actions [P, R, 3n, A] at the states of a batch: uniform ones, those of stack i's policies
-        there, and those of its policies in the next states (in the same states again where the game terminated, after
-        which an observation may be anything); and their log-densities [P, R, 3n]."""
+        """Returns encoded actions [P, R, 3n, A] at the states of a batch, and their log-densities [P, R, 3n]: uniform
+        ones, those of stack i's policies there, and those of its policies in the next states (where the game
+        terminated, in the same states again, since a terminal observation may be undefined)."""
         stack, n = self.stacks[i], self.config.sampled_actions
         assert isinstance(stack.head, SquashedHead)
         P, R = batch.critic_weights.shape

@@ -28,8 +28,8 @@ from palestra.nets.seat_mapping import SeatMapping
 @dataclass
 class ValueCritic:
     """Critic networks for the seats of a stack. `recurrent_states` maps each batch source to the state [P, C, H] at the
-    start of its next batch, for recurrent critics. With `preserve_outputs` the last layer follows the statistics of
-    `norm`, so that values stay as they are (PopArt)."""
+    start of its next batch, for recurrent critics. With `preserve_outputs` the last layer is rescaled when the
+    statistics of `norm` change, so that values do not (PopArt)."""
 
     seat_mapping: SeatMapping
     net: Net
@@ -67,7 +67,7 @@ class ValueCritic:
         return self.norm.normalise(target[..., None])[..., 0] if self.norm else target
 
     def update_norm(self, target: Tensor, weight: Tensor, all_reduce: SumOverProcesses) -> None:
-        """Adds targets of weights `weight` [P, T, C] to the statistics."""
+        """Adds targets with their weights, [P, T, C] each, to the running statistics."""
         if self.norm is None:
             return
         before = self.norm.mean.clone(), self.norm.std()
@@ -77,8 +77,9 @@ class ValueCritic:
             rescale_outputs(head.weight, head.bias, before, (self.norm.mean, self.norm.std()))
 
     def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
-        """Trains the networks on normalised targets, with value clipping at a distance of `clip` outputs (None: none);
-        returns the mean loss of a member. Recurrent states then go on after the last step."""
+        """Trains the networks on normalised targets; returns the mean loss of a member. `clip` is the distance of value
+        clipping in units of the outputs (None: no clipping). Afterwards `recurrent_states` has the states after the
+        last step."""
         team = None if rows.acts is None else Team(rows.acts)
         inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, team
         old, losses = None if clip is None else self._unroll(*inputs)[0][..., 0], []
@@ -94,7 +95,7 @@ class ValueCritic:
             loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.detach())
-        if self.net.gru_units:  # with the weights that evaluate the next batch
+        if self.net.gru_units:  # computed with the trained weights, which evaluate the next batch
             memories = self._unroll(*inputs)[1]
             assert memories is not None
             self.recurrent_states[rows.worker] = memories[:, -1]

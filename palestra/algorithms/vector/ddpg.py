@@ -40,8 +40,8 @@ class DeterministicConfig(OffPolicyConfig, ABC):
     gumbel_temperature: float = Field(1.0, gt=0)
     """Softmax temperature of the Gumbel-softmax gradient, for discrete actions."""
     action_l2_coef: float = Field(1e-2, ge=0)
-    """Weight of the mean square of the policy's outputs in its loss, which keeps it from saturation. The code of Lowe
-    et al. has 1e-3, at which discrete policies more often converge too early."""
+    """Weight of the mean square of the policy's outputs in its loss, which keeps them from saturation. The code of Lowe
+    et al. uses 1e-3, with which discrete policies more often converge too early."""
 
     def noise_at(self, progress: float) -> float:
         """Returns the standard deviation of the exploration noise at `progress` in [0, 1]."""
@@ -62,7 +62,7 @@ class DDPG(DeterministicConfig):
 
 
 class TD3(DeterministicConfig):
-    """TD3: twin critics with the lesser value as target, delayed policy updates and target policy smoothing."""
+    """TD3: twin critics with the smaller value as target, delayed policy updates and target policy smoothing."""
 
     type: Literal["td3"] = "td3"
     """Selects TD3."""

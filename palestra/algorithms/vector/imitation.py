@@ -62,7 +62,7 @@ def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv, device: tor
 
 class DemoBatch:
     """Demonstrations at the seats of a stack, each array [P, T, C, ...]. `sample` samples transitions for each member,
-    or with `memory` sequences that start with a game."""
+    or with `memory` sequences that start at the first step of a game."""
 
     def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
         self.stack = stack
@@ -126,7 +126,7 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
             )
         if not all(map(len, demos.starts)):
             raise ValueError(
-                f"in {where} no game begins, and a policy with memory learns from the start of games: record more steps"
+                f"in {where} no game begins, and recurrent policies learn from the start of games: record more steps"
             )
     return found
 
@@ -149,7 +149,7 @@ class BC(AlgorithmConfig):
     batch_size: int = Field(256, ge=1)
     """Actions per gradient step."""
     sequence_length: int = Field(64, ge=1)
-    """Sequence length of recurrent policies; sequences start with a game."""
+    """Sequence length of recurrent policies; sequences start at the first step of a game."""
     entropy_coef: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
 
@@ -283,7 +283,7 @@ class GAILLearner(ActorCriticLearner):
             seat_mapping = demos.stack.seat_mapping
             played = DemoBatch(demos.stack, to_demonstrations(rollout), memory=False)
             idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
-            if not idle.item():  # in any process: a rollout may be too short for every policy to act
+            if not idle.item():  # all policies acted, in all processes: a rollout may be too short for that
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
             earned = seat_mapping.by_seat(self._earned(discriminator, played))
             rewards[..., seat_mapping.seat_index(self.device)] = earned

@@ -1,9 +1,9 @@
 """Implicit Q-learning (Kostrikov et al., 2022): offline learning that never evaluates an action outside the data. State
-values are an upper expectile of the action values of what was played; action values are learned towards them; the
+values are an upper expectile of the values of the actions played; action values bootstrap from the state values; the
 policy imitates the data, each action weighted by its advantage.
 
-Each policy learns by itself, the other seats are part of the env; with `critic: central` action values also depend on
-the actions of the other seats that learn, and state values do not.
+Each policy learns independently: the other seats are part of the env. With `critic: central` action values also depend
+on the actions of the other seats that learn; state values do not.
 
 Shapes: `P` members of a stack, `R` rows (a seat of a transition each), `M` transitions, `N` seats.
 """
@@ -42,8 +42,8 @@ class IQL(OfflineConfig, ActionValueConfig):
     type: Literal["iql"] = "iql"
     """Selects IQL."""
     expectile: float = Field(0.7, gt=0, lt=1)
-    """Expectile of the action values that is a state's value: 0.5 is the value of the policy that played, more
-    approaches that of the best action in the data."""
+    """Expectile of the action values that defines a state's value: 0.5 gives the value of the policy that played,
+    larger expectiles approach the value of the best action in the data."""
     beta: float = Field(3.0, ge=0)
     """Inverse temperature: an action's weight in imitation is exp(beta * advantage); 0 is behaviour cloning. Scale it
     with the size of rewards."""

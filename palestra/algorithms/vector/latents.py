@@ -1,5 +1,5 @@
-"""The latents of MAVEN's games: a policy draws one at the start of each game and learns from the returns of whole
-games; players share them.
+"""The latents of MAVEN: a policy draws one at the start of each game and learns from the returns of whole games. All
+players of a game use the same latent.
 
 Shapes: `T` steps, `B` parallel games, `G` numbers of the state, `K` values of a latent, `E` games that ended.
 """
@@ -23,7 +23,7 @@ from palestra.policies.nets import ActionSelector, NetVectorPolicy
 from palestra.types import RolloutBatch
 
 RETURN_DECAY = 0.99  # per update, of the running mean and deviation of returns
-OUTPUT_GAIN = 0.01  # begins nearly uniform
+OUTPUT_GAIN = 0.01  # small, so that the initial policy is nearly uniform
 
 # observations [B, N, *view], state [B, S] or None, the games at their first step [B], a generator
 DrawLatents = Callable[[np.ndarray, np.ndarray | None, np.ndarray, torch.Generator], None]
@@ -54,8 +54,9 @@ class LatentPlayer(NetVectorPolicy):
 class LatentPolicy:
     """A policy from initial states to latents, and the latents of the games being played.
 
-    `current [B]` int64 are the latents of the games, `drawn` those of every step since it was cleared, `starts [B, G]`
-    the games' initial states and `returns [B]` their rewards so far (float64); empty before the first step.
+    `current [B]` int64 are the latents of the games, `drawn` one such array for every step since the list was cleared,
+    `starts [B, G]` the games' initial states and `returns [B]` their rewards so far (float64); all empty before the
+    first step.
     """
 
     def __init__(self, state: int, latents: int, units: int, seed: int, device: torch.device = CPU) -> None:
@@ -86,8 +87,9 @@ class LatentPolicy:
         return np.stack([*self.drawn, self.current])
 
     def ended_games(self, batch: RolloutBatch, features: Tensor, rewards: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the initial states [E, G], latents [E] and returns [E] of the games that the rollout ended, from its
-        states `features` [T+1, B, G] and the team's rewards [T, B]; keeps those of the other games."""
+        """Returns the initial states [E, G], latents [E] and returns [E] of the games that ended in the rollout, from
+        its states `features` [T+1, B, G] and the team's rewards [T, B]; stores the initial states and returns so far of
+        the other games."""
         latent, games = self.latents_of(batch), len(self.current)
         if len(self.returns) != games:
             self.starts, self.returns = features.new_zeros(games, features.shape[-1]), np.zeros(games)
@@ -104,8 +106,8 @@ class LatentPolicy:
     def loss(
         self, starts: Tensor, latents: Tensor, returns: Tensor, entropy_coef: float, total: SumOverProcesses
     ) -> Tensor:
-        """Returns the loss of policy gradients on ended games (Williams, 1992), whose returns are normalised by running
-        statistics, with an entropy bonus; 0 without games."""
+        """Returns the policy gradient loss on ended games (Williams, 1992), with returns normalised by running
+        statistics and an entropy bonus; 0 without games."""
         self.norm.update(returns[None, :, None], returns.new_ones(1, len(returns)), total)
         advantages = self.norm.normalise(returns[None, :, None])[0, :, 0]
         logp = self.net(starts[None])[0].log_softmax(-1)
@@ -119,8 +121,8 @@ class LatentPolicy:
 
     @torch.no_grad()
     def preferred(self) -> int:
-        """Returns the latent of the largest mean probability in the initial states of the games being played; 0 before
-        the first game."""
+        """Returns the latent with the largest mean probability over the initial states of the games being played; 0
+        before the first game."""
         if not len(self.starts):
             return 0
         return int(self.net(self.starts[None])[0].softmax(-1).mean(0).argmax())

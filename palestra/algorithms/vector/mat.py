@@ -2,8 +2,9 @@
 
 The advantage of a joint action is the sum over its seats of the advantages of their actions given those of the seats
 before them (the multi-agent advantage decomposition theorem; Wen et al., 2022, theorem 1). So the probability of a
-seat's action is conditioned on them, and each seat's ratio of new to old probabilities is clipped and multiplied with
-its advantage. The critic is the encoder of the policy's transformer, which sees the observations of the whole team.
+seat's action is conditioned on the actions of the seats before it, and each seat's ratio of new to old probabilities is
+clipped and multiplied with its advantage. The critic is the encoder of the policy's transformer, which sees the
+observations of the whole team.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from palestra.types import Metrics
 
 
 class MAT(PPO):
-    """MAT: PPO with a transformer for each team, the seats of one policy, that chooses their actions in order. The
-    hidden layers of the policy embed observations; `attention_blocks`, `attention_heads` and `attention_type` shape the
+    """MAT: PPO with a transformer for each team (the seats of one policy), which chooses their actions in order. The
+    policy's hidden layers embed observations; `attention_blocks`, `attention_heads` and `attention_type` shape the
     transformer."""
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
@@ -41,7 +42,7 @@ class MAT(PPO):
     minibatches: int = Field(4, ge=1)
     """Gradient steps per pass."""
     aux_value_coef: float = Field(1.0, gt=0)
-    """Coefficient of the value loss; policy and values have the encoder in common."""
+    """Coefficient of the value loss; policy and values share the encoder."""
 
     @model_validator(mode="after")
     def _own_critic(self) -> Self:
@@ -108,7 +109,7 @@ class MATLearner(ActorCriticLearner):
         self._update_norm(critic, targets, known)
         return {}
 
-    # ---- state: the critics have none of their own but the statistics
+    # ---- state: the critics have none of their own except the statistics of returns
 
     def modules(self) -> dict[str, nn.Module]:
         return {name: module for name, module in super().modules().items() if not name.startswith("critic.")}

@@ -3,11 +3,11 @@ the start of each game by a policy that sees the initial state, conditions the s
 game, so that the team explores by whole strategies and not only by single random actions.
 
 - Values: a seat's network has one last layer for each z (the paper's linear hypernetwork of a one-hot z).
-- Mixer: sees z beside the state.
-- Mutual information of z and behaviour (section 4, eq. 7): a variational network tells z from the state and the seats'
-  Boltzmann policies, the softmax of their values. As in the authors' code it sees one step at a time; its
+- Mixer: its input is the state and z.
+- Mutual information of z and behaviour (section 4, eq. 7): a variational network predicts z from the state and the
+  seats' Boltzmann policies, the softmax of their values. As in the authors' code it sees one step at a time; its
   cross-entropy is a loss of the seats' networks too. Recurrent networks carry the past in their values.
-- The policy of z ascends the team's return of whole games, by policy gradients with an entropy bonus.
+- The policy of z is trained on the team's returns of whole games, by policy gradients with an entropy bonus.
 
 Evaluations and saved policies play the z that this policy prefers on average over recent initial states.
 
@@ -58,16 +58,16 @@ class MAVEN(MixingConfig):
     """Weight of the mutual information between the latent and the seats' Boltzmann policies; 0: latents need not
     differ."""
     latent_entropy_coef: float = Field(0.1, ge=0)
-    """Entropy bonus of the policy that draws latents, beside returns in standard deviations."""
+    """Coefficient of the entropy bonus of the policy that draws latents; its returns are normalised."""
     latent_lr: float | None = Field(None, gt=0)
-    """Learning rate of the policy that draws latents; null: that of the first policy."""
+    """Learning rate of the policy that draws latents; null: the first policy's."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return MAVENLearner
 
 
 class LatentHead(ValueHead):
-    """ValueHead of networks with a block of outputs for each of K latents; `single` is the head of one block."""
+    """ValueHead of networks that have a block of outputs for each of K latents; `single` is the head of one block."""
 
     def __init__(self, space: Discrete, duelling: bool, latents: int) -> None:
         super().__init__(space, duelling)
@@ -89,13 +89,13 @@ class MAVENLearner(QMIXLearner):
     """Learner of MAVEN. Raises ValueError for pixel observations without a global state."""
 
     config: MAVEN
-    mixer_near_sum = False  # latents change a steep mixer's values more: near the sum they found less (docs/games.md)
+    mixer_near_sum = False  # latents change a steep mixer's values more, which finds better strategies (docs/games.md)
 
     def __init__(self, config: MAVEN, spec: NetLearnerSpec) -> None:
         env = spec.env
         if not env.state_size and any(len(shape) > 1 for shape in env.observation_shapes):
             raise ValueError(
-                f'maven draws latents by a state, and env "{env.name}" has none beside its pixels: give the env a '
+                f'maven draws latents from a global state, and env "{env.name}" has only pixels: give the env a '
                 "state, or use qmix with mixer: vdn"
             )
         super().__init__(config, spec)
@@ -138,7 +138,7 @@ class MAVENLearner(QMIXLearner):
     # ---- play
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        """Returns players that share the latents of the games; the first of them draws these."""
+        """Returns players that share the latents of the games; the first player draws them."""
         epsilon, policy = self.epsilon_at(progress), self.latent_policy
         policy.drawn.clear()
         players: list[NetVectorPolicy] = []
@@ -215,7 +215,7 @@ class MAVENLearner(QMIXLearner):
         return found
 
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns values as the base class does, by the latents of the games."""
+        """Returns the values of the base class, selected by the latents of the games."""
         head, rows = self.latent_heads[i], self.stacks[i].rows
         latent = rows(self._latents(drawn).argmax(-1)[..., None].expand(drawn.agent_mask.shape))
         q, target_q, chooser_q = (head.select(values, latent) for values in super().action_values(i, drawn))
@@ -241,8 +241,8 @@ class MAVENLearner(QMIXLearner):
     def penalties(
         self, q: list[Tensor], drawn: TransitionBatch | SequenceBatch, share: Tensor, progress: float
     ) -> tuple[list[Tensor], TensorMetrics]:
-        """Returns the part of each stack in the variational bound of the mutual information, whose network takes a
-        step; and its cross-entropy in nats."""
+        """Takes a step of the variational network; returns each stack's loss from the bound of the mutual information,
+        and the metric `mi_loss`, the network's cross-entropy in nats."""
         leaves = [values.detach().requires_grad_() for values in q]
         latent = self._latents(drawn)
         known = (share > 0).to(share.dtype)

@@ -82,8 +82,9 @@ class PolicyRows(NamedTuple):
 
 
 def check_targets(stacks: Sequence[PolicyStack], targets: Tensor, known: Tensor) -> None:
-    """Raises `NonFiniteGradient` for a policy one of whose `known` targets [T, B, N] is not finite, before a minibatch
-    without it changes anything. On a GPU, which would be waited for, the step of its minibatch notices it."""
+    """Raises `NonFiniteGradient` if a policy has a `known` target [T, B, N] that is not finite, before any minibatch
+    changes the weights. On a GPU this check would wait for the device and is left out: there the gradient step of that
+    target's minibatch detects it."""
     if not targets.is_cpu or bool(torch.isfinite(targets).all()):
         return
     for stack in stacks:
@@ -104,7 +105,7 @@ def normalise_weights(weight: Tensor) -> Tensor:
 
 def minibatch_seed(seed: int, gradient_sync: GradientSync, *key: object) -> int:
     """Returns a seed for sampling minibatches, derived from `seed` and `key`. Each of several processes gets another:
-    from the same data, equal seeds would draw equal minibatches, whose mean gradient is that of one process."""
+    on the same data, equal seeds would draw equal minibatches, whose mean gradient is the same as one process's."""
     rank = [gradient_sync.rank] if gradient_sync.num_processes > 1 else []
     return derive_seed(seed, *key, *rank)
 
@@ -126,8 +127,9 @@ def iterate_minibatches(
     weight: Tensor, *, epochs: int, minibatches: int, recurrent: bool, generator: torch.Generator, team_size: int = 1
 ) -> Iterator[MiniBatch]:
     """Yields the minibatches of all epochs over transitions of weights `weight` [P, T, C], each epoch in a new random
-    order. Recurrent networks get whole columns of time; others single transitions (with one member, only those whose
-    weight is not 0). The `team_size` consecutive columns of a team stay together, those of weight 0 too."""
+    order. Recurrent networks get whole columns (all steps of a seat); others single transitions (with one member, only
+    those whose weight is not 0). The `team_size` consecutive columns of a team stay together, also those of weight
+    0."""
     P, _, C = weight.shape
     device = weight.device
     seats, some, count = torch.arange(team_size, device=device), None, C // team_size

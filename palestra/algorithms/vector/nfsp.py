@@ -82,8 +82,8 @@ class NFSPPolicy:
     def act(
         self, result: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Returns actions, log-probabilities and the new recurrent state; log-probabilities are RESPONDED where the
-        best response plays."""
+        """Returns actions, log-probabilities and the new recurrent state; log-probabilities are BEST_RESPONSE_LOGP
+        where the best response plays."""
         drawn = torch.rand(recurrent_state.shape, generator=self.generator) < self.eta
         recurrent_state = torch.where(torch.from_numpy(is_first)[:, None], drawn, recurrent_state)
         best, _, _ = self.response.act(result, None, is_first)
@@ -104,7 +104,7 @@ class NFSPLearner(DQNLearner):
     def __init__(self, config: NFSP, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
         if any(stack.net.gru_units for stack in self.stacks):
-            raise ValueError("nfsp is for policies without memory: leave policies' gru_units: out")
+            raise ValueError("nfsp does not train recurrent policies: leave out gru_units in policies")
         self.averages = [self._average(stack) for stack in self.stacks]
         self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}
 

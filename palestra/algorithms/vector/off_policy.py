@@ -53,16 +53,16 @@ class OffPolicyConfig(ActionValueConfig):
     buffer_size: int = Field(100_000, ge=1)
     """Size of the replay buffer, in joint transitions."""
     noise_correlation: float = Field(0.9, ge=0, lt=1)
-    """Correlation of the noise of successive decisions in continuous actions, also of the random ones before training
-    starts. Noise that stays on one side for some steps moves a sluggish system, over which independent noise (0)
-    averages out."""
+    """Correlation of the noise of successive decisions in continuous actions, also of the random actions before
+    training starts. Noise that keeps its sign for some steps moves a sluggish system; independent noise (0) averages
+    out."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
         if self.learning_starts is not None and self.learning_starts > self.buffer_size:
             raise ValueError(
-                f"learning_starts is {self.learning_starts}, but only {self.buffer_size} moments are remembered "
-                "(buffer_size), so learning would never begin: lower the one or raise the other"
+                f"learning_starts is {self.learning_starts}, but the replay buffer holds only {self.buffer_size} "
+                "transitions (buffer_size), so training would never start: lower the one or raise the other"
             )
         return self
 
@@ -113,7 +113,7 @@ class OffPolicyLearner(ActionValueLearner):
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        """Returns the next actions that targets assume."""
+        """Returns the actions in the next states that the critics' targets assume."""
 
     @abstractmethod
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:

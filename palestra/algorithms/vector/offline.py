@@ -20,8 +20,8 @@ class OfflineConfig(AlgorithmConfig):
     """Base config of offline learning."""
 
     data: EpisodeFiles
-    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each seat learns from
-    what was played at it, by whatever policy."""
+    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them. Each seat learns from the
+    actions recorded at it, whichever policy played them."""
     rollout_length: int = Field(16, ge=1)
     """Env steps between updates, of every parallel game; they measure the policies and are not trained on."""
     gradient_steps: int = Field(64, ge=1)
@@ -50,7 +50,7 @@ class DataSet(ReplayBuffer):
 
 
 class OfflineLearner(NetLearner):
-    """Base learner of offline learning, which a base learner with a replay buffer completes."""
+    """Base learner of offline learning, to be combined with a base learner that has a replay buffer."""
 
     config: OfflineConfig
 

@@ -49,7 +49,8 @@ class PQN(EpsilonGreedyConfig):
     minibatches: int = Field(8, ge=1)
     """Gradient steps per pass."""
     mixer: Literal["none", "vdn"] = "none"
-    """`none`: each policy learns from its own rewards. `vdn`: the sum of the seats' values is trained on the team's."""
+    """`none`: each policy learns from its own rewards. `vdn`: the sum of the seats' values is trained on the team's
+    reward."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return PQNLearner
@@ -58,7 +59,7 @@ class PQN(EpsilonGreedyConfig):
 @dataclass(frozen=True)
 class StackRows:
     """Training batch of a stack of networks. Arrays are [P, T, B, S, ...]; the recurrent state before the first step is
-    `recurrent_state [P, B, S, H]` (None: feed-forward). `weight` is 0 where nothing is known or done."""
+    `recurrent_state [P, B, S, H]` (None: feed-forward). `weight` is 0 where a seat does not act or has no target."""
 
     observations: Tensor
     is_first: Tensor
@@ -121,8 +122,8 @@ class PQNLearner(NetLearner):
 
     def targets(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns Q(lambda) targets (Gallici et al., 2024, eq. 14) and a mask of the actions that have them, [T, B, N]
-        each: reward + gamma * (lambda * the next target + (1 - lambda) * the next best value). Of a team, all seats
-        that act have its target."""
+        each: reward + gamma * (lambda * the next target + (1 - lambda) * the next best value). In a team, all seats
+        that act have the team's target."""
         values, bootstrap = self._best_values(batch)
         rewards, done, acts = batch.rewards, batch.seats_done, batch.agent_mask
         if self.config.mixer == "vdn":
@@ -139,7 +140,8 @@ class PQNLearner(NetLearner):
     @torch.no_grad()
     def _best_values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns the value of each seat's best legal action at every step [T+1, B, N], and at the last observation
-        where a game ended [T, B, N]: 0 for seats that terminated. Legal there is what was at a seat's last decision."""
+        where a game ended [T, B, N]: 0 for seats that terminated. The actions legal there are taken to be those of the
+        seat's last decision."""
         values, bootstrap = torch.zeros(batch.agent_mask.shape, device=self.device), torch.zeros_like(batch.rewards)
         times, games = batch.end_index
         cut = ~batch.seats_terminated[times, games]  # [F, N]
@@ -160,7 +162,7 @@ class PQNLearner(NetLearner):
         return values, bootstrap
 
     def _rows(self, stack: PolicyStack, batch: RolloutTensors, targets: Tensor, known: Tensor) -> StackRows:
-        """Returns what a stack learns from."""
+        """Returns the training batch of a stack."""
         shape = (-1, len(stack.seat_mapping.seats[0]))
         memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
         return StackRows(
@@ -204,8 +206,9 @@ class PQNLearner(NetLearner):
         return gather_values(q, actions.flatten(2, 3)).view(actions.shape)
 
     def _shares(self, rows: list[StackRows], own: StackRows, minibatch: MiniBatch) -> Tensor:
-        """Returns the weights [P, T, M, S] of a minibatch: they sum to one over the actions of each member, or over the
-        joint transitions of the team, whose seats have the weight of their transition each."""
+        """Returns the weights [P, T, M, S] of a minibatch. They sum to one over the actions of each member; with
+        `mixer: vdn` over the joint transitions of the team, and each seat that acts has the weight of its
+        transition."""
         weight = minibatch(own.weight)
         if self.config.mixer == "none":
             return normalise_weights(weight.flatten(2, 3)).view(weight.shape)
@@ -214,8 +217,8 @@ class PQNLearner(NetLearner):
 
 
 def last_action_masks(batch: RolloutTensors) -> Tensor:
-    """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; of a seat without one
-    in the batch, those of its first step."""
+    """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without a
+    decision in the batch, the mask of its first step."""
     assert batch.action_mask is not None
     times, games = batch.end_index
     steps = torch.arange(len(batch.agent_mask), device=times.device)[:, None, None]

@@ -99,8 +99,8 @@ class QLearningConfig(DeepQConfig, EpsilonGreedyConfig):
     def _learns(self) -> Self:
         if self.burn_in >= self.rollout_length:
             raise ValueError(
-                f"burn_in is {self.burn_in}, but stretches have {self.rollout_length} steps (rollout_length), so "
-                "nothing would be left to learn from: lower the one or raise the other"
+                f"burn_in is {self.burn_in}, but sequences have {self.rollout_length} steps (rollout_length), so "
+                "no step would be left to train on: lower the one or raise the other"
             )
         return self
 
@@ -222,8 +222,8 @@ class QLearner(NetLearner):
         return batch
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Remembers the rollout, then takes `gradient_steps` gradient steps once training has started; returns metrics
-        by policy."""
+        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
+        steps; returns metrics by policy."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():
@@ -298,7 +298,7 @@ class QLearner(NetLearner):
     # ---- state
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        """Returns writers of the policies as plain Q-networks, so that readers need no duelling."""
+        """Returns writers of the policies as plain Q-networks, so that loading them needs no duelling head."""
         return {
             name: partial(write_policy, replace(stack, net=without_duelling(stack, head)), p)
             for stack, head in zip(self.stacks, self.heads, strict=True)
@@ -373,15 +373,15 @@ def polyak_update(fast: nn.Module, slow: nn.Module, tau: float) -> None:
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
-    """Returns networks whose outputs are the action values themselves. Duelling values are linear in the outputs, so
-    the last layer can absorb them."""
+    """Returns networks whose outputs are the action values themselves. Duelling combines outputs linearly, so the last
+    layer can absorb it."""
     return with_last_layer(stack, head.num_actions, dueling_values) if head.duelling else stack.net
 
 
 @torch.no_grad()
 def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor], Tensor]) -> Net:
-    """Returns copies of a stack's networks with `outputs` outputs: `convert` is applied to weights and biases of the
-    last layer, whose last dimension are its outputs."""
+    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and biases of the last
+    layer, whose last dimension is the layer's outputs."""
     net = Net(
         stack.seat_mapping.input_shape,
         outputs,

@@ -3,9 +3,9 @@ mixer is a sum (value decomposition networks, Sunehag et al., 2018), a monotonic
 a sum of values and weighted advantages (QPLEX, Wang et al., 2021).
 
 The team's reward is the mean reward of the seats that learn. A seat that does not act (dead, or not its turn) enters
-the mix with a value of 0, to which QPLEX adds the seat's shift by the state; time is counted in env steps. A seat that
-has terminated earns 0 from then on and enters later team values like a seat that does not act, also if the game is
-truncated for the others; the team's future is worth 0 once all seats that learn have terminated.
+the mix with a value of 0, to which QPLEX adds a shift that depends on seat and state; time is counted in env steps. A
+seat that has terminated earns 0 from then on and enters later team values like a seat that does not act, also if the
+game is truncated for the others; the team's next value is 0 once all seats that learn have terminated.
 
 Shapes: as in `palestra.algorithms.vector.q_learning`; `J` seats that learn, `G` numbers of the state.
 """
@@ -39,8 +39,8 @@ class MixingConfig(QLearningConfig):
 
     mixer: Literal["vdn", "qmix", "qplex"] = "qmix"
     """`vdn` adds the seats' values; `qmix` mixes them with a network generated from the env's global state (from all
-    observations together if it has none); `qplex` adds the values, and the advantages with weights from state and joint
-    action, which represents every team value in which each seat's best action is the team's."""
+    observations together if it has none); `qplex` adds the values, and the advantages with weights computed from state
+    and joint action: it can represent every team value whose best joint action consists of each seat's best action."""
     mixer_units: int = Field(32, ge=1, le=65_536)
     """Units of the mixing network's hidden layers."""
     mixer_heads: int = Field(4, ge=1, le=1_024)
@@ -85,12 +85,12 @@ class QMIXLearner(QLearner):
 
     @property
     def mixer_state_size(self) -> int:
-        """Returns the numbers of the mixer's state."""
+        """The number of features of the mixer's state."""
         return self.global_size
 
     @property
     def _num_actions(self) -> int:
-        """Returns the largest number of actions of a seat that learns."""
+        """The largest number of actions of a seat that learns."""
         return max(head.num_actions for head in self.heads)
 
     @property

@@ -33,7 +33,7 @@ class SoftConfig(AlgorithmConfig, ABC):
     target_entropy: float | None = None
     """Target entropy. Continuous actions: nats per dimension, in half-widths of the bounds (uniform has 0.69); null is
     -1 (Haarnoja et al., 2018b). Discrete actions: share of the maximum, 0 to 1; null is 0.5, since Christodoulou's 0.98
-    keeps play nearly uniform, a burden on the other seats."""
+    keeps play nearly uniform, which also hinders the other seats."""
 
 
 class SAC(SoftConfig, OffPolicyConfig):
@@ -70,8 +70,8 @@ class SACLearner(OffPolicyLearner):
         wanted = self.config.target_entropy
         if wanted is not None and self.critics[0].value_per_action and not 0 <= wanted <= 1:
             raise ValueError(
-                f'target_entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and of them it is a '
-                "share of what is possible: give a number from 0 to 1"
+                f'target_entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and for these it is a '
+                "share of the maximum entropy: give a number from 0 to 1"
             )
         self.alphas = [
             Temperature(len(stack.seat_mapping.names), self.config.alpha).to(self.device) for stack in self.stacks

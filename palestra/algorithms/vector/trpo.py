@@ -1,5 +1,5 @@
-"""Trust region policy optimisation (Schulman et al., 2015), and with it HATRPO (Kuba et al., 2022): a natural gradient
-step of each policy per rollout, as long as a bound on the divergence from the policy that played allows.
+"""Trust region policy optimisation (Schulman et al., 2015), and with it HATRPO (Kuba et al., 2022): one natural
+gradient step of each policy per rollout, the largest that a bound on the divergence from the policy that played allows.
 
 With `sequential` the policies step one after another, and the advantages of each are weighted by the ratio of new to
 old probabilities of the actions of those before it, which makes every step an improvement of the joint policy (Kuba et
@@ -32,7 +32,7 @@ from palestra.types import Metrics
 
 class TRPO(ActorCriticConfig):
     """TRPO: one natural gradient step of the policies per rollout, bounded in divergence; HATRPO with `sequential` and
-    `critic: central`. The policies' learning rate is that of the critics."""
+    `critic: central`. The `lr` of the policies only sets the learning rate of the critics."""
 
     type: Literal["trpo"] = "trpo"
     """Selects TRPO."""
@@ -117,7 +117,7 @@ class TRPOLearner(ActorCriticLearner):
     ) -> Surrogate:
         """Returns the surrogate of a stack's policies as they are; `old_outputs` [P, T, C, O] are those of the policies
         before the step (None: these)."""
-        with sdpa_kernel(SDPBackend.MATH):  # the only kernel of attention that has second derivatives
+        with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel that has second derivatives
             out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first, rows.team)
         logp, entropy = stack.head.evaluate_actions(out, rows.actions, rows.action_mask)
         divergence = kl_divergence(

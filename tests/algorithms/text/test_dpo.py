@@ -204,7 +204,7 @@ def test_trees_branch_as_they_do_for_grpo():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "ipo has none: leave it"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "not to ipo: leave it"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
         ({"beta": 0.0}, "beta"),
         ({"group_size": 1}, "group_size"),

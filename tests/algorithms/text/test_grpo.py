@@ -683,7 +683,7 @@ def test_cispo_bounds_ratios_by_4_unless_clip_high_is_set():
 
 
 def test_setting_of_another_surrogate_is_refused():
-    with pytest.raises(ValueError, match="dual_clip is of surrogate: clipped"):
+    with pytest.raises(ValueError, match="dual_clip applies only to surrogate: clipped"):
         GRPO(surrogate="gspo", dual_clip=3.0)
 
 

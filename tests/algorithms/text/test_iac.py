@@ -376,7 +376,7 @@ def test_two_agents_learn_to_cooperate(base, tmp_path, name, critic_type, bar):
 
 
 def test_central_critic_of_tokens_is_refused():
-    with pytest.raises(ValueError, match="no value of each of its tokens: set action_level: turn"):
+    with pytest.raises(ValueError, match="no value for each of its tokens: set action_level: turn"):
         PPO(critic="central")
     with pytest.raises(ValueError, match="surrogate: policy_gradient has none"):
         preset("iac", dual_clip=3.0)

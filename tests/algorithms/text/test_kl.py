@@ -156,7 +156,7 @@ def test_a_penalty_alone_is_not_scaled_to_the_size_of_a_reward(scale):
     [
         ({"kl_estimator": "k1"}, "averages to 0"),
         ({"kl_estimator": "k2", "kl_importance_weight": True}, "unbiased without it"),
-        ({"kl_in_reward": True, "kl_estimator": "k2"}, "kl_estimator is of a KL penalty in the loss"),
+        ({"kl_in_reward": True, "kl_estimator": "k2"}, "kl_estimator is for a KL penalty in the loss"),
         ({"kl_in_reward": True, "kl_importance_weight": True}, "leave kl_importance_weight out"),
     ],
 )

@@ -236,7 +236,7 @@ def test_losses_without_a_reference_ask_for_none():
         algorithm = DPO(loss_type=kind)
         assert not algorithm.needs_reference and algorithm.loss_options["beta"] == beta
     assert DPO(loss_type="simpo").loss_options["target_margin"] == 1.0
-    with pytest.raises(ValueError, match="target_margin is of loss_type: simpo"):
+    with pytest.raises(ValueError, match="target_margin applies only to loss_type: simpo"):
         DPO(target_margin=0.5)
     with pytest.raises(ValueError, match="orpo has none"):
         DPO(loss_type="orpo", label_smoothing=0.1)

@@ -227,7 +227,7 @@ def test_stage_with_another_kl_coef_restarts_from_it():
 
 
 def test_adaptive_kl_from_zero_is_refused():
-    with pytest.raises(ValueError, match="no factor moves kl_coef: 0"):
+    with pytest.raises(ValueError, match="which leave kl_coef: 0 at 0"):
         PPO(kl_target=1.0)
 
 

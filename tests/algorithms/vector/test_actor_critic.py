@@ -467,7 +467,7 @@ def test_nonfinite_loss_raises_before_the_update() -> None:
 def test_shared_critic_needs_equal_observations_or_a_central_state() -> None:
     env = SimpleSpread(2)
     env.observation_shapes = ((18,), (18,), (17,))
-    with pytest.raises(ValueError, match="critics: one needs seats that see alike"):
+    with pytest.raises(ValueError, match="critics: one needs seats with observations of the same shape"):
         learner(ppo(critics="one"), env, {"a": [0], "b": [2]})
 
 

@@ -255,7 +255,7 @@ def test_seats_that_do_not_act_have_no_gradient() -> None:
 
 
 def test_continuous_actions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'coma weighs every action .* "track" has no lists of them: use ppo or a2c'):
+    with pytest.raises(ValueError, match=r'coma needs a value of every action .* "track" has seats without discrete'):
         learner(COMA(), Track(2), {"a": [0]})
 
 

@@ -200,7 +200,7 @@ def test_seats_may_differ_in_observations_and_actions(game, continuous, critic):
 
 
 def test_recurrent_networks_are_refused():
-    with pytest.raises(ValueError, match="td3 learns from single moments"):
+    with pytest.raises(ValueError, match="td3 learns from single transitions"):
         made(TD3(), Track(), NetPolicyConfig(gru_units=8))
 
 

@@ -324,7 +324,7 @@ def test_non_discrete_actions_are_refused(space: Space) -> None:
 
 
 def test_burn_in_shorter_than_the_sequence_is_required() -> None:
-    with pytest.raises(ValueError, match="burn_in is 8, but stretches have 8 steps"):
+    with pytest.raises(ValueError, match="burn_in is 8, but sequences have 8 steps"):
         DQN(burn_in=8)
 
 

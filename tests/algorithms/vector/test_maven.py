@@ -330,7 +330,7 @@ def test_pixels_without_a_state_are_refused() -> None:
     env = Countdown()
     env.observation_shapes, env.state_size = ((40, 40, 3),) * 2, 0
     for mixer in ("vdn", "qmix"):
-        with pytest.raises(ValueError, match="maven draws latents by a state"):
+        with pytest.raises(ValueError, match="maven draws latents from a global state"):
             learner(MAVEN(mixer=mixer), env, TWO)
 
 

@@ -94,7 +94,7 @@ def test_resume_is_bit_identical() -> None:
 
 
 def test_recurrent_networks_are_refused() -> None:
-    with pytest.raises(ValueError, match="without memory"):
+    with pytest.raises(ValueError, match="does not train recurrent policies"):
         learner(KuhnPoker(4), NetPolicyConfig(hidden=[8], gru_units=8))
 
 

@@ -310,7 +310,7 @@ def test_unsupported_offline_settings_are_refused(tmp_path: Path) -> None:
     for config, name in ((IQL(data=data), "iql"), (CQL(data=data), "cql")):
         with pytest.raises(ValueError, match="no step has an action of policy a and what followed: record more steps"):
             learner(config, env, {"a": [0], "b": [1]})
-        with pytest.raises(ValueError, match=f"policy a has memory, but {name} learns from single moments"):
+        with pytest.raises(ValueError, match=f"policy a is recurrent, but {name} learns from single transitions"):
             learner(config, env, {"a": [0], "b": [1]}, NetPolicyConfig(gru_units=4))
     with pytest.raises(ValueError, match=r"cql compares the values of single actions, .* for continuous actions"):
         learner(CQL(data=record_uniform_play(Track(2), 4, tmp_path / "track.parquet")), Track(2), {"a": [0]})

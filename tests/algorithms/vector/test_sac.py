@@ -199,7 +199,7 @@ def test_unsupported_settings_are_refused():
     env.observation_shapes = ((40, 40, 3),)
     with pytest.raises(ValueError, match="pixels"):
         made(SAC(), env)
-    with pytest.raises(ValueError, match="share of what is possible"):
+    with pytest.raises(ValueError, match="share of the maximum entropy"):
         made(SAC(target_entropy=-1.0), Countdown())
     with pytest.raises(ValueError, match="learning_starts is 1000, but only 10"):
         SAC(buffer_size=10, learning_starts=1000)
