@@ -1,8 +1,8 @@
-"""Measures what a machine costs (`Machine`) by a short probe: the engine's own passes on three small models.
+"""Measures the costs of a machine (`Machine`) by a short probe: the engine's own passes on three small models.
 
-Prompts, answers, training passes and optimizer steps of three decoders with random weights are timed, and a few whole
-steps of a run of the shipped base. Non-negative least squares on relative
-errors gives the seconds of each unit of work. On a CPU they are CPU seconds of one thread.
+The probe times prompts, answers, training passes and optimizer steps of three decoders with random weights, and a few
+whole steps of a run of the shipped base. Non-negative least squares on relative errors gives the seconds of each unit
+of work. On a CPU they are CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from palestra.runs import Run
 from palestra.training.loop import Callback, run_training
 from palestra.types import Metrics, Sample, Step
 
-CACHE_BYTES = 16 * 2**20  # weights up to this size are taken to stay in a cache of the CPU
+CACHE_BYTES = 16 * 2**20  # weights up to this size are assumed to stay in a cache of the CPU
 RANK, GROUP = 8, 8
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "vocab_size": 512}
 LARGE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 512}
 WORDY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 32768}
-"""Shapes that tell costs apart: many small layers, layers that stay in no cache, a large vocabulary."""
+"""Shapes that separate the costs: many small layers, layers that fit into no cache, a large vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ STEPS = ((2, 2), (16, 8))  # whole steps: episodes, group size
 
 
 class NoiseEnv(Env):
-    """An env for probes and benchmarks: all of its seats see noise of `letters` letters, `turns` times, and each is
-    rewarded by a hash of its answer. A step waits `seconds`."""
+    """An env for probes and benchmarks: each of `turns` turns shows every seat `letters` random letters and rewards it
+    by a hash of its answer. A step waits `seconds`."""
 
     name = "noise"
     blocking = True
@@ -128,7 +128,7 @@ class Observation:
 
 
 def fit_costs(observations: Sequence[Observation]) -> dict[str, float]:
-    """Returns the seconds of one unit of each kind of work, at least 0, with the least squares of relative errors."""
+    """Returns the seconds of one unit of each kind of work, at least 0, by least squares of relative errors."""
     amounts = np.array([[getattr(each.work, unit) for unit in UNITS] for each in observations])
     scaled = amounts / np.array([each.seconds for each in observations])[:, None]
     size = np.maximum(scaled.max(0), 1e-300)
@@ -137,7 +137,7 @@ def fit_costs(observations: Sequence[Observation]) -> dict[str, float]:
 
 
 class Calibration:
-    """The probe of `device`: its models are made once, for any number of measurements."""
+    """The probe of `device`. Its models are built once and serve any number of measurements."""
 
     def __init__(self, device: str = "auto") -> None:
         self.device = resolve_device(device)
@@ -146,10 +146,10 @@ class Calibration:
         self.models = [
             ProbedModel(shape, sampled, trained, self.clock, self.device) for shape, sampled, trained in PROBES
         ]
-        self.episode = replace(probe_episodes(self._config(1, 2)), env_cpu_s=0.0)  # a part of the costs of an answer
+        self.episode = replace(probe_episodes(self._config(1, 2)), env_cpu_s=0.0)  # counted in the cost of an answer
 
     def measure(self, repeats: int = 1) -> Machine:
-        """Returns what this machine costs now; each probe's seconds are a median of `repeats`."""
+        """Returns this machine's current costs; each probe's seconds are a median of `repeats`."""
         wall, work = time.perf_counter(), self.clock()
         costs = fit_costs(self.observations(repeats))
         wall, work = time.perf_counter() - wall, self.clock() - work
@@ -168,7 +168,7 @@ class Calibration:
         return found + [self._steps(episodes, group) for episodes, group in STEPS]
 
     def _steps(self, episodes: int, group: int) -> Observation:
-        """Returns the seconds of a step of a run, a median without the first."""
+        """Returns the work of one step of a run, and its seconds: the median of all steps but the first."""
         config = self._config(episodes, group)
         workload = build_workload(config, self.episode, device=self.device, cache_bytes=CACHE_BYTES)
         with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as run:
@@ -187,7 +187,7 @@ def _synchronised_clock() -> float:
 
 
 class _StepClock(Callback):
-    """Seconds of each step of a run: of the CPU, or of the wall with a GPU."""
+    """Measures the seconds of each step of a run: CPU time, or wall-clock time with a GPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.last = clock, clock()
@@ -259,7 +259,7 @@ class ProbedModel:
         return self.rng.integers(5, self.vocab, count).astype(np.int32)
 
     def _sample(self, probe: SampledProbe) -> None:
-        """Samples answers under new snapshots, as a step of a run does."""
+        """Samples answers with new snapshots of the adapters, as a step of a run does."""
         self.sampler.clear_cache()
         snapshots = [adapter.snapshot(str(i)) for i, adapter in enumerate(self.adapters[: probe.adapters])]
         sampling = SamplingConfig(max_tokens=probe.answer_tokens, stop_at_eos=False)
@@ -286,7 +286,7 @@ class ProbedModel:
         self._step()
 
     def _step(self) -> None:
-        """Makes an optimizer step; the gradients of the step before are gone, so it gives the parameters new ones."""
+        """Takes an optimizer step. Parameters without a gradient, which an earlier step cleared, get one of zeros."""
         for parameter in self.trainer.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -294,7 +294,8 @@ class ProbedModel:
 
 
 def noise_config(policy: dict[str, Any], episodes: int, group: int, *, adapters: int = 1, **changes: Any) -> TextConfig:
-    """Returns the config of a run in `NoiseEnv`, with as many adapters as seats, of the options `policy`."""
+    """Returns the config of a run in `NoiseEnv` with `adapters` seats and one adapter for each. `policy` are options of
+    the adapters, `changes` other keys of the config."""
     env = {"type": f"{NoiseEnv.__module__}:{NoiseEnv.__qualname__}", "num_seats": adapters}
     tree = {
         "env": env | changes.pop("env", {}),

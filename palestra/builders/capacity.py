@@ -1,9 +1,9 @@
-"""The work of a training step, in units that a machine has a price for, and the seconds that they take.
+"""Counts the work of a training step, and computes the seconds that it takes on a machine.
 
-A pass of a decoder is counted (`Work`): FLOPs of its matrix products, bytes of weights that are read, numbers that its
-layers write, layers that are begun, tokens that are drawn. A `Machine` has the seconds of one unit of each, measured by
-a short probe (calibration.py) or taken from a data sheet, and the seconds of a phase are the sum of the products. The
-model is linear, so that a probe finds the prices by least squares; everything here is arithmetic on dataclasses.
+`Work` counts a pass of a decoder: FLOPs of its matrix products, bytes of weights that are read, numbers that its layers
+write, layers that are started, tokens that are drawn. A `Machine` has the seconds of one unit of each, measured by a
+short probe (calibration.py) or taken from a data sheet; the seconds of a phase are the sum over units of amount times
+seconds. The model is linear, so a probe finds these costs by least squares.
 
 The counts are those of the engine's own passes: a prompt is computed once for all of its answers, stops at the keys and
 values of the last layer, and a training pass shares prompts too. Attention counts as products of queries with the keys
@@ -38,13 +38,15 @@ FULL, ADAPTER = 6, 4  # FLOPs of a forward and a backward pass for each weight a
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of work, which add up. `flops` are those of products with large weights, `small_flops` with others, which
-    run at a lower rate (engine/linear.py), `attention` those of queries with keys and values. `logits` are drawn from;
-    `trained_` is of passes with gradients, forward and backward together. `layers` are those begun in passes with one
-    adapter at most, `mixed_layers` in passes with several; `graph_passes` are decoding steps that a GPU repeats from a
-    CUDA graph, with the draws between them, and `graph_layers` their layers; `rows` tokens drawn, `tensors` trained
-    tensors updated or copied, `answers` prompts encoded, answers recorded and credited, `steps` training steps begun
-    and logged."""
+    """Amounts of work; the work of several parts is their sum.
+
+    `flops` counts products with large weight matrices, `small_flops` those with small ones, which run at a lower rate
+    (engine/linear.py), `attention` the products of queries with keys and values. `logits` are logits that tokens are
+    drawn from; the prefix `trained_` marks passes with gradients, forward and backward together. `layers` are started
+    in passes with at most one adapter, `mixed_layers` in passes with several. `graph_passes` are decoding steps that a
+    GPU repeats from a CUDA graph, with the draws between them, `graph_layers` their layers. `rows` are tokens drawn,
+    `tensors` trained tensors updated or copied, `answers` the answers that are encoded, recorded and credited, `steps`
+    the training steps."""
 
     flops: float = 0.0
     small_flops: float = 0.0
@@ -82,10 +84,10 @@ UNITS = tuple(field.name for field in fields(Work))
 @dataclass(frozen=True)
 class Machine:
     """Cost model of one device: seconds per unit of each kind of work, by the names of `Work`. `cache_bytes`: weights
-    of at most that many bytes stay in a cache, and are not read again for each pass. `overlaps`: a host issues the work
-    beside the device that does it, so that the slower of the two counts. `slowdown`: seconds until a second of work is
-    done, above 1 where other programs use the same cores. `memory` is that of a device in bytes (None:
-    that of this machine), `network` bytes per second between nodes, `note` the source of the figures."""
+    of at most that many bytes stay in a cache and are not read again for each pass. `overlaps`: the host issues work
+    while the device runs it, so the slower of the two counts. `slowdown`: wall-clock seconds per second of work, above
+    1 if other programs use the same cores. `memory` is the memory of the device in bytes (None: this machine's),
+    `network` bytes per second between nodes, `note` the source of the costs."""
 
     name: str
     seconds_per: Mapping[str, float]
@@ -107,9 +109,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class DecoderLoad:
-    """A base as the work of its passes: its shape, bytes of a weight, adapter weights of one policy (0: none, or a full
-    model), the products of `rank` with the sizes of adapted layers, the number of adapted layers, bytes of weights
-    that do not stay in a cache, and whether decoding steps are CUDA graphs."""
+    """Sizes of a base that determine the work of its passes: its shape, `size` bytes of a weight, adapter weights of
+    one policy (0: no adapter, or a full model), FLOPs of adding an adapter to the weights, the number of adapted
+    layers, the size in bytes up to which weights stay in a cache, and whether decoding steps are CUDA graphs."""
 
     shape: ModelShape
     size: int = 4
@@ -121,14 +123,14 @@ class DecoderLoad:
 
     @property
     def decoder_params(self) -> float:
-        """Weights of the decoder layers' products for a token; of experts, those that it uses."""
+        """Weights of the decoder layers that a token is multiplied with; of the experts, only those that it uses."""
         return sum(self._dense) + (
             3 * self.shape.width * self.shape.inner * self.shape.layers if self.shape.experts else 0
         )
 
     @property
     def small_params(self) -> float:
-        """Those of them in small matrices."""
+        """The part of `decoder_params` that is in small matrices."""
         return sum(size for size in self._dense if size <= MIN_WEIGHTS)
 
     @property
@@ -164,7 +166,7 @@ def prefill_work(
     load: DecoderLoad, prompts: float, tokens: float, *, context: float = 0.0, mixed: bool = False, passes: float = 1.0
 ) -> Work:
     """Work of the passes that compute `prompts` prompts of `tokens` new tokens each, after `context` tokens that are
-    in the cache. The last layer goes on with the last token of each alone."""
+    in the cache. In the last layer only the last token of each prompt continues beyond its keys and values."""
     shape = load.shape
     rows = prompts * (1 + (tokens - 1) * (shape.layers - 1) / shape.layers)
     pairs = prompts * tokens * (context + (tokens + 1) / 2)
@@ -183,7 +185,7 @@ def decode_work(
     load: DecoderLoad, answers: float, tokens: float, *, prompt: float, mixed: bool = False, passes: float | None = None
 ) -> Work:
     """Work of sampling `answers` answers of `tokens` tokens each, whose first tokens come from the prompts' logits, in
-    `passes` passes (None: all answers abreast). `prompt` is the length of a prompt."""
+    `passes` passes (None: all answers in one batch). `prompt` is the length of a prompt in tokens."""
     shape, rows = load.shape, answers * max(0.0, tokens - 1)
     passes = max(0.0, tokens - 1) if passes is None else passes
     keys = prompt + tokens / 2
@@ -201,8 +203,8 @@ def decode_work(
 
 @dataclass(frozen=True)
 class TrainingLoad:
-    """Samples of a training pass: `prompts` different prompts of `prompt_tokens`, `answers` of `answer_tokens`, in
-    `micro_batches` passes."""
+    """Samples of a training pass: `prompts` different prompts of `prompt_tokens` tokens, `answers` answers of
+    `answer_tokens` tokens, in `micro_batches` passes."""
 
     prompts: float
     answers: float
@@ -218,7 +220,7 @@ class TrainingLoad:
         return self.prompts * self.prompt_tokens * (self.prompt_tokens + 1) / 2 + own
 
     def rows(self, layers: int) -> float:
-        """Tokens that pass through a layer, a mean over layers: prompts end before the last."""
+        """Tokens that pass through a layer, as a mean over layers: tokens of prompts skip the last layer."""
         return self.answers * max(0.0, self.answer_tokens - 1) + self.prompts * (
             1 + (self.prompt_tokens - 1) * (layers - 1) / layers
         )
@@ -226,7 +228,7 @@ class TrainingLoad:
 
 def training_work(load: DecoderLoad, batch: TrainingLoad, *, checkpointing: bool = False) -> Work:
     """Work of a forward and a backward pass of an adapter, or of a full model if the load has no adapter. In float32 an
-    adapter is added to each layer's weight, twice for a micro-batch."""
+    adapter is added to each layer's weight, twice per micro-batch."""
     shape, rows = load.shape, batch.rows(load.shape.layers)
     scored = batch.answers * batch.answer_tokens
     per_weight = ADAPTER if load.adapter_params else FULL
@@ -267,7 +269,7 @@ def optimizer_work(load: DecoderLoad) -> Work:
 
 
 def publish_work(load: DecoderLoad) -> Work:
-    """Work of copying an adapter for sampling, and of adding it to the weights of the layers."""
+    """Work of copying an adapter for sampling and adding it to the weights of the layers; none for a full model."""
     if not load.adapter_params:
         return Work()
     return Work(

@@ -1,8 +1,8 @@
-"""Seconds of the phases of a training step on a machine, for the ways in which processes may share it.
+"""Seconds of the phases of a training step on a machine, for different ways to divide it among processes.
 
-Sampling is taken to be in lock-step: all episodes of a step begin at once, so the answers of a joint step share the
-passes of a sampler, and the envs step at once, too. The seconds of a phase are those of one device, or CPU seconds;
-waiting for envs comes on top and costs nothing but time.
+Sampling is assumed to be in lock-step: all episodes of a step start at once, so the answers of a joint step share the
+passes of a sampler, and the envs step at once, too. The seconds of a phase are of one device, or CPU seconds; waiting
+for envs adds to the wall-clock time only.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LIMITS = {
     "small_flops": "products with small matrices",
     "attention": "attention",
     "trained_attention": "attention",
-    "passes": "beginning small passes",
-    "trained_passes": "beginning small passes",
+    "passes": "starting small passes",
+    "trained_passes": "starting small passes",
     "weight_bytes": "reading the weights",
     "activation_bytes": "reading and writing activations",
     "trained_activation_bytes": "reading and writing activations",
     "logits": "softmax and draws over the vocabulary",
     "trained_logits": "softmax over the vocabulary",
-    "layers": "beginning the layers of small passes",
-    "mixed_layers": "beginning the layers of small passes",
+    "layers": "starting the layers of small passes",
+    "mixed_layers": "starting the layers of small passes",
     "graph_passes": "draws between decoding steps",
     "graph_layers": "launching the small kernels of decoding",
-    "trained_layers": "beginning the layers of small passes",
+    "trained_layers": "starting the layers of small passes",
     "rows": "bookkeeping of tokens",
     "tensors": "updating many small tensors",
     "answers": "prompts, records and credit of answers",
@@ -54,8 +54,8 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: `seconds` of a device, `wait_s` of waiting, what limits it, and whether it belongs to the
-    rollout or to training."""
+    """A phase of a step: its `part` (rollout or training), device `seconds`, `wait_s` of waiting for envs, and `limit`,
+    the kind of work that takes most of the time, in words."""
 
     name: str
     part: str
@@ -66,10 +66,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of processes to sampling and training: `samplers` that play (0: the trainer does so itself) and
-    `trainers`, each on a device of its own; `ranks`: torchrun splits both among so many; `staleness`: steps that play
-    is ahead. Samplers play `whole_episodes` in slices, one after the other (`--workers`), or only answer requests
-    (`sampler:`). `cores`: as many devices as all of them share, if fewer."""
+    """Assignment of processes to sampling and training: `samplers` that play (0: the trainer plays itself) and
+    `trainers`, each on a device of its own. `ranks`: processes among which torchrun splits both. `staleness`: steps
+    that play is ahead of training. Samplers play `whole_episodes` in slices, one after the other (`--workers`), or only
+    answer requests (`sampler:`). `cores`: CPU cores that all processes share (None: each has its own device)."""
 
     samplers: int = 0
     trainers: int = 1
@@ -80,14 +80,14 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices that the layout wants."""
+        """Number of devices that the layout uses."""
         return self.ranks if self.ranks > 1 else self.samplers + self.trainers
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: until it is over (`wall_s`), of the rollout and of training from begin to end, and device
-    seconds of all processes together (`busy_s`)."""
+    """Seconds of a step: from one step to the next (`wall_s`), of the rollout and of training from start to end, and
+    device seconds of all processes together (`busy_s`)."""
 
     wall_s: float
     rollout_s: float
@@ -97,7 +97,7 @@ class StepTime:
 
 
 def rollout_works(workload: Workload) -> dict[str, Work]:
-    """Returns the work of a rollout by one process: prefill, decode, and what each answer costs."""
+    """Returns the work of a rollout by one process, by phase: prefill, decode, and the records of episodes."""
     prefill, decode = Work(), Work()
     for each in workload.rounds:
         for policies in sampled_together(workload.policies):
@@ -115,7 +115,7 @@ def rollout_phases(workload: Workload, machine: Machine) -> list[Phase]:
 
 
 def sampled_together(policies: Sequence[PolicyLoad]) -> Iterator[list[PolicyLoad]]:
-    """Yields the policies of each engine: the rows of all of them share its passes."""
+    """Yields, for each engine, its policies, whose rows share the engine's passes."""
     for engine in dict.fromkeys(policy.engine for policy in policies):
         yield [policy for policy in policies if policy.engine == engine]
 
@@ -180,7 +180,7 @@ def _phase(name: str, part: str, work: Work, machine: Machine) -> Phase:
 
 
 def limit_of(work: Work, machine: Machine) -> str:
-    """Returns what takes most of the seconds of `work`, in words; empty if there is none."""
+    """Returns the kind of work that takes most of the seconds of `work`, in words; empty if there is none."""
     costs = {name: getattr(work, name) * machine.seconds_per.get(name, 0.0) for name in UNITS}
     largest = max(costs, key=lambda name: costs[name])
     return LIMITS[largest] if costs[largest] else ""
@@ -195,14 +195,14 @@ def seconds_of(phases: Sequence[Phase], part: str) -> tuple[float, float]:
 def step_time(workload: Workload, machine: Machine, layout: Layout) -> StepTime:
     """Returns the seconds of a step under `layout`.
 
-    With `staleness` n the rollout of a step may begin once the step n + 1 before it is trained. So each process bounds
-    the time of a step by its own work, and rollout and training of one step, one after the other, by n + 1 steps.
+    With `staleness` n, the rollout of step t may start once step t - n - 1 is trained. So a step takes at least the
+    work of each process, and rollout plus training of one step take at most n + 1 steps.
     """
     if layout.ranks > 1:
         return _ranks_time(workload, machine, layout)
     by_policy = [seconds_of(training_phases(workload, machine, p), UPDATE)[0] for p in workload.trained_policies]
     records = machine.seconds(STEP)
-    training = max(sum(by_policy) / layout.trainers, max(by_policy, default=0.0)) + records  # learners are dealt out
+    training = max(sum(by_policy) / layout.trainers, max(by_policy, default=0.0)) + records  # one trainer per learner
     sent = _publish_seconds(workload, machine, layout.samplers)
     in_turn = SLICES_PER_WORKER if layout.samplers and layout.whole_episodes else 1
     slices = in_turn * max(1, layout.samplers)
@@ -218,7 +218,7 @@ def step_time(workload: Workload, machine: Machine, layout: Layout) -> StepTime:
 
 
 def _ranks_time(workload: Workload, machine: Machine, layout: Layout) -> StepTime:
-    """Returns the seconds of a step whose episodes and passes torchrun splits among ranks, which sum gradients."""
+    """Returns the seconds of a step whose episodes and passes torchrun splits among ranks, gradient sums included."""
     own, waits = seconds_of(rollout_phases(workload.slice(layout.ranks), machine), ROLLOUT)
     part = workload.slice(layout.ranks)
     training = sum(seconds_of(training_phases(part, machine, p), UPDATE)[0] for p in workload.trained_policies)
@@ -234,5 +234,5 @@ def _trained_params(policy: PolicyLoad) -> int:
 
 
 def _publish_seconds(workload: Workload, machine: Machine, samplers: int) -> float:
-    """Returns the seconds in which new weights reach the samplers over the network."""
+    """Returns the seconds of sending new weights to the samplers over the network."""
     return samplers * sum(4 * _trained_params(policy) for policy in workload.trained_policies) / machine.network

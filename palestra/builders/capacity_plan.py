@@ -1,4 +1,4 @@
-"""Plans the time, memory, traffic and staleness of a run on a number of devices, and how they are best shared."""
+"""Plans the time, memory, traffic and staleness of a run, and which layout of processes uses its devices best."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from palestra.builders.text_config import TextConfig
 from palestra.engine.memory import peak_bytes
 from palestra.remote.samplers.config import SamplerServersConfig
 
-CHARACTERS_PER_TOKEN = 4  # of a text, as tokenizers of large models have
+CHARACTERS_PER_TOKEN = 4  # typical of large models' tokenizers
 ANSWER_BYTES = 200  # of an answer's record beside its tokens
-ENV_SERVER_USE = 0.7  # share of its time in which an env server steps envs
-MIN_ENV_SHARE = 0.1  # of a step's seconds that envs compute, from which servers of their own are suggested
+ENV_SERVER_USE = 0.7  # share of its time that an env server spends in env steps
+MIN_ENV_SHARE = 0.1  # of a step's seconds; env servers are suggested if envs compute for longer
 SUGGESTED = 5
 HINTS = {
     "prefill": "more samplers (--workers, or sampler:), or shorter prompts",
@@ -47,8 +47,8 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that move in a step where other processes play: of adapters (or full models) to each sampler, and of
-    episodes to the trainer."""
+    """Bytes sent per step if other processes play: adapters (or full models) to each sampler, and episodes to the
+    trainer."""
 
     weights: int
     episodes: int
@@ -56,9 +56,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """Plan of a run's time and memory: of a step on a machine as configured (`step`, its `phases` in one process), and
-    on all devices of a fleet, best first (`layouts`). `memory` is that of one process that plays and trains;
-    `sampler_memory` and `trainer_memory` are the bytes of processes that do one of both."""
+    """Plan of a run's time and memory: of a step on a machine as configured (`step`; its `phases` in one process), and
+    on all devices of a fleet, fastest layout first (`layouts`). `memory` is for one process that plays and trains;
+    `sampler_memory` and `trainer_memory` are bytes of processes that only sample or only train. `staleness` is the
+    expected one, in steps, `env_servers` the number that the run would keep busy."""
 
     machine: Machine
     workload: Workload
@@ -112,7 +113,7 @@ def plan_capacity(
     answer_tokens: float | None = None,
     trained: float = 1.0,
 ) -> CapacityPlan:
-    """Returns the plan of a run. Raises ValueError for a run that is not trained here."""
+    """Returns the plan of a run. Raises ValueError for a run that a server trains (`engine:`)."""
     if config.engine:
         raise ValueError(f"this run trains on the server {config.engine}: plan it with the server's own config")
     fleet = fleet or Fleet()
@@ -153,8 +154,8 @@ def layout_of(config: TextConfig, cores: int | None) -> Layout:
 
 
 def candidates(config: TextConfig, workload: Workload, fleet: Fleet) -> Iterator[Layout]:
-    """Yields the ways in which all devices of a fleet may share a run: one process, torchrun, and processes that play
-    beside processes that train, alternately or one step ahead."""
+    """Yields the layouts to compare on a fleet: one process, torchrun, and processes that play next to processes that
+    train, in turn or one step ahead."""
     devices, cores = fleet.devices, None if fleet.gpus else fleet.devices
     yield Layout(cores=cores)
     if devices > 1:
@@ -167,7 +168,7 @@ def candidates(config: TextConfig, workload: Workload, fleet: Fleet) -> Iterator
 
 
 def command_of(layout: Layout, fleet: Fleet) -> str:
-    """Returns what of the command line makes a run have `layout`."""
+    """Returns the command, without the config, that starts a run with `layout`."""
     if layout.ranks > 1:
         nodes = f"--nnodes {fleet.nodes} " if fleet.nodes > 1 else ""
         return f"torchrun {nodes}--nproc-per-node {layout.ranks // fleet.nodes} -m palestra train"
@@ -191,9 +192,9 @@ def traffic(workload: Workload) -> Traffic:
 
 
 def expected_staleness(step: StepTime, *, in_flight: bool) -> float:
-    """Returns the mean number of steps by which the weights that played are older than those that they train, once a
-    run is under way: episodes begin as soon as they may. With in-flight updates, of the weights that sampled a token:
-    answers take new weights while a rollout lasts."""
+    """Returns the mean age, in training steps, of the weights that played the episodes a step trains on, if episodes
+    start as early as `staleness` allows. With in-flight updates it is the mean age of the weights that sampled a token,
+    which is lower, since answers get new weights during a rollout."""
     if not in_flight:
         return float(step.layout.staleness)
     return max(0.0, step.layout.staleness - step.rollout_s / step.wall_s / 2)
@@ -211,6 +212,6 @@ def with_network(machine: Machine, network: float | None) -> Machine:
 
 
 def phase_table(plan: CapacityPlan) -> list[tuple[str, float, float, str]]:
-    """Returns name, device seconds, seconds of the step, and what limits it, of the phases that take any."""
+    """Returns (name, device seconds, seconds of the step, what limits it) of each phase that takes time."""
     rows = [(p.name, p.seconds, phase_wall(p, plan.step.layout, plan.machine.slowdown), p.limit) for p in plan.phases]
     return [row for row in rows if row[2] > 0]

@@ -1,8 +1,8 @@
-"""Measures lengths, prompts and env steps of episodes (`EpisodeShape`) on a few that are played before a plan.
+"""Measures the lengths, prompts and env steps of episodes (`EpisodeShape`) by playing a few of them.
 
-Seconds of env steps are those of random agents. How long episodes and answers are is taken from the run's own policies,
-untrained, if their bases are here and small enough to be asked in some seconds: random agents seldom end an episode,
-and no limit tells how long an answer is.
+Seconds of env steps are measured with random agents. The lengths of episodes and answers come from the run's own
+untrained policies, if their bases are on this machine and small enough to answer within seconds: random agents seldom
+end an episode, and a token limit does not say how long answers are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.types import Episode
 
 RANDOM_EPISODES, OWN_EPISODES = 4, 16
-MAX_PARAMS = 200_000_000  # of a base whose policies play for a plan
+MAX_PARAMS = 200_000_000  # largest base whose policies are played for a plan
 ENV_THREADS = 256  # of `tree_rollout`, for envs that block
 
 
@@ -91,7 +91,7 @@ def _without_failed(played: Sequence[Episode], agents: str) -> list[Episode]:
     """Returns the episodes that did not fail. Raises ValueError if there is none."""
     ended = [episode for episode in played if episode.error is None and episode.nodes]
     if not ended:
-        raise ValueError(f"the env fails with {agents}, so that nothing is known of its episodes: {played[0].error}")
+        raise ValueError(f"every episode with {agents} failed, so their lengths cannot be measured: {played[0].error}")
     return ended
 
 

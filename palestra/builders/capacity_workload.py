@@ -1,6 +1,6 @@
 """Workload of a training step: rounds of prompts and answers, and the passes that train on them.
 
-Facts of an episode that the config leaves open (`EpisodeShape`) are measured by capacity_probe.py, or given.
+Facts about episodes that the config does not determine (`EpisodeShape`) are measured by capacity_probe.py, or given.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ MAX_CONCURRENT = 1024  # episodes of an `EpisodeRunner`
 
 @dataclass(frozen=True)
 class EpisodeShape:
-    """Lengths and costs of episodes: joint steps of the longest, seats that act in each, tokens of a prompt, seconds of
-    an env step (of computing and of waiting), env steps that may wait at once, the share of trajectories that have not
-    ended at each joint step (empty: 1), and mean tokens of an answer (None: the limit of the config)."""
+    """Lengths and costs of episodes: joint steps of the longest episode, mean number of seats that act in a joint step,
+    tokens of a prompt, seconds of an env step (computing and waiting), env steps that may wait at once, the share of
+    trajectories that have not ended at each joint step (empty: 1), and mean tokens of an answer (None: the limit of the
+    config)."""
 
     turns: int
     seats_per_turn: float
@@ -57,9 +58,9 @@ class Round:
 
 @dataclass(frozen=True)
 class PolicyLoad:
-    """A policy that is a language model: its name, the engine that samples it (equal for policies that share one), its
-    passes, the share of all answers that are its own, mean and largest number of their tokens, and how it trains:
-    `updates` optimizer steps of `epochs` passes and `scoring` forward passes (0 updates: it does not train)."""
+    """A policy that is a language model: its name, the engine that samples it (equal for policies that share one), the
+    sizes of its passes, its share of all answers, the mean and largest number of tokens of an answer, and its training:
+    `updates` optimizer steps in `epochs` passes, and `scoring` forward passes (0 updates: it does not train)."""
 
     name: str
     engine: str
@@ -80,7 +81,7 @@ class PolicyLoad:
 
     def training_load(self, rounds: Sequence[Round], trained: float = 1.0) -> TrainingLoad:
         """Returns the samples of one pass over the policy's answers, of which the share `trained` has a gradient."""
-        batches = max(1, self.updates // self.epochs)  # siblings are dealt out: a batch has some of each prompt's
+        batches = max(1, self.updates // self.epochs)  # siblings are spread over batches, each with its prompt
         prompts = trained * self.share * sum(each.prompts * min(batches, each.group) for each in rounds)
         answers = trained * self.share * sum(each.answers for each in rounds)
         tokens = sum(each.prompts * each.prompt_tokens for each in rounds) / max(1e-9, sum(r.prompts for r in rounds))
@@ -91,8 +92,8 @@ class PolicyLoad:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step: its rounds, its policies, what an episode asks for, the most rows of a sampler, and the share of
-    answers that have a gradient."""
+    """A training step: its rounds, its policies, the shape of its episodes, the largest number of rows of a sampler,
+    and the share of answers that have a gradient."""
 
     rounds: tuple[Round, ...]
     policies: tuple[PolicyLoad, ...]
@@ -126,7 +127,7 @@ class Workload:
         return [policy for policy in self.policies if policy.updates]
 
     def slice(self, parts: float) -> Workload:
-        """Returns the part of the rollout that one of `parts` equal slices of the episodes makes."""
+        """Returns the workload with the rollout of one of `parts` equal slices of the episodes."""
         rounds = tuple(replace(r, prompts=r.prompts / parts, env_steps=r.env_steps / parts) for r in self.rounds)
         return replace(self, rounds=rounds)
 
@@ -141,11 +142,11 @@ def build_workload(
     trained: float = 1.0,
 ) -> Workload:
     """Returns the work of a step of the run's first stage on `device`. `answer_tokens` is the mean length of an answer
-    (None: that of `shape`)."""
+    (None: the one in `shape`). Raises ValueError for a run without a language model."""
     part = next(iter(config.stage_configs()))
     models = {n: p for n, p in part.policies.items() if isinstance(p, LMPolicyConfig)}
     if not models:
-        raise ValueError("this run has no language model: its capacity is not planned")
+        raise ValueError("this run has no language model: only the capacity of runs with one can be planned")
     mean = answer_tokens or shape.answer_tokens or math.inf
     lengths = {name: min(mean, policy.sampling.max_tokens) for name, policy in models.items()}
     talks = any(policy.history == "conversation" for policy in models.values())
@@ -166,7 +167,8 @@ def mean_tokens(policies: Sequence[PolicyLoad]) -> float:
 
 
 def full_trajectories(branching: Branching, episodes: int, turns: int) -> list[int]:
-    """Returns the trajectories before each joint step of `episodes` trees in which none ends."""
+    """Returns the number of trajectories at the start of each joint step, for `episodes` trees in which no trajectory
+    ends early."""
     found = [episodes]
     for turn in range(turns - 1):
         goes_on = branching.width(turn) if branching.branch_at == "root" or branching.continue_from == "all" else 1
@@ -177,8 +179,9 @@ def full_trajectories(branching: Branching, episodes: int, turns: int) -> list[i
 def rounds_of(
     branching: Branching, episodes: int, shape: EpisodeShape, *, answer_tokens: float = 0.0, conversation: bool = False
 ) -> tuple[Round, ...]:
-    """Returns the rounds of `episodes` episodes: with `at: root` siblings go their own ways after the first, with
-    `at: turn` each joint step has siblings and one of them (with `keep: all` every one) goes on."""
+    """Returns the rounds of `episodes` episodes. With `branch_at: root` siblings branch in the first round only; with
+    `branch_at: turn` each joint step has siblings, and play continues from one of them (with `continue_from: all` from
+    every one)."""
     rounds, context = [], 0.0
     for turn, lines in enumerate(full_trajectories(branching, episodes, shape.turns)):
         width, alive = branching.width(turn), lines * (shape.going_on[turn] if shape.going_on else 1.0)

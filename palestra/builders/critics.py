@@ -9,12 +9,13 @@ from palestra.learners.lm_config import LMPolicyConfig
 
 
 def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str, bool]:
-    """Returns the arguments of `build_learner` that select a critic. Raises ValueError if stages differ in it, or if a
-    central critic is to read the prompts of policies (`used` are those that play) on different bases."""
+    """Returns the arguments of `build_learner` that select a critic; `used` are the policies that play. Raises
+    ValueError if stages select different critics, or if a central critic would read prompts of policies on different
+    bases."""
     separate = {part.algorithm.has_separate_critic for part in parts if part.algorithm.needs_critic}
     if len(separate) > 1:
         raise ValueError(
-            "a stage has critic: shared and another one critic: separate or central, and a policy has one critic for "
+            "one stage has critic: shared and another critic: separate or central, but a policy has one critic for "
             "the whole run: set the same in all stages"
         )
     for part in parts:

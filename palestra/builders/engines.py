@@ -74,13 +74,13 @@ class Engines:
         assert self.remote_samplers is not None
         if config.quantize:
             raise ValueError(
-                f"quantize: {config.quantize} is for bases in this process, and sampler: has others answer with whole "
-                "weights: leave one of them out"
+                f"quantize: {config.quantize} is for bases in this process, and with sampler: other processes answer "
+                "with unquantized weights: leave one of them out"
             )
         if config.long_context:
             raise ValueError(
-                "long_context is for bases in this process, and sampler: has others answer, which choose LongRoPE's "
-                "factors themselves: leave one of them out"
+                "long_context is for bases in this process, and with sampler: other processes answer, which choose "
+                "LongRoPE's factors themselves: leave one of them out"
             )
         opening = self.remote_samplers.open(
             config.base,
@@ -94,7 +94,7 @@ class Engines:
         return engine, self._samplers[-1]
 
     def _loaded(self, config: LMPolicyConfig) -> Engine:
-        """Loads a base. For a full policy, which trains all weights, in the dtype in which the weights are stored."""
+        """Loads a base. With `dtype: auto`, a full policy is loaded in float32, since all its weights are trained."""
         device = resolve_device(self.device)
         train, dtype = isinstance(config, FullPolicyConfig), config.dtype
         if dtype == "auto":
@@ -104,7 +104,7 @@ class Engines:
                 f"quantize: {config.quantize} and parallel: fsdp both divide the weights: set parallel: ddp, or "
                 "quantize: null"
             )
-        # sharded on the way to the device, which need not have room for the whole model
+        # loaded on the CPU and sharded on the way to the device, which need not have room for the whole model
         place = "cpu" if self.sharded else device
         engine = Engine.load(
             config.base, device=place, dtype=dtype, quantize=config.quantize, long_context=config.long_context
@@ -118,7 +118,7 @@ class Engines:
         return engine
 
     def notes(self) -> list[str]:
-        """Returns what a user should know about how the bases run, a line each."""
+        """Returns lines that tell the user how the bases run, for example on the plain path."""
         return list(dict.fromkeys(line for engine in self.loaded_engines for line in engine.notes()))
 
     @contextlib.contextmanager
@@ -131,7 +131,7 @@ class Engines:
             yield
 
     def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
-        """Accepts every loss and policy: local engines can train all of them, servers only some."""
+        """Accepts every loss and policy. The same method of `RemoteEngines` raises, since a server trains only some."""
 
     def build_learner(
         self,
@@ -147,7 +147,7 @@ class Engines:
         full = isinstance(config, FullPolicyConfig)
         if full and self.remote_samplers:
             raise ValueError(
-                f"policies.{name} is a full model, and only adapters travel to samplers elsewhere: set type: lora, or "
+                f"policies.{name} is a full model, and only adapters can be sent to other samplers: set type: lora, or "
                 "leave sampler: out"
             )
         engine, sampler = self.load_own_engine(config) if full else self.shared_engine(config)
@@ -189,15 +189,14 @@ class Engines:
             )
 
     def clear_caches(self) -> None:
-        """Clears the samplers' caches before each rollout. The result of a step must not depend on earlier steps: with
-        cached keys and values, sums may differ in their last bits from those that a resumed run computes."""
+        """Clears the samplers' caches; called before each rollout, since its result must not depend on earlier steps:
+        with cached keys and values, sums may differ in their last bits from those that a resumed run computes."""
         for sampler in self._samplers:
             sampler.clear_cache()
 
 
 def build_engines(config: TextConfig) -> Engines | RemoteEngines:
-    """Returns a client of the server that `config.engine` names, or local engines for this process and its torchrun
-    ranks.
+    """Returns a client of the server at `config.engine`, or local engines for this process and its torchrun ranks.
 
     Raises ValueError if torchrun is combined with `engine`, `staleness` or `sampler`, or if the packages for a server
     are missing.
@@ -205,8 +204,8 @@ def build_engines(config: TextConfig) -> Engines | RemoteEngines:
     ranks = join_process_group()
     if ranks.world_size > 1 and (config.engine or config.staleness or config.sampler):
         raise ValueError(
-            "torchrun shares each step among processes: not with staleness: above 0, nor with engine: or sampler:, "
-            "where servers train or answer. Start palestra train without torchrun, or leave these out"
+            "torchrun divides each step among its processes, which staleness: above 0, engine: and sampler: do not "
+            "allow. Start palestra train without torchrun, or leave these out"
         )
     if config.engine is None:
         sharded = config.parallel == "fsdp" and ranks.world_size > 1

@@ -23,26 +23,26 @@ def learned_reward_source(
 ) -> LearnedRewardSource:
     """Returns `source` with the rewards of the reward model that a stage's `reward_model` names.
 
-    Raises ValueError if there is none, if it reads other tokens than the learners write, if it would have to choose
-    branches, or if the run plays or trains in other processes.
+    Raises ValueError if the run or policy has no reward model, if its vocabulary differs from the learners', if the
+    algorithm chooses branches by reward, or if the run plays or trains in other processes.
     """
     settings = part.reward_model
     assert settings is not None
     if not isinstance(engines, Engines) or engines.ranks.world_size > 1 or part.backend.type != "inline":
         raise ValueError(
-            "reward_model scores answers in the one process of a run: leave out engine:, backend: and torchrun"
+            "reward_model needs a run that plays and trains in one process: leave out engine:, backend: and torchrun"
         )
     branching = part.algorithm.branching
     if branching.branch_at == "turn" and branching.continue_from in ("best", "epsilon"):
         raise ValueError(
-            f"continue_from: {branching.continue_from} chooses by rewards during play, and those of reward_model are "
-            "known after it: set algorithm.branch_at: root, or continue_from: random or all"
+            f"continue_from: {branching.continue_from} chooses by rewards during play, and reward_model gives its "
+            "rewards after play: set algorithm.branch_at: root, or continue_from: random or all"
         )
     judge = _load(settings.path, engines)
     for name, learner in learners.items():
         if learner.encoder.tokenizer.get_vocab() != judge.encoder.tokenizer.get_vocab():
             raise ValueError(
-                f"reward_model: {settings.path} has another vocabulary than policies.{name}, and scores its tokens: "
+                f"reward_model: {settings.path} scores the tokens of policies.{name}, but has a different vocabulary: "
                 "train a reward model on the same base"
             )
     return LearnedRewardSource(source, partial(score_answers, judge), settings, set(learners))
@@ -59,7 +59,7 @@ def _load(path: str, engines: Engines) -> LanguageLearner:
     run = Path(folder)
     checkpoints = list_checkpoints(run) if (run / "config.yaml").exists() else []
     if not checkpoints:
-        raise ValueError(f"reward_model: {path} is no run with a checkpoint: give the folder of a run, or RUN:NAME")
+        raise ValueError(f"reward_model: {path} is not a run with a checkpoint: give the folder of a run, or RUN:NAME")
     config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1]
     name = name or next(iter(checkpoint.names))
     if name not in checkpoint.names or not (checkpoint.path / checkpoint.names[name] / "critic.safetensors").exists():

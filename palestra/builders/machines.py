@@ -1,8 +1,8 @@
-"""Machines of data sheets: what a device costs by its published figures, for plans of machines that are not here.
+"""Costs of devices from their data sheets, for plans of runs on other machines than this one.
 
-The shares of the published rates that passes reach are assumptions. The time to begin a layer is that of one host and
-one small model (docs/scaling/gpu.md), in which launching kernels is what takes time. Both are in the constants below;
-calibration.py measures them on a machine that is here.
+The shares of the published rates that passes reach are assumptions. The time to start a layer was measured on one host
+with one small model (docs/scaling/gpu.md), where launching kernels takes most of the time. Both are in the constants
+below; calibration.py measures them on this machine.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from palestra.builders.capacity import Machine
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6  # of the published rates
-ATTENTION_FACTOR = 2.0  # its products reach half of the rate of products with weights
-LAYER_S, TRAINED_LAYER_S, PASS_S = 1.9e-3, 8.8e-3, 1e-3  # of the host: kernels begun one by one, from Python
-GRAPH_PASS_S, GRAPH_LAYER_S = 1.5e-3, 65e-6  # of a recorded decoding step: the draws after it; kernels of least size
+ATTENTION_FACTOR = 2.0  # products of attention reach half of the rate of products with weights
+LAYER_S, TRAINED_LAYER_S, PASS_S = 1.9e-3, 8.8e-3, 1e-3  # of the host: kernels launched one by one, from Python
+GRAPH_PASS_S, GRAPH_LAYER_S = 1.5e-3, 65e-6  # of a recorded decoding step: the draws after it; its small kernels
 ROW_S, TENSOR_S = 2e-6, 5e-6  # of the host: a token drawn, a tensor updated
 ANSWER_S, STEP_S = 5e-4, 2e-2  # of the host: an answer recorded, a step logged
 LOGIT_BYTES, TRAINED_LOGIT_BYTES = 28, 20  # as engine/memory.py counts them
@@ -51,8 +51,8 @@ def published_machine(name: str) -> Machine:
 
 
 def machine_of_rates(name: str, flops: float, bandwidth: float, *, memory: int | None, note: str) -> Machine:
-    """Returns a GPU that makes `flops` FLOP/s in products and moves `bandwidth` bytes/s, with the assumed costs of its
-    host."""
+    """Returns a GPU with `flops` FLOP/s in matrix products and a memory bandwidth of `bandwidth` bytes/s, with the
+    assumed costs of its host."""
     byte = 1 / bandwidth
     costs = {
         "flops": 1 / flops,

@@ -59,11 +59,11 @@ class MemoryPlan:
 def plan_memory(
     config: TextConfig, *, prompt_tokens: int = 512, free: int | None = None, device: str | None = None
 ) -> MemoryPlan:
-    """Returns the memory plan of a run whose prompts have at most `prompt_tokens` tokens, on `device` (None: the
-    config's), which need not exist if `free`, its free memory in bytes, is given (None: what is free now). Raises
-    ValueError for a base whose config cannot be read."""
+    """Returns the memory plan of a run whose prompts have at most `prompt_tokens` tokens. `device` (None: the config's)
+    need not exist if `free` is given, its free memory in bytes (None: as much as is free now). Raises ValueError for a
+    base whose config cannot be read."""
     device = device or resolve_device(config.device)
-    config = config.model_copy(update={"device": device})  # all below read the device from here
+    config = config.model_copy(update={"device": device})  # the functions below read the device from the config
     free = free_memory(device) if free is None else free
     shapes = {policy.base: model_shape(policy.base) for policy in _models(config).values()}
 
@@ -109,7 +109,7 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
 def _engine_parts(
     config: TextConfig, name: str, policy: LMPolicyConfig, shape: ModelShape, prompt_tokens: int, free: int
 ) -> Iterator[MemoryPart]:
-    """Yields the weights of a base, and what sampling from it takes."""
+    """Yields the memory of a base's weights and of sampling from it."""
     size = _weight_size(config, policy)
     held, detail = shape.params * size, f"{shape.params / 1e6:,.1f} M of {size} bytes"
     if policy.quantize:
@@ -142,8 +142,8 @@ def _engine_parts(
 
 
 def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape, *, critic: bool) -> Iterator[MemoryPart]:
-    """Yields the memory of a policy's own weights, their gradients and optimizer state, and of those of an adapter that
-    is its `critic`."""
+    """Yields the memory of a policy's own weights, their gradients and optimizer state, and with `critic` the same of a
+    critic that is an adapter of its own."""
     if isinstance(policy, LoraPolicyConfig):
         trained = adapter_params(shape, policy.lora)
         detail = f"{trained / 1e6:,.1f} M of rank {policy.rank}, with reference and snapshot"
@@ -178,7 +178,7 @@ def _training_parts(
 
 
 def _micro_batch_tokens(config: TextConfig, policy: LMLearnerConfig, prompt_tokens: int) -> int:
-    """Returns the largest number of tokens of a micro-batch. A group is not split, and shares its prompt."""
+    """Returns the largest number of tokens of a micro-batch: a group, whose answers share one prompt, is not split."""
     group = prompt_tokens + _group_size(config) * policy.sampling.max_tokens
     return max(policy.micro_batch_tokens, group)
 
@@ -202,11 +202,11 @@ def _product_size(config: TextConfig, policy: LMPolicyConfig) -> int:
 
 
 def _changes(config: TextConfig, fits: Callable[[TextConfig], bool], free: int) -> list[str] | None:
-    """Returns the settings to change until the run fits, least harmful first and each no further than needed; None if
-    they do not suffice."""
+    """Returns `--set` changes with which the run fits, the least harmful first and each no larger than needed; None if
+    no changes suffice."""
     tree = config.model_dump(mode="json")
     learners = {name: p for name, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
-    values: dict[str, list[str]] = {}  # those tried of each key, the mildest first
+    values: dict[str, list[str]] = {}  # the values tried for each key, the mildest first
 
     def fitted(changes: Mapping[str, str]) -> bool:
         return fits(validate(TextConfig, override(tree, [f"{key}={value}" for key, value in changes.items()])))

@@ -1,4 +1,5 @@
-"""Config keys that kinds of runs have in common: all of them, and those of language agents and of vectorised envs."""
+"""Config keys shared by runs: of all kinds (`RunConfig`), and of language agents and vectorised envs
+(`PolicyRunConfig`)."""
 
 from __future__ import annotations
 

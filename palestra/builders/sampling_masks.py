@@ -1,4 +1,4 @@
-"""Checks that training matches sampling: top-k and top-p, whose distribution leaves tokens out, and dropout."""
+"""Checks that training matches sampling, with top-k and top-p (which leave tokens out) and with dropout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
             if sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
                 raise ValueError(
                     f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
-                    f"and the loss of type: {part.algorithm.type} is of all tokens: set keep_sampling_mask: false"
+                    f"but type: {part.algorithm.type} trains that of all tokens: set keep_sampling_mask: false"
                 )
 
 
 def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
-    """Raises ValueError if a policy of `trained` has dropout, and no stage a loss that uses it."""
+    """Raises ValueError if a policy of `trained` has dropout, but no stage has a loss that uses it."""
     if any(part.algorithm.loss in DROPOUT_LOSSES for part in parts):
         return
     for name, policy in parts[0].policies.items():

@@ -16,7 +16,7 @@ def resolve_seats(
     `assignments` map seats to policies; an earlier one takes precedence over a later one. Keys may contain the
     wildcards `*` and `?`; within one assignment an exact name takes precedence over a pattern, an earlier pattern over
     a later one. A seat that no key matches gets the policy of its own name, else the policy `default`, else the only
-    policy. `plays` says in error messages which seats there are: 'env "relay" plays planner, coder'.
+    policy. `plays` names the seats in error messages: 'env "relay" plays planner, coder'.
 
     Raises ValueError for a key that matches no seat, for an unknown policy and for a seat without a policy.
     """

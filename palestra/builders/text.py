@@ -102,15 +102,15 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
 
 
 def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearner]) -> dict[str, InFlightPolicy]:
-    """Returns the policies that play in training with in-flight weight updates; none without these."""
+    """Returns the policies that play in training, by name, if in-flight weight updates are on; else no policies."""
     if config.in_flight_updates == "none":
         return {}
     return {name: InFlightPolicy(learner.policy, config.in_flight_updates) for name, learner in learners.items()}
 
 
 def with_max_length(part: TextConfig) -> TextConfig:
-    """Returns the config of a stage with the token limit of the trained policies in its algorithm, if that needs one.
-    Raises ValueError if the limits differ, or its overlong buffer is longer."""
+    """Returns the config of a stage; an algorithm that needs a token limit gets the trained policies'. Raises
+    ValueError if these differ, or if the algorithm's overlong buffer is longer."""
     if not isinstance(part.algorithm, GRPOConfig) or not part.algorithm.needs_max_length:
         return part
     trained = [p for p in part.policies.values() if isinstance(p, LoraPolicyConfig | FullPolicyConfig)]
@@ -126,7 +126,8 @@ def with_max_length(part: TextConfig) -> TextConfig:
 
 
 def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
-    """Returns the group of ranks that share episodes; None if there is one rank and no weights have to be prepared."""
+    """Returns the group of ranks that share episodes; None if there is one rank and no weights need a cast for
+    rollouts."""
     shares = isinstance(engines, Engines) and (
         engines.ranks.world_size > 1 or any(e.autocast_dtype for e in engines.loaded_engines)
     )
@@ -135,8 +136,8 @@ def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
 
 @dataclass(frozen=True)
 class PolicyResolver:
-    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not. Those of
-    `in_flight` take the place of learners in training."""
+    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not. Policies in
+    `in_flight` play instead of the learners of the same names in training."""
 
     learners: Mapping[str, LanguageLearner]
     fixed: Mapping[str, Policy]
@@ -197,8 +198,8 @@ def _source(
         raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
     if records and (part.instance_pool or part.reward_model or part.reward_weights):
         raise ValueError(
-            "instance_pool, reward_model and reward_weights are of envs that are played, and data: is recorded: leave "
-            "them out"
+            "instance_pool, reward_model and reward_weights need episodes that are played, and data: is recorded: "
+            "leave them out"
         )
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
@@ -224,14 +225,14 @@ def _source(
 
 
 def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
-    """Gives every learner that is distilled the teacher that scores its answers. Raises ValueError if there is none, or
-    if it reads other tokens or is not in this process."""
+    """Gives every learner that is distilled the teacher that scores its answers. Raises ValueError if a learner has no
+    teacher, or if the teacher has a different vocabulary or is not a language model in this process."""
     taught = {n: _teachers(part).get(n) for part in parts if part.algorithm.needs_teacher for n in cast.learners}
     for name, teacher in taught.items():
         if teacher is None:
             if name in {t for t in taught.values() if t}:
                 continue  # a learner may teach without being taught
-            raise ValueError(f"policies.{name} is to be distilled and has no teacher: set policies.{name}.teacher")
+            raise ValueError(f"policies.{name} is distilled but has no teacher: set policies.{name}.teacher")
         learner = cast.learners[name]
         policy = cast.current_policy(teacher)
         if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
@@ -239,13 +240,13 @@ def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
             continue
         if not isinstance(policy, LanguagePolicy) or not isinstance(policy.sampler, Sampler):
             raise ValueError(
-                f"policies.{name}.teacher: {teacher} cannot score tokens: it must be a language model in this process, "
-                "of type frozen or lora, or an endpoint with prompt log-probabilities"
+                f"policies.{name}.teacher: {teacher} cannot score tokens: name a language model in this process (type: "
+                "frozen or lora), or an endpoint with prompt log-probabilities"
             )
         if policy.encoder.tokenizer.get_vocab() != learner.encoder.tokenizer.get_vocab():
             raise ValueError(
-                f"policies.{name}.teacher: {teacher} has another vocabulary than {name}, and scores its tokens: take a "
-                "teacher of the same family of models"
+                f"policies.{name}.teacher: {teacher} scores the tokens of {name}, but has a different vocabulary: take "
+                "a teacher of the same family of models"
             )
         learner.teacher = partial(_scores_of, teacher, cast)
 
@@ -308,7 +309,8 @@ def _teachers(part: TextConfig) -> dict[str, str]:
 
 
 def _only_seat(config: TextConfig) -> Seat | None:
-    """Returns the seat of dataset rows if there is only one: that of the envs or, without envs, of the only policy."""
+    """Returns the seat of dataset rows if there is only one seat, in the envs or, without envs, among `seats` or
+    `policies`; else None."""
     played = {seat for env in config.named_envs.values() for seat in make_env(**env).seats}
     seats = played or set(config.seats or config.policies)
     return min(seats) if len(seats) == 1 else None
@@ -334,7 +336,7 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
         for close in difflib.get_close_matches(seat, unused, n=1, cutoff=0.75):
             raise ValueError(
                 f'policies.{close} plays nowhere, and policies.default plays seat "{seat}": did you mean '
-                f"policies.{seat}? Else say so: seats: {{{seat}: default}}"
+                f"policies.{seat}? If not, set seats: {{{seat}: default}}"
             )
     return result
 
@@ -347,7 +349,7 @@ def with_split(env: dict[str, Any], changes: dict[str, Any] | None, split: str) 
 
 
 def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
-    """Returns an arena for `env` (type, options, and servers if it is remote).
+    """Returns the runner of episodes in `env` (type, options, and servers if it is remote).
 
     The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
     """
@@ -355,7 +357,7 @@ def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
 
 
 def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
-    """Returns the policy `name` that is not trained, as `config` describes it."""
+    """Returns the untrained policy that `config` describes, called `name`."""
     if isinstance(config, RandomConfig):
         return RandomPolicy(config.words, config.length)
     if isinstance(config, ScriptedConfig):
@@ -370,7 +372,7 @@ def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Pol
 
 
 def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
-    """Returns the policy with the sampling of evaluations, which record no masks."""
+    """Returns the policy with the sampling of evaluations, which never record sampling masks."""
     if not isinstance(policy, LanguagePolicy):
         return policy
     changes = changes | ({"keep_sampling_mask": False} if policy.sampling.keep_sampling_mask else {})

@@ -140,10 +140,10 @@ class TextConfig(PolicyRunConfig):
     """Instances that training returns to, drawn by their measured success (a prompt buffer). Null: every episode has a
     new instance."""
     reward_weights: dict[str, float | FadingWeight] = {}
-    """Weights of named terms of the env's rewards in training (`reward/NAME` in the logs), 1 without one: a number, or
-    `{start: 1.0, end: 0.0, steps: 50}`, which fades. Evaluations have the env's own rewards."""
+    """Weights of named terms of the env's rewards in training (`reward/NAME` in the logs): a number, or `{start: 1.0,
+    end: 0.0, steps: 50}`, which fades. Other terms have weight 1. Evaluations use the env's own rewards."""
     reward_model: LearnedRewardConfig | None = None
-    """Reward model whose rewards training has, in place of the env's or beside them. Null: none."""
+    """Reward model whose rewards replace the env's in training, or are added to them. Null: none."""
     data: Data = []
     """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
     them."""
@@ -159,16 +159,16 @@ class TextConfig(PolicyRunConfig):
     """Changes to the sampling of language model policies in evaluations, for instance `temperature: 0`."""
     checkpoint_every: int = Field(10, ge=1)
     save_episodes_every: int = Field(1, ge=0)
-    """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
+    """Write the episodes of every so many training steps to the run's `episodes` folder. 0: write none."""
     staleness: int = Field(0, ge=0, le=10_000)
     """Maximum number of training steps that the rollout weights lag behind the trained weights. 0: play and training
-    alternate. Above 0: episodes are played ahead during training, which uses both better; the algorithm trains on older
-    data."""
+    alternate. Above 0: episodes are played ahead during training, so neither waits for the other; the algorithm trains
+    on older data."""
     in_flight_updates: Literal["none", "keep_kv", "recompute_kv"] = "none"
-    """Whether running answers go on with the newest weights after each training step, with `staleness` above 0: partial
-    rollouts are kept, and each token has the version that sampled it. `recompute_kv` computes the keys and values of
-    running answers again under the new weights (interruptible generation of AReaL); `keep_kv` keeps those of the old
-    weights (in-flight weight updates of PipelineRL and Magistral), which costs nothing and samples from neither policy
+    """Whether running answers continue with the newest weights after each training step, with `staleness` above 0; each
+    token records the version that sampled it. `recompute_kv` computes the keys and values of running answers again
+    under the new weights (interruptible generation of AReaL); `keep_kv` keeps those of the old weights (in-flight
+    weight updates of PipelineRL and Magistral), which costs nothing, but then answers are sampled from neither policy
     exactly. `none`: an episode is played to its end with the weights it began with."""
     max_failed: float = Field(0.5, ge=0, le=1)
     """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
@@ -189,9 +189,9 @@ class TextConfig(PolicyRunConfig):
     max_num_seqs: int = Field(512, ge=1)
     """Largest number of sequences that the sampler generates at once."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and go on later. Null: half of the
-    memory that is free when the model is loaded. Which sequences share a batch then depends on the machine, and with it
-    the last bits of their log-probabilities; set it where a run must repeat exactly at the limit of memory."""
+    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and continue later. Null: half of the
+    memory that is free when the model is loaded. Which sequences share a batch then depends on the machine, and so do
+    the last bits of their log-probabilities; set it if a run near the memory limit must repeat exactly."""
 
     @property
     def named_envs(self) -> dict[str, dict[str, Any]]:
@@ -230,7 +230,9 @@ class TextConfig(PolicyRunConfig):
                     f'a stage changes policy "{unknown[0]}", but policies: names {", ".join(self.policies)}'
                 )
             if fixed := sorted(WEIGHT_KEYS & {key for changed in stage.policies.values() for key in changed}):
-                raise ValueError(f'a stage cannot change what a policy is made of ("{fixed[0]}"): the run has it once')
+                raise ValueError(
+                    f'a stage cannot change what a policy is made of ("{fixed[0]}"): set it for the whole run'
+                )
             policies = {name: one | stage.policies.get(name, {}) for name, one in whole["policies"].items()}
             games = {name: env | stage.env for name, env in self.named_envs.items()}
             changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
@@ -271,14 +273,14 @@ class TextConfig(PolicyRunConfig):
         for name, policy in self.policies.items():
             if isinstance(policy, FullPolicyConfig) and policy.reference != "none" and self.parallel == "fsdp":
                 raise ValueError(
-                    f"policies.{name}.reference: {policy.reference} is of whole weights, and parallel: fsdp shards "
+                    f"policies.{name}.reference: {policy.reference} stores whole weights, and parallel: fsdp shards "
                     "them: set parallel: ddp, or reference: none"
                 )
             if isinstance(policy, FullPolicyConfig) and policy.reference == "none" and needed:
                 raise ValueError(
-                    f"the algorithm holds policies to a reference (kl_coef, or DPO without reference_free), and {name} "
-                    f"is a full model, which moves its base: set policies.{name}.reference: copy (or disk), or do "
-                    "without"
+                    f"the algorithm needs a reference policy (kl_coef, or DPO without reference_free), and {name} is a "
+                    f"full model, whose training changes its base: set policies.{name}.reference: copy (or disk), or "
+                    "leave the reference out of the algorithm"
                 )
         return self
 
@@ -286,8 +288,8 @@ class TextConfig(PolicyRunConfig):
     def _ahead(self) -> Self:
         if self.staleness and self.algorithm.max_redraws:
             raise ValueError(
-                f"staleness: {self.staleness} plays ahead of training, and flat_groups: refill plays again once a "
-                "step's episodes are known: set staleness: 0, or flat_groups: skip"
+                f"staleness: {self.staleness} plays ahead of training, but flat_groups: refill plays more episodes "
+                "once those of the step are known: set staleness: 0, or flat_groups: skip"
             )
         if self.staleness and (full := self._full()):
             raise ValueError(
@@ -302,14 +304,14 @@ class TextConfig(PolicyRunConfig):
             return self
         if not self.staleness:
             raise ValueError(
-                f"in_flight_updates: {self.in_flight_updates} is of answers that run while weights are trained, and "
-                "with staleness: 0 none do: set staleness: 1 or more"
+                f"in_flight_updates: {self.in_flight_updates} needs answers that are sampled during training, and "
+                "with staleness: 0 none are: set staleness: 1 or more"
             )
         others = {"engine": self.engine, "sampler": self.sampler, "backend": self.backend.type != "inline"}
         if other := [key for key, there in others.items() if there]:
             raise ValueError(
-                f"in_flight_updates: {self.in_flight_updates} replaces weights in this process's sampler, and "
-                f"{other[0]}: has others answer: leave one of them out"
+                f"in_flight_updates: {self.in_flight_updates} replaces weights in this process's sampler, and with "
+                f"{other[0]}: other processes answer: leave one of them out"
             )
         return self
 
@@ -318,12 +320,12 @@ class TextConfig(PolicyRunConfig):
         others = {
             "staleness: plays ahead of training": self.staleness,
             "engine: trains on a server": self.engine,
-            "sampler: has others answer": self.sampler,
-            f"backend: {self.backend.type} has others play": self.backend.type != "inline",
+            "with sampler: other processes answer": self.sampler,
+            f"with backend: {self.backend.type} other processes play": self.backend.type != "inline",
         }
         if self.parallel and (other := [what for what, there in others.items() if there]):
             raise ValueError(
-                f"parallel: {self.parallel} shares each step among processes, but {other[0]}: leave one out"
+                f"parallel: {self.parallel} divides each step among processes, but {other[0]}: leave one out"
             )
         return self
 
@@ -339,13 +341,13 @@ class TextConfig(PolicyRunConfig):
             return self
         if self.engine:
             raise ValueError(
-                f"engine: {self.engine} trains and samples there, and backend: {self.backend.type} would elsewhere: "
-                "leave one of them out"
+                f"engine: {self.engine} trains and samples on a server, and backend: {self.backend.type} in processes "
+                "of this run: leave one of them out"
             )
         if self.sampler:
             raise ValueError(
-                f"sampler: has other processes answer, and backend: {self.backend.type} has them play whole episodes: "
-                "leave one of them out"
+                f"with sampler: other processes answer, and with backend: {self.backend.type} they play whole "
+                "episodes: leave one of them out"
             )
         if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
             raise ValueError(
@@ -362,7 +364,7 @@ class TextConfig(PolicyRunConfig):
             scores = self.algorithm.needs_teacher and not self.stages  # a teacher that only scores may be taught too
             if scores and teacher == name and not getattr(self.algorithm, "teacher_seats", True):
                 raise ValueError(
-                    f"policies.{name}.teacher is {name} itself, which reads what its student reads: set "
+                    f"policies.{name}.teacher is {name} itself and would read the same prompts as its student: set "
                     "algorithm.teacher_seats, or take another teacher"
                 )
             if teacher not in self.policies or (not scores and getattr(self.policies[teacher], "teacher", None)):

@@ -190,11 +190,17 @@ def _build_eval(
     named = seat_policies(config, env, evaluation.seats)
     training_seats = seat_policies(config, learner.env)
     if env.seats != learner.env.seats or env.observation_shapes != learner.env.observation_shapes:
-        raise ValueError(f"evals.{name}.env changes the seats or their observations, which no trained policy fits")
+        raise ValueError(
+            f"evals.{name}.env changes the seats or their observations, which the trained policies would not fit: "
+            "leave these options out"
+        )
     if moved := [
         seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
     ]:
-        raise ValueError(f"evals.{name}.seats moves a learning policy to {moved[0]}: `palestra eval --seats` can")
+        raise ValueError(
+            f"evals.{name}.seats moves a trained policy to {moved[0]}, which only `palestra eval --seats` can do: "
+            "leave it out"
+        )
     others = make_fixed_players(config, env, named, learner.device)
 
     def players() -> Sequence[VectorPolicy]:
@@ -228,8 +234,8 @@ def make_fixed_players(
 def group_teams(
     named: Mapping[Seat, str], folder_of: Callable[[str], Path | None]
 ) -> list[tuple[str, tuple[Seat, ...]]]:
-    """Returns the policy and the seats of each player: one for each seat, or for all seats of a saved policy whose
-    network plays a team. `folder_of` returns the folder of a policy (None: it has none)."""
+    """Returns the policy and the seats of each player: one player for each seat, or one for all seats of a saved policy
+    whose network plays a team. `folder_of` returns the folder of a policy (None: it has none)."""
     found: dict[object, tuple[str, tuple[Seat, ...]]] = {}
     teams = {name for name in set(named.values()) if (folder := folder_of(name)) and plays_team(folder)}
     for seat, name in named.items():

@@ -118,13 +118,13 @@ class VectorConfig(PolicyRunConfig):
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
     checkpoint_every: int = Field(1_000_000, ge=1)
     device: str = "cpu"
-    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` where
-    there is one. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, and no
-    faster for small ones."""
+    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` if
+    there is a GPU. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, but not for
+    small networks and few copies."""
     torch_threads: int = Field(1, ge=1, le=1024)
     """Torch threads per process. More than one usually slows training down on few cores."""
     num_processes: int = Field(1, ge=1, le=1024)
-    """Processes that train together, synchronously: each steps its share of the env copies, and gradients are
+    """Number of processes that train together, synchronously: each steps its share of the env copies, and gradients are
     averaged."""
     num_actors: int = Field(0, ge=0, le=1024)
     """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
@@ -133,16 +133,16 @@ class VectorConfig(PolicyRunConfig):
     @model_validator(mode="after")
     def _learns(self) -> Self:
         if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
-            raise ValueError("no policy learns: give one of policies: the type net")
+            raise ValueError("no policy is trained: set type: net for at least one of policies:")
         return self
 
     @model_validator(mode="after")
     def _shares(self) -> Self:
         if self.num_actors and self.num_processes > 1:
-            raise ValueError("num_actors: play for one learner, so num_processes: must be 1")
+            raise ValueError("num_actors: needs a single learner process: set num_processes: 1, or num_actors: 0")
         if self.num_actors and getattr(self.algorithm, "off_policy_correction", None) != "vtrace":
             raise ValueError(
-                "num_actors: play by weights that are some updates old: set algorithm.off_policy_correction: vtrace "
+                "num_actors: play with weights that are some updates old: set algorithm.off_policy_correction: vtrace "
                 "(ppo and a2c have it)"
             )
         return self

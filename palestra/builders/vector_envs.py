@@ -34,7 +34,9 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
     env = make_vector_env(config.env)
     parts = config.num_actors or config.num_processes
     if env.num_envs % parts:
-        raise ValueError(f"{env.num_envs} games cannot be shared by {parts} processes: make one divide the other")
+        raise ValueError(
+            f"{env.num_envs} games cannot be shared by {parts} processes: set env.num_envs to a multiple of {parts}"
+        )
     own = env.num_envs // (config.num_actors or num_processes)
     whole = env.num_envs // (config.num_actors or 1)
     if own == env.num_envs:
@@ -51,7 +53,7 @@ def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algori
     """
     games, horizon = _number(env.get("num_envs")), algorithm.rollout_length + 1
     if games < 1:
-        raise ValueError(f"env.num_envs: {games} games play nothing: set it to 1 or more")
+        raise ValueError(f"env.num_envs is {games}: set it to 1 or more")
     kept = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
     wide = [max(one.hidden) ** 2 if len(one.hidden) > 1 else one.hidden[0] for one in nets]
     check_fits_memory(
@@ -61,11 +63,11 @@ def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algori
     moment = _moment(env) if games * horizon + kept > MEASURE_ABOVE else 8
     check_fits_memory(
         moment * games * horizon,
-        f"a sweep of {games:,} games and {horizon - 1:,} steps",
+        f"a rollout of {games:,} games and {horizon - 1:,} steps",
         "lower algorithm.rollout_length or env.num_envs",
     )
     check_fits_memory(
-        moment * kept, f"a memory of {kept:,} moments", "lower algorithm.buffer_size (of nfsp, reservoir_size)"
+        moment * kept, f"a buffer of {kept:,} transitions", "lower algorithm.buffer_size (nfsp: reservoir_size)"
     )
 
 

@@ -57,7 +57,7 @@ def test_imitation_uses_whole_distributions(base):
     """A loss without the sampler's log-probabilities is not biased by top-p, and masks would change its target."""
     imitation = {"algorithm": {"type": "sft", "min_return": None}}
     assert not warning_of(build(config(base, CUT, **imitation)))
-    with pytest.raises(ValueError, match=r"policies.guide.sampling.keep_sampling_mask trains .* type: sft is of all"):
+    with pytest.raises(ValueError, match=r"policies.guide.sampling.keep_sampling_mask trains .* type: sft trains that"):
         build(config(base, KEEP, **imitation))
 
 

@@ -146,9 +146,9 @@ def test_two_agents_learn_with_in_flight_updates(base, tmp_path, update):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"staleness": 0}, "with staleness: 0 none do"),
-        ({"engine": "http://localhost:1"}, "engine: has others answer"),
-        ({"backend": {"type": "local"}}, "backend: has others answer"),
+        ({"staleness": 0}, "with staleness: 0 none are"),
+        ({"engine": "http://localhost:1"}, "with engine: other processes answer"),
+        ({"backend": {"type": "local"}}, "with backend: other processes answer"),
     ],
 )
 def test_in_flight_updates_need_answers_that_run_here(base, changes, message):

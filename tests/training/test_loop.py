@@ -475,7 +475,7 @@ WRONG = [
     ({"policies.guide.teacher": "master"}, 'teacher is "master", which must be one of'),
     ({"policies.guide.teacher": "walker"}, "algorithm: {type: sft}"),
     ({"policies.guide.dtype": "float23"}, "policies.guide.dtype"),
-    ({"algorithm.kl_coef": 0.1, "policies.guide": {"type": "full", "base": "BASE"}}, "the algorithm holds policies"),
+    ({"algorithm.kl_coef": 0.1, "policies.guide": {"type": "full", "base": "BASE"}}, "the algorithm needs a reference"),
     ({"policies.team": {"type": "random"}}, 'cannot be called "team"'),
     ({"policies.base": {"type": "random"}}, 'cannot be called "base"'),
     ({"policies.a/b": {"type": "random"}}, 'cannot be called "a/b"'),

@@ -175,7 +175,7 @@ def test_student_learns_its_teachers_behaviour(base, tmp_path):
 
 def test_teacher_that_cannot_score_is_refused(base):
     for policies, message in (
-        ({}, "policies.guide is to be distilled and has no teacher"),
+        ({}, "policies.guide is distilled but has no teacher"),
         ({"old": {"type": "random"}, "guide": {"teacher": "old"}}, "old cannot score tokens"),
         ({"guide": {"teacher": "guide"}, "walker": {"teacher": "guide"}}, "set algorithm.teacher_seats"),
     ):

@@ -163,7 +163,7 @@ def test_policy_learns_the_task_from_the_reward_model_alone(base, judge, tmp_pat
     ("changes", "message"),
     [
         ({"algorithm": {"type": "grpo"}}, "continue_from: best chooses by rewards during play"),
-        ({"reward_model": {"path": "nowhere"}}, "nowhere is no run with a checkpoint"),
+        ({"reward_model": {"path": "nowhere"}}, "nowhere is not a run with a checkpoint"),
         ({"reward_model": {"path": "{pairs}"}}, "has no reward model: train one with algorithm"),
         ({"data": "{pairs}"}, "data: is recorded"),
     ],
