@@ -205,7 +205,7 @@ def test_vector_env_error_ends_the_run_with_its_traceback(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("reward", 'env "breaks" pays seat "seat1" nan in game 1: rewards must be finite numbers'),
+        ("reward", 'env "breaks" gives seat "seat1" a reward of nan in game 1: rewards must be finite numbers'),
         ("obs", 'shows seat "seat1" observations that are not finite numbers'),
         ("large", "Rewards are as large as 1e+30: scale them down"),
     ],

@@ -100,7 +100,7 @@ def test_incompatible_data_is_refused_before_training(cloned, tmp_path):
         return refused("train", config, "--dry-run", *(part for setting in settings for part in ("--set", setting)))
 
     message = with_("algorithm.type=grpo")
-    assert 'no log-probabilities for the answers of seat "guesser", and grpo compares' in message
+    assert 'no log-probabilities for the answers of seat "guesser", which grpo needs' in message
     assert "dpo finds nothing to learn in" in with_("algorithm={type: dpo}")
     assert (
         'has answers of seat "guesser", which the env does not have: env "toys:Whisper" plays guide, walker'
@@ -113,7 +113,7 @@ def test_incompatible_data_is_refused_before_training(cloned, tmp_path):
         "env={}", "evals={}", "policies={other: {type: lora}, another: {type: lora}}"
     )
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "a"}])
-    assert "say whose its answers are, seat: NAME" in with_(
+    assert "name the seat of its answers, seat: NAME" in with_(
         f"data={rows}", "env={type: 'toys:Whisper'}", "policies={default: {type: lora}}"
     )
 
@@ -208,5 +208,5 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path):
     with Run.open(stopped.path) as again:
         setup = build(config.model_copy(update={"steps": 7}))
         restore_checkpoint(setup, again)
-        with pytest.raises(ValueError, match="has changed since the run began"):
+        with pytest.raises(ValueError, match="have changed since the run began"):
             run_training(setup, again)

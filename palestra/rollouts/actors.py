@@ -135,9 +135,9 @@ class ActorPool:
     """Drop-in for a `VectorRollout` that plays in other processes: `collect` publishes the current weights to all
     actors and returns the next batch.
 
-    `cast` is the learner's own; `make(i)` builds actor i's in its process, with as many games. `batch.rollout_metrics`
-    has the batch's age in updates (`lag`), the number of batches overwritten unread (`dropped`), and the number of
-    actor replacements (`restarts`).
+    `cast` has the learner's own env and players; `make[i]` builds those of actor i in its process, with the same number
+    of games. `batch.rollout_metrics` has the batch's age in updates (`lag`), the number of batches overwritten unread
+    (`dropped`), and the number of actor replacements (`restarts`).
     """
 
     def __init__(self, cast: ActorSpec, make: Sequence[Callable[[], ActorSpec]], horizon: int, seed: int) -> None:
@@ -200,9 +200,9 @@ class ActorPool:
         self.failures[i] += 1
         if self.failures[i] >= MAX_ACTOR_FAILURES:
             raise ValueError(
-                f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between "
+                f"actor {i} died {MAX_ACTOR_FAILURES} times in a row without a batch "
                 f"({self.actors[i].exit_reason()}): its own message is above; "
-                "num_actors: 0 plays in this process, where errors are seen whole"
+                "num_actors: 0 plays in this process and shows the whole error"
             )
         self.restarts += 1
         self.actors[i].pipe.close()

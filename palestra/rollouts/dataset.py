@@ -1,7 +1,7 @@
 """Dataset files: parquet, JSON and JSON lines on disk, read into episodes.
 
-Parquet files of palestra (`palestra collect`, the episodes of a run) become the recorded trees; rows of other tables
-become trees by their columns (rows.py). Answers keep recorded text only.
+Parquet files of palestra (`palestra collect`, the episodes of a run) are read as the trees that were recorded; each row
+of another table becomes a tree according to its columns (trl_format.py), with answers that are text only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DataConfig(StrictModel):
     path: str
     """A file, a folder (a run's folder stands for its episodes) or a glob."""
     seat: Seat | None = None
-    """Seat that gives the answers in table rows; null is the only seat."""
+    """Seat that gives the answers in table rows. Null: the only seat."""
     tokens: Literal["keep", "retokenize"] = "keep"
     """`keep` uses recorded tokens if they decode to the recorded text; `retokenize` always tokenises prompts and
     answers again."""
@@ -103,14 +103,14 @@ def _inside(folder: Path) -> list[Path]:
 def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
     if file.suffix == ".parquet" and file.is_file() and {"episode", "node", "seat"} <= _columns(file):
         if entry.seat is not None:
-            raise ValueError(f"{file} holds episodes, which know their seats: leave out seat: {entry.seat}")
+            raise ValueError(f"{file} holds episodes, which name their seats: leave out seat: {entry.seat}")
         episodes = [episode for episode in load_episodes(file) if episode.error is None and episode.nodes]
         if not episodes:
-            raise ValueError(f"{file} holds no episode to learn from: none was kept, or all of them failed")
+            raise ValueError(f"{file} holds no episode to learn from: none was recorded, or all of them failed")
         return DataFile(str(file), episodes, True, entry.tokens)
     seat = entry.seat or seat
     if seat is None:
-        raise ValueError(f"{file} is a table, and several seats are played: say whose its answers are, seat: NAME")
+        raise ValueError(f"{file} is a table, and several seats are played: name the seat of its answers, seat: NAME")
     rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(read_rows(file))]
     return DataFile(str(file), rows, False, entry.tokens)
 

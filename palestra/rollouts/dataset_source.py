@@ -1,4 +1,4 @@
-"""Dataset source: episodes that were played, or written, before.
+"""Dataset source: recorded episodes, played or written before the run.
 
 Recorded answers are attributed to the policy now assigned to their seat.
 """
@@ -60,7 +60,7 @@ class DatasetSource:
                 if seat not in kept and isinstance(policy, LanguagePolicy) and policy.system is None:
                     raise ValueError(
                         f"{record.path} has no tokens of seat {seat} that {policy.name} could read, and a rebuilt "
-                        "prompt begins with what the env tells the seat: add env: as it was played, or the policy's "
+                        "prompt begins with the seat's role in the env: add env: as it was played, or the policy's "
                         "system: text"
                     )
 
@@ -78,7 +78,7 @@ class DatasetSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the recorded text, independent of file names."""
+        """Hash of the recorded observations, answers and rewards, independent of file names."""
         said = hashlib.blake2b(digest_size=8)
         for episode, _ in self.items:
             for node in episode.nodes:
@@ -92,7 +92,9 @@ class DatasetSource:
         """Returns the episodes of these numbers as recorded trees; ignores `branching`. Raises ValueError if the data
         changed since the run began."""
         if memory.setdefault(FINGERPRINTS_KEY, {}).setdefault(self.name, self.fingerprint) != self.fingerprint:
-            raise ValueError(f"what {self.name} holds has changed since the run began: put it back, or begin a new run")
+            raise ValueError(
+                f"the data in {self.name} have changed since the run began: restore them, or start a new run"
+            )
         team = self.seats()
         episodes = [self.episode(number, team) for number in numbers]
         if on_episode:
@@ -105,7 +107,7 @@ class DatasetSource:
         return {}
 
     def episode(self, number: int, team: Mapping[Seat, Policy]) -> Episode:
-        """Returns the episode of a number, which encodes epoch and position in it."""
+        """Returns the episode of a number: with n episodes, number = epoch * n + position in the epoch's order."""
         epoch, place = divmod(number, len(self.items))
         return self.attribute_episode(*self.items[_order(self.seed, epoch, len(self.items))[place]], team)
 
@@ -145,10 +147,10 @@ class DatasetSource:
         lines = [leaf for episode, _ in self.items for leaf in episode.leaves()]
         wins, forks = sum(bool(leaf.info.get("success")) for leaf in lines), sum(map(_differing, self._families()))
         raise ValueError(
-            f"{lesson.type} finds nothing to learn in {self.name}: {len(lines)} lines, of which {wins} succeeded, and "
-            f"{forks} places where siblings were rewarded differently. To imitate lines without success set "
-            "algorithm.imitate: all. To compare answers give rows of prompt, chosen and rejected, or play that "
-            "branched; whole lines are compared by algorithm.branch_at: root"
+            f"{lesson.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
+            f"succeeded, and {forks} places where siblings have different rewards. To imitate trajectories without "
+            "success set algorithm.imitate: all. To compare answers give rows of prompt, chosen and rejected, or "
+            "episodes with branches; to compare whole trajectories set algorithm.branch_at: root"
         )
 
     def _check_sampled(self, lesson: AlgorithmInfo, taught: AbstractSet[Seat]) -> None:
@@ -157,9 +159,9 @@ class DatasetSource:
                 drawn = seat in kept and any(answer.logprobs.any() for answer in record.answers(seat))
                 if seat in taught and not drawn:
                     raise ValueError(
-                        f'{record.path} has no log-probabilities for the answers of seat "{seat}", and {lesson.type} '
-                        "compares a policy with the one that drew them. Set algorithm.type: sft or dpo, or give "
-                        "episodes that a policy of the same base played (those of a run)"
+                        f'{record.path} has no log-probabilities for the answers of seat "{seat}", which {lesson.type} '
+                        "needs. Set algorithm.type: sft or dpo, or give episodes that a policy of the same base "
+                        "played (those of a run)"
                     )
 
     def _families(self) -> Iterator[list[Node]]:
@@ -186,7 +188,8 @@ def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:
 
 
 def _as_said(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
-    """Returns a recorded answer as the policy's; a policy without tokens keeps recorded ones."""
+    """Returns a recorded answer, attributed to `policy`; a language model's is tokenised again unless `keep` is
+    set."""
     if keep or not isinstance(policy, LanguagePolicy):
         return replace(answer, policy=policy.name)
     return policy.encode_demonstration(query, answer.text)

@@ -51,7 +51,7 @@ class RankSplit:
 
 @dataclass
 class RankSplitSource:
-    """An episode source of which each rank plays its part."""
+    """An episode source whose episodes are split over ranks."""
 
     source: EpisodeSource
     table: RankSplit
@@ -69,7 +69,7 @@ class RankSplitSource:
 
 
 class RankSplitRunner(EpisodeRunner):
-    """An episode runner of whose episodes each rank plays its part."""
+    """An episode runner whose episodes are split over ranks."""
 
     def __init__(self, arena: EpisodeRunner, table: RankSplit) -> None:
         super().__init__(arena.make_env, arena.name, max_concurrent=arena.max_concurrent, max_steps=arena.max_steps)

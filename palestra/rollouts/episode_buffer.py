@@ -1,4 +1,4 @@
-"""Finished episodes on disk, one file each, from their end until no checkpoint needs them.
+"""Finished episodes on disk, one file each, stored until no checkpoint needs them.
 
     buffer/episode-000123@12.parquet   episode number 123, started after 12 training steps
     buffer/first                       the smallest number that has not been dropped
@@ -33,9 +33,9 @@ class StoredEpisode(NamedTuple):
 
 
 class EpisodeBuffer:
-    """The finished episodes in `folder` by number; the caller needs those from `first` on. If some of these were
-    dropped, the remaining files belong to an abandoned future (a run reset by hand to an earlier checkpoint) and are
-    dropped too."""
+    """The finished episodes in `folder` by number; the caller needs those from `first` on. If some of these are already
+    dropped, the run was reset by hand to an earlier checkpoint: the remaining files are of later steps and are dropped
+    too."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class EpisodeBuffer:
         return number in self._began
 
     async def put(self, number: int, began: int, episode: Episode) -> None:
-        """Writes an episode to disk before it returns, without blocking the event loop."""
+        """Writes an episode that began after `began` training steps, on a thread; returns once it is on disk."""
         await asyncio.to_thread(self._write, number, began, episode)
         self._began[number] = began
 
@@ -64,7 +64,7 @@ class EpisodeBuffer:
             return StoredEpisode(load_episodes(path)[0], began)
         except (ValueError, IndexError) as error:
             raise DamagedFile(
-                f"{path} is damaged ({error}): remove it, and a resume plays that episode again"
+                f"{path} is damaged ({error}): remove it, and resume the run, which plays that episode again"
             ) from error
 
     def drop(self, before: int) -> None:
@@ -97,6 +97,6 @@ def _number(mark: Path) -> int:
     text = mark.read_text(errors="replace")
     if not text.isdecimal():
         raise DamagedFile(
-            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}, and its episodes are played again"
+            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}; its episodes are then played again"
         )
     return int(text)

@@ -14,8 +14,8 @@ from palestra.types import Episode
 ERROR_FILE = "error.txt"  # in a run's folder: the error that ended it, with traceback
 
 MAX_MESSAGE_CHARS = 2000  # characters
-MAX_TRACEBACK_CHARS = 8000  # characters; the end is always kept
-TRACEBACK_FRAMES = 16  # innermost stack frames kept
+MAX_TRACEBACK_CHARS = 8000  # characters; if it is longer, the middle is cut
+TRACEBACK_FRAMES = 16  # innermost stack frames in a traceback
 
 
 class RunFailed(ValueError):
@@ -40,7 +40,7 @@ class ErrorText(NamedTuple):
 
 
 def describe_error(error: BaseException) -> ErrorText:
-    """Returns the text of an exception; of an exception group, that of its first."""
+    """Returns the text of an exception, or of the first exception in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     said = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
@@ -57,7 +57,7 @@ def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None
         raise failure(
             episodes,
             where,
-            "Mend the env or the policy, then resume with --resume; a larger max_failed "
+            "Fix the env or the policy, then resume with --resume; a larger max_failed "
             f"(now {most:g}) lets a run continue without the episodes that fail",
         )
 
@@ -65,7 +65,7 @@ def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None
 def check_not_all_failed(episodes: Sequence[Episode], where: str) -> None:
     """Raises RunFailed, with the first failure and its traceback, if there are episodes and all of them failed."""
     if episodes and all(episode.error is not None for episode in episodes):
-        raise failure(episodes, where, "Mend the env or the policy")
+        raise failure(episodes, where, "Fix the env or the policy")
 
 
 def failure(episodes: Sequence[Episode], where: str, fix: str) -> RunFailed:
@@ -92,5 +92,5 @@ def write_error_file(folder: Path) -> Iterator[None]:
 
 
 def _bounded(text: str, most: int, first: int) -> str:
-    """Returns `text`, or if it is longer than `most` characters its `first` ones and its end."""
+    """Returns `text`; if it is longer than `most` characters, its first `first` characters and its end."""
     return text if len(text) <= most else f"{text[:first]}\n... (cut) ...\n{text[-(most - first) :]}"

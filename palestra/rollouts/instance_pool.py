@@ -1,8 +1,9 @@
 """A pool of instances that training returns to, drawn by their measured success: a prompt buffer.
 
-Without a pool every episode has an instance of its own. With one an instance is played again, uniformly or most often
-where the policies succeed in about half of the attempts: siblings of an instance that always or never succeeds have
-equal rewards and no advantages (sampling for learnability, Rutherford et al., 2024, eq. 1; Tzannetos et al., 2023).
+Without a pool every episode has a new instance. With a pool, instances are played again: all equally often, or most
+often those where the policies succeed in about half of the attempts. On an instance that always or never succeeds,
+siblings have equal rewards and no advantages (sampling for learnability, Rutherford et al., 2024, eq. 1; Tzannetos et
+al., 2023).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from palestra.config import StrictModel
 from palestra.types import AlgorithmState, Episode, Metrics
 
 POOL_KEY = "instance_pool"  # key in `memory`: by env, the running success of each instance that was played
-UNPLAYED_SUCCESS = 0.5  # assumed of an instance before it is played: the largest learnability
-SOLVED, UNSOLVED = 0.9, 0.1  # running success above and below which an instance counts as such
+UNPLAYED_SUCCESS = 0.5  # assumed before an instance is played; it gives the largest learnability
+SOLVED, UNSOLVED = 0.9, 0.1  # an instance counts as solved above, as unsolved below this running success
 
 
 class InstancePool(StrictModel):
-    """Instances that training draws from, of each env the first `size`."""
+    """The instances that training draws from: the first `size` of each env."""
 
     size: int = Field(ge=1, le=100_000)
     """Number of instances."""
@@ -31,10 +32,10 @@ class InstancePool(StrictModel):
     """`uniform`: all instances alike. `learnability`: in proportion to p(1 - p), where p is an instance's running
     success."""
     floor: float = Field(0.1, ge=0, le=1)
-    """With `learnability`, the share of draws that are uniform, from 0 to 1: instances that no policy could solve are
-    tried again."""
+    """With `learnability`, the share of draws that are uniform, from 0 to 1, so that unsolved instances are tried
+    again."""
     rate: float = Field(0.5, gt=0, le=1)
-    """Step size of an instance's running success, which begins at 0.5; it averages over about 1 / `rate` visits."""
+    """Step size of an instance's running success, which starts at 0.5; it averages over about 1 / `rate` visits."""
 
     def probabilities(self, env: str, memory: AlgorithmState) -> npt.NDArray[np.float64]:
         """Returns the probability of each instance of `env` [size]."""

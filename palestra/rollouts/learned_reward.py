@@ -25,16 +25,16 @@ class LearnedRewardConfig(StrictModel):
     path: str
     """The run, or RUN:NAME for one of several policies."""
     weight: float = 1.0
-    """Weight of the reward model's rewards: each answer in training has one, added to the rewards of its seat."""
+    """Weight of the reward model's rewards: each answer in training gets one, added to the rewards of its seat."""
     env_weight: float = Field(0.0, ge=0)
-    """Weight of the env's own rewards. 0: training has the reward model's alone; success and evaluations are still the
+    """Weight of the env's own rewards. 0: training uses only the reward model's; success and evaluations are still the
     env's."""
 
 
 @dataclass
 class LearnedRewardSource:
-    """The episodes of `source`, with rewards by `score` for the answers of the policies in `learners`. They are known
-    after play, and no branch is chosen by them."""
+    """The episodes of `source`, with rewards by `score` for the answers of the policies in `learners`. The rewards are
+    computed after play, so branches cannot be chosen by them."""
 
     source: EpisodeSource
     score: Score

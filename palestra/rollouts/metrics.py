@@ -11,7 +11,7 @@ from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.types import Answer, Episode, Metrics, Node
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
-REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: instances played before it in its place
+REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: number of episodes that it replaces
 
 
 def member_name(policy: str) -> str:
@@ -25,15 +25,15 @@ def chosen_nodes(episode: Episode) -> list[Node]:
 
 
 def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[Answer]:
-    """Returns every answer of `policy` (None: of all policies) once, also those of unchosen siblings; siblings may
-    share one."""
+    """Returns every answer of `policy` (None: of all policies), also those of unchosen siblings. An answer that
+    siblings share is returned once."""
     found = {id(answer): answer for e in episodes for node in e.nodes for answer in node.answers.values()}
     return [answer for answer in found.values() if policy in (None, member_name(answer.policy))]
 
 
 def episode_return(episode: Episode) -> float:
     """Returns the team reward plus the mean of the seats' own rewards, averaged over the trajectories that were
-    continued; of a failed episode, up to the failure."""
+    continued; for a failed episode, the rewards up to the failure."""
     lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen] or [chosen_nodes(episode)]
     own = [_mean([sum(node.rewards.get(seat, 0.0) for node in line) for line in lines]) for seat in episode.seats]
     return _mean([sum(node.team_reward for node in line) for line in lines]) + _mean(own)
@@ -80,7 +80,7 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
     """Returns `outcomes`, a letter for each episode in order: "1" for a success, "0" for none, "x" for a failed
-    episode; {} if the env reports no success. Of an evaluation, letter i is that of instance i, in its first sample."""
+    episode; {} if the env reports no success. In an evaluation, letter i is for the first sample of instance i."""
     ends = [(e, [leaf for leaf in e.leaves() if leaf.chosen]) for e in episodes]
     if not any("success" in leaf.info for _, leaves in ends for leaf in leaves):
         return {}
@@ -91,9 +91,9 @@ def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
     of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
-    reward (envs/reward_terms.py). An answer shared by siblings counts once, by its mean. Rewards that a seat gets in
-    the steps of others, such as a loser's at the end of a game of turns, count too: with the answers that
-    the seat gave before, by the mean over siblings."""
+    reward (envs/reward_terms.py). An answer shared by siblings counts once, with the mean of their rewards. Rewards
+    that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based game, are
+    added to the seat's earlier answer, as a mean over siblings."""
     valid = [episode for episode in episodes if episode.error is None]
     turns = [
         (node, seat, answer)
@@ -120,8 +120,8 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
 
 
 def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str, float]]:
-    """Yields each node and each seat of `policy` that does not act there, with the answers that the node stands for:
-    those that the seat gave last, of which play continued from one, over the node's siblings."""
+    """Yields (node, seat, share) for each node and each seat of `policy` that does not act there. The share is the
+    number of sibling answers in the seat's last decision, divided by the number of the node's siblings."""
     seats = [seat for seat, name in episode.seats.items() if member_name(name) == policy]
     siblings: dict[int | None, list[Node]] = {}
     for node in episode.nodes:

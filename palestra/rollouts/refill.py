@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, Yu et al., 2025, sec. 3.2): another instance is played in place of an episode that gives no
-gradient, because all siblings of every group earned the same.
+gradient, because all siblings of every group have the same reward.
 
-Each episode is replaced by itself, with an instance that depends on its number and the attempt alone: a step plays the
-same instances whether its episodes are played together or one at a time.
+The instance that replaces an episode depends only on the episode's number and the attempt, so a step plays the same
+instances whether its episodes are played together or one at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class Refills(Protocol):
 
 
 class RefilledEpisodes(NamedTuple):
-    """The episodes of a step: those it keeps, and those that were played and replaced, in the order of play.
+    """The episodes of a step: those it trains on (`kept`), and those that were played and replaced, in order of play.
 
-    Curricula observe both: the success of an instance that is replaced because it is solved is known from the replaced
-    episodes alone.
+    Curricula observe both: only the replaced episodes show that an instance was replaced because it is solved.
     """
 
     kept: list[Episode]
@@ -44,9 +43,9 @@ async def play_refilled(
     memory: AlgorithmState,
     on_episode: EpisodeCallback = None,
 ) -> RefilledEpisodes:
-    """Plays the episodes of these numbers and keeps one for each, in order. One without signal is replaced by another
-    instance, at most `max_redraws` times; then the last is kept. The count is in `REDRAWS_KEY` of the first node's
-    info.
+    """Plays the episodes of these numbers and keeps one for each, in order. An episode without signal is replaced by
+    one on another instance, at most `max_redraws` times; the last one is kept in any case. The count is in
+    `REDRAWS_KEY` of the first node's info.
 
     Calls `on_episode` with every episode played. Raises ValueError for a number of `ATTEMPT_STRIDE` or more if
     episodes may be replaced.

@@ -15,10 +15,10 @@ MAX_FRAMES = 600  # of a replay; a longer game is cut
 
 
 class ReplayRecorder(VectorEnv):
-    """The env `env`, which it plays unchanged, recording the first episode of each of the first `num_episodes` games
+    """Wraps `env` without changing its play, and records the first episode of each of the first `num_episodes` games
     (at most as many as the env has).
 
-    Nothing is recorded if the env draws nothing: its `render` returns None and its observations are not pictures.
+    Nothing is recorded if the env cannot be drawn: its `render` returns None and its observations are not pictures.
     """
 
     def __init__(self, env: VectorEnv, num_episodes: int) -> None:
@@ -51,7 +51,7 @@ class ReplayRecorder(VectorEnv):
         return self.env.scripted_actions(name, seat)
 
     def header(self, players: Mapping[Seat, str]) -> ReplayHeader:
-        """Returns what the replays share; `players` maps seats to the policies that play them."""
+        """Returns the header that the replays share; `players` maps seats to the policies that play them."""
         return ReplayHeader(
             env=self.env.name or type(self.env).__name__,
             seats=self.seats,
@@ -61,7 +61,7 @@ class ReplayRecorder(VectorEnv):
         )
 
     def replays(self) -> list[GameReplay]:
-        """Returns the recorded games, those without a frame excepted."""
+        """Returns the recorded games, except those without a frame."""
         return [replay for replay in self.games if replay.frames]
 
     def _look(self, step: VectorStep, games: Sequence[int] | range) -> None:
@@ -79,8 +79,8 @@ class ReplayRecorder(VectorEnv):
 
 
 def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:
-    """Returns the env's own picture or text; else the newest layer of the first seat's observation if that is a
-    picture: uint8 [H, W, C] with RGB in the last channels, or frames in grey."""
+    """Returns the env's own picture or text. If it has none, returns the newest frame of the first seat's observation
+    if that is a picture: uint8 [H, W, C] whose last channels are RGB, or stacked grey frames. Else returns None."""
     if (shown := env.render(game)) is not None:
         return shown
     if step.obs.dtype != np.uint8 or step.obs.ndim != 5:

@@ -1,4 +1,4 @@
-"""Weights of the named terms of rewards (envs/reward_terms.py) in training, which may fade while it lasts."""
+"""Weights of the named terms of rewards (envs/reward_terms.py), which may fade during training."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def weights_at(weights: RewardWeights, step: int) -> dict[str, float]:
 
 
 def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
-    """Returns an env's step with each named term of a seat's reward times its weight; terms without one, and the team's
-    reward, stay as they are."""
+    """Returns an env's step with each named term of a seat's reward times its weight; terms without a weight, and the
+    team's reward, do not change."""
     terms = step.info.get(REWARD_TERMS_KEY, {})
     if not weights or not terms:
         return step

@@ -31,7 +31,7 @@ def majority_success(episodes: Sequence[Episode]) -> float:
     """Returns the success of the most frequent final answer (self-consistency, Wang et al., 2023), or the mean over the
     answers that are equally frequent; 0 if no sample has an answer.
 
-    Answers are compared as text. The success of an answer is that of the samples that gave it.
+    Answers are compared as text. The success of an answer is the mean success of the samples that gave it.
     """
     ends = [leaf.info for episode in episodes if episode.error is None for leaf in episode.leaves()]
     votes = [(str(info[ANSWER_KEY]).strip(), bool(info.get("success"))) for info in ends if _has_answer(info)]
@@ -47,17 +47,17 @@ def _has_answer(info: dict[str, Any]) -> bool:
 
 
 def _reports_answers(episodes: Sequence[Episode]) -> bool:
-    """True if the env reports a final answer, be it None, in any episode."""
+    """True if the env reports a final answer, which may be None, in any episode."""
     return any(ANSWER_KEY in leaf.info for episode in episodes for leaf in episode.leaves())
 
 
 def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
-    """Returns `episodes`, the number of instances, `samples`, the number per instance, and for k = 1, 2, 4, ... and
-    `samples` `pass_at_k` by k; also `maj_at_k` of all samples, if the env reports final answers (`ANSWER_KEY`).
+    """Returns `episodes` (the number of instances), `samples` (the number per instance), and `pass_at_k`, a dict by k
+    for k = 1, 2, 4, ... and `samples`; if the env reports final answers (`ANSWER_KEY`), also `maj_at_k` of all samples.
 
     Values are means over instances; those with `_ci95` are half the width of their 95 % confidence intervals (normal
-    approximation over instances). A failed episode is no sample; an instance with fewer samples than k is left out.
-    Empty for one sample per instance.
+    approximation over instances). A failed episode does not count as a sample; an instance with fewer samples than k is
+    left out. The result is empty for one sample per instance.
     """
     if samples < 2:
         return {}

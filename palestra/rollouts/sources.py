@@ -25,7 +25,7 @@ from palestra.types import AlgorithmState, Episode, Metrics, Seat
 Curriculum = Literal["fixed", "frontier"]
 EpisodeCallback = Callable[[Episode], None] | None
 SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
-ATTEMPT_STRIDE = 2**28  # numbers of a run's own episodes are below it, and instance numbers below 2**32
+ATTEMPT_STRIDE = 2**28  # attempt a at episode n (refill.py) has number n + a * ATTEMPT_STRIDE, below 2**32
 STAGE_START_KEY = "stage_start"  # key in `memory`: numbers of the first step and the first episode of the stage
 STATE_KEYS = (SUCCESS_KEY, POOL_KEY, STAGE_START_KEY)  # keys in `memory` that decide what is played
 
@@ -46,14 +46,14 @@ class EpisodeSource(Protocol):
 
 @dataclass
 class EnvSource:
-    """Episodes played now, each in one of `arenas`. `seats` returns the current policy of each seat; `env_seats` lists
-    the seats of an env (default: all).
+    """Episodes played on demand, each in one of `arenas`. `seats` returns the current policy of each seat; `env_seats`
+    lists the seats of an env (default: all).
 
-    Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
-    running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
-    share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps. Instances
-    are new ones, or those of `pool`. `reward_weights` are of terms of rewards, by the step of the run; a step of
-    this stage has `episodes` episodes.
+    Envs are drawn by their `weights` (default: equal); `curriculum: frontier` multiplies these by s(1 - s), where s is
+    the env's running success: largest at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1).
+    `floor` is the share drawn by weight alone. The running success is an exponential average over about 1 / `rate`
+    steps. Instances are new ones, or come from `pool`. `reward_weights` weigh the named terms of rewards and may depend
+    on the step of the run; a step of this stage has `episodes` episodes.
     """
 
     arenas: Mapping[str, EpisodeRunner]
@@ -67,8 +67,8 @@ class EnvSource:
     pool: InstancePool | None = None
     reward_weights: RewardWeights = field(default_factory=dict)
     episodes: int = 1
-    _terms: set[str] = field(default_factory=set)  # of the rewards of the first step's episodes
-    _num_checked: int = 0  # episodes of the first step whose terms were looked at
+    _terms: set[str] = field(default_factory=set)  # names of reward terms in the first step's episodes
+    _num_checked: int = 0  # episodes of the first step whose terms are in `_terms`
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None

@@ -19,11 +19,11 @@ def answer_versions(answer: Answer) -> np.ndarray:
 
 
 def token_staleness_metrics(episodes: Sequence[Episode], policy: str, step_versions: Sequence[int]) -> Metrics:
-    """Returns how many training steps the weights that sampled each token of `policy` are behind the trained ones:
-    mean and maximum over tokens; and the share of answers with tokens of more than one version.
+    """Returns how many training steps the weights that sampled each token of `policy` are behind the newest ones (mean
+    and maximum over tokens), and the share of answers with tokens of more than one version.
 
-    `step_versions` are the policy's versions after each number of trained steps, consecutive, the newest last. Answers
-    of failed episodes do not count.
+    `step_versions` are the policy's versions after consecutive training steps, the newest last. Answers of failed
+    episodes do not count.
     """
     answers = [
         answer for answer in answers_of([e for e in episodes if e.error is None], policy) if len(answer.token_ids)

@@ -13,7 +13,7 @@ MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its headin
 
 
 def transcript(episode: Episode) -> str:
-    """Returns the chosen steps of an episode as text; of conversations, only messages that are new to the seat."""
+    """Returns the chosen steps of an episode as text; in conversations, only the messages that are new to the seat."""
     lines = [f"{episode.env}, instance {episode.seed}"]
     seen: dict[str, Any] = {}
     for node in episode.nodes:
@@ -32,7 +32,7 @@ def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:
 
 
 def new_text(shown: Any, before: Any) -> str:
-    """Returns an observation as text; of a continued conversation only the messages after the previous observation and
+    """Returns an observation as text; for a continued conversation only the messages after the previous observation and
     the seat's own answer."""
     messages = getattr(shown, "messages", None)
     if messages is None:

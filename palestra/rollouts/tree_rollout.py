@@ -2,9 +2,9 @@
 
 A node is one joint step: the answers of all seats that act, and the env's result. With `branch_at: turn` every joint
 step is tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With
-`branch_at: root` K whole trajectories start at the first step. A seat that acts later in a turn of one sibling observes
-what that sibling's earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K
-answers, and the siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
+`branch_at: root` K whole trajectories start at the first step. In each sibling, a seat that acts after another observes
+what that one did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
+siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
 
 A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
 other error of an env or a policy makes a failed episode, with message and traceback; other episodes continue.
@@ -68,8 +68,8 @@ class Branching:
         if k ** len(seats) > MAX_JOINT_ANSWERS:
             raise ValueError(
                 f"group_size: {k} answers of each of {len(seats)} seats ({', '.join(seats)}) make {k ** len(seats)} "
-                "crossed "
-                f"joints, and {MAX_JOINT_ANSWERS} are the most: lower group_size, or pair the answers (joints: paired)"
+                f"crossed joint answers, more than the limit of {MAX_JOINT_ANSWERS}: lower group_size, or pair the "
+                "answers (joints: paired)"
             )
         return list(itertools.product(range(k), repeat=len(seats)))
 
@@ -168,7 +168,8 @@ class _TreeRollout:
     open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
 
     async def grow(self, line: Branch) -> None:
-        """Plays from `line` to the end; if several siblings are kept, from all of them concurrently."""
+        """Plays from `line` to the end; if the episode continues from several siblings, from all of them
+        concurrently."""
         while not line.step.done:
             if len(line.path) >= self.max_steps:
                 raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
@@ -223,7 +224,7 @@ class _TreeRollout:
             return {}
 
     def _truncate(self, line: Branch, error: ContextLengthExceeded) -> None:
-        """Ends `line` at its last node. Raises `error` if there is none: then no episode can be played."""
+        """Ends `line` at its last node. Raises `error` if there is none, since not even the first prompt fits."""
         if line.parent is None:
             raise error
         last = self.episode.nodes[line.parent]
@@ -232,14 +233,14 @@ class _TreeRollout:
 
     async def _branch(self, line: Branch) -> list[tuple[Node, Branch]]:
         """Returns the siblings that answer `line`'s observations, each with the branch that it starts; none if `line`
-        ends, since a prompt is too long."""
+        ends because a prompt is too long."""
         k = self.branching.width(len(line.path))
         joined = self.branching.joint_indices(k, list(line.step.observations))
         answers = await self._ask_all(line, k)
         if not answers:
             return []
         forks = [self.register_env(await _call(line.env, line.env.fork)) for _ in joined[1:]]
-        envs = [*forks, line.env]  # forks first: the original moves last
+        envs = [*forks, line.env]  # the original env is the last sibling's
         joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
         steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
         return [self._note(line, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
@@ -263,7 +264,9 @@ class _TreeRollout:
         step = reweigh(step, self.match.term_weights)
         for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
-                raise ValueError(f'env "{self.episode.env}" pays {payee} {reward}: rewards must be finite numbers')
+                raise ValueError(
+                    f'env "{self.episode.env}" gives {payee} a reward of {reward}: rewards must be finite numbers'
+                )
         path = (*line.path, i)
         node = Node(
             id=len(self.episode.nodes),

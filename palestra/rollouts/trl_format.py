@@ -19,11 +19,10 @@ Turn = tuple[Any, str]  # observation and answer text
 def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     """Returns the episode of row `number` of `table`, with all answers at `seat` and without a policy.
 
-    A completion or a conversation is one successful trajectory with a turn for each assistant message. A preference is
-    two siblings: `chosen` succeeded, `rejected` did not. A completion with a `label` of false did not. Success has
-    reward 1. A text prompt is an observation like
-    that of any env; messages become a `Chat` with the row's `tools`. Raises ValueError with row and columns if the row
-    is none of these or has no assistant message.
+    A completion or a conversation is one successful trajectory with a turn for each assistant message, unless the row's
+    `label` is false. A preference is two siblings: `chosen` succeeded, `rejected` did not. Success has reward 1. A text
+    prompt is an observation as in any env; messages become a `Chat` with the row's `tools`. Raises ValueError with row
+    and columns if the row is none of these or has no assistant message.
     """
     place = f"{table}, row {number + 1}"
     tools = row.get("tools") or ()
@@ -33,7 +32,7 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     for messages, success in ends:
         turns = _turns(prompt, messages, tools)
         if not turns:
-            raise ValueError(f"{place} has no message of the assistant, and so nothing to learn")
+            raise ValueError(f"{place} has no assistant message to learn: add one, or leave the row out")
         _grow(episode, seat, turns, success)
     return episode
 
@@ -50,7 +49,7 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
             prompt = [one for one, _ in takewhile(lambda pair: same_message(*pair), zip(good, bad, strict=False))]
             good, bad = good[len(prompt) :], bad[len(prompt) :]
         if not prompt:
-            raise ValueError(f"{place} has no prompt: give one, or conversations that begin alike")
+            raise ValueError(f"{place} has no prompt: give one, or conversations that begin with the same messages")
         return prompt, [(good, True), (bad, False)]
     if {"prompt", "completion"} <= has:
         return prompt, [(_messages(row["completion"], place), bool(row.get("label", True)))]

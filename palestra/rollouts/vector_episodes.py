@@ -1,9 +1,10 @@
 """Recorded episodes of vector envs as Parquet files, for imitation and offline learning: one row per episode, step and
 seat, readable by any tool and restored without loss.
 
-A row holds what one seat saw at one step, what it did, and what followed. An episode that ended has one more row per
-seat, with its final observation and neither action nor reward; the last episode of every game may be unfinished, and
-has none. Rows are in the order of episode, step and seat, so whole episodes may be filtered and files concatenated.
+A row holds one seat's observation at one step, its action, and what followed. An episode that ended has one more row
+per seat, with the final observation and neither action nor reward; the last episode of every game may be unfinished and
+then has no such row. Rows are in the order of episode, step and seat, so whole episodes may be filtered and files
+concatenated.
 
 Shapes: `T` steps, `B` games, `N` seats, `R` joint steps with those of final observations, `F` ended games.
 """
@@ -34,7 +35,7 @@ COLUMNS = (
     "seat",
     "policy",
     "acts",  # whether the seat acts in this step
-    "observation",  # padded to the shape of the seat that sees most, flattened
+    "observation",  # padded to the largest shape of any seat, flattened
     "action",  # null where the seat does not act
     "logprob",
     "reward",  # between this step and the next; null in the row of a final observation
@@ -72,7 +73,7 @@ def record_vector_episodes(
 
 
 def to_table(batch: RolloutBatch, env: VectorEnv, policies: Sequence[str]) -> pa.Table:
-    """Returns the rows of a batch; `policies` are the names of those at the seats, in order."""
+    """Returns the rows of a batch; `policies` are the names of the policies at the seats, in order."""
     order, final = _row_order(batch)
     T, B, N = batch.rewards.shape
 
@@ -145,8 +146,8 @@ def _lists(values: np.ndarray, known: np.ndarray | None = None) -> pa.Array:
 
 def read_vector_episodes(paths: Sequence[str | Path], env: VectorEnv) -> RolloutBatch:
     """Returns the episodes of all files, one after another, as a batch of one game: [T, 1, N, ...]. The last step of an
-    unfinished episode is followed by the first of the next. Raises ValueError if a file is not one of episodes, or
-    they are of another env."""
+    unfinished episode is followed by the first step of the next episode. Raises ValueError if a file does not hold
+    episodes, or those of another env."""
     return _join([_read(Path(path), env) for path in paths])
 
 
@@ -230,7 +231,7 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
     at = (np.cumsum(played) - 1)[ends]
 
     def moments(array: np.ndarray) -> np.ndarray:
-        """Returns [T+1, 1, ...] from rows [R, ...]; what follows the last step is zeros."""
+        """Returns [T+1, 1, ...] from rows [R, ...]; the entry after the last step is zeros."""
         own = array[played][:, None]
         found: np.ndarray = np.concatenate([own, np.zeros_like(own[:1])])
         return found

@@ -1,4 +1,5 @@
-"""Metrics of vector envs' episodes: for logs, and for evaluations in which short and long episodes count alike."""
+"""Metrics of vector envs' episodes, for logs and for evaluations. In evaluations, short and long episodes have the same
+weight."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class VectorMetrics:
 
     @classmethod
     def merge(cls, tallies: Sequence[Self]) -> Self:
-        """Returns the tallies of several processes merged into one. Modifies the first."""
+        """Returns the metrics of several processes merged into one. Modifies the first."""
         first = tallies[0]
         for other in tallies[1:]:
             first.games += other.games

@@ -1,4 +1,4 @@
-"""Lock-step rollouts of B parallel games on arrays, without Python objects per step and with one copy, into the
+"""Lock-step rollouts of B parallel games on arrays. Steps make no Python objects per game and are copied once, into the
 batch."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
 
 class VectorRollout:
     """Collects rollouts in one vector env: each `collect` continues where the last one stopped. The returned batch is
-    valid until the next sweep; `zeros` makes its arrays."""
+    valid until the next call; `zeros` makes its arrays."""
 
     def __init__(self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros) -> None:
         self.env, self.zeros = env, zeros
@@ -38,11 +38,11 @@ class VectorRollout:
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
-        current states. Raises RunFailed if the env raises, or returns a reward that is not finite, or an observation of
-        a seat that acts; the observation of a seat that has terminated may be NaN (`without_absent_views`).
+        current states. Raises RunFailed if the env raises, or if a reward or the observation of a seat that acts is not
+        finite; the observation of a seat that has terminated may be NaN (`without_absent_views`).
 
-        Actions are recorded as the policies chose them, not as the env clips them to its spaces: a log-probability is
-        that of the chosen action. What evaluates the action that the env took encodes it clipped
+        Actions are recorded as the policies chose them, not as the env clips them to its spaces: log-probabilities are
+        those of the chosen actions. Critics and discriminators, which evaluate the action that the env took, clip it
         (`palestra.nets.heads.encode_actions`, `palestra.nets.continuous_heads.encode_action`)."""
         batch, endings = self._buffers(steps), FinalObservations()
         for player in players:
@@ -189,18 +189,18 @@ class FinalObservations:
 
 
 def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> VectorStep:
-    """Returns a step with the observations and action masks that a batch holds of it at `t`: the same numbers, in
-    arrays that another device copies faster."""
+    """Returns the step with its observations and action masks taken from the batch at `t`: the same numbers, in arrays
+    that are copied to another device faster."""
     action_mask = None if batch.action_mask is None else batch.action_mask[t]
     return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
 
 
 def without_absent_views(vector_step: VectorStep) -> VectorStep:
-    """Returns a step in which the observation of a seat that has terminated, while the game went on or was truncated
-    for the others, is zeros if one of its numbers is not finite; `vector_step` itself if there is none.
+    """Returns a step in which the observation of a seat that has terminated, while the game continued or was truncated
+    for the others, is zeros if it has a number that is not finite; `vector_step` itself if there is none.
 
-    Envs may put NaN where a seat has nothing left to see, and the inputs of central critics, mixers and networks that
-    play several seats hold the observations of all seats."""
+    Envs may return NaN for a seat that has terminated, but the inputs of central critics, mixers and networks that play
+    several seats contain the observations of all seats."""
     gone = vector_step.seat_terminated
     if gone is None or vector_step.obs.dtype.kind != "f" or not gone.any():
         return vector_step
@@ -231,7 +231,7 @@ def check_observations(env: VectorEnv, batch: RolloutBatch) -> None:
         _, game, seat = np.argwhere(wrong)[0]
         raise RunFailed(
             f'env "{_name(env)}" shows seat "{env.seats[seat]}" observations that are not finite numbers in game '
-            f"{game}, in which the seat acts: mend the env; only a seat that has terminated may see NaN. "
+            f"{game}, in which the seat acts: fix the env; only a seat that has terminated may see NaN. "
             "palestra.envs.check_env tests it"
         )
 
@@ -241,25 +241,23 @@ def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
     if not np.isfinite(rewards).all():
         t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
         raise RunFailed(
-            f'env "{_name(env)}" pays seat "{env.seats[seat]}" {rewards[t, game, seat]} in game {game}: rewards must '
-            "be finite numbers (in float32). Mend the env; palestra.envs.check_env tests it"
+            f'env "{_name(env)}" gives seat "{env.seats[seat]}" a reward of {rewards[t, game, seat]} in game {game}: '
+            "rewards must be finite numbers (in float32). Fix the env; palestra.envs.check_env tests it"
         )
 
 
 def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
     """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause.
 
-    Of final observations those of games that terminated for all seats are left out: no value is computed from them."""
+    Final observations of games that terminated for all seats are not checked, since no value is computed from them."""
     valued = batch.final_obs[~batch.seats_terminated[batch.end_index].all(-1)]
     for shown, seat_axis, when in ((batch.obs, 2, ""), (valued, 1, " at the end of a truncated game")):
         if not np.isfinite(shown).all():
             seat = env.seats[np.argwhere(~np.isfinite(shown))[0][seat_axis]]
-            return (
-                f'Env "{_name(env)}" shows seat "{seat}" observations{when} that are not finite numbers: mend the env'
-            )
+            return f'Env "{_name(env)}" shows seat "{seat}" observations{when} that are not finite numbers: fix the env'
     if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE_REWARD:
         return f"Rewards are as large as {largest:.3g}: scale them down in the env"
-    return "A smaller learning rate, or a lower bound on the gradient (max_grad_norm), may help"
+    return "A smaller learning rate or a smaller max_grad_norm may help"
 
 
 def _name(env: VectorEnv) -> str:

@@ -126,7 +126,7 @@ def broken() -> ActorSetup:
 def test_actors_that_fail_to_start_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     own = make_actor_setup(validate(VectorConfig, CONFIG))
     actors = ActorPool(own, [broken], 5, 0)
-    with pytest.raises(ValueError, match="actor 0 died 3 times without one batch"):
+    with pytest.raises(ValueError, match="actor 0 died 3 times in a row without a batch"):
         actors.collect([], 5, 0)
     actors.close()
     assert "no such game" in capfd.readouterr().err

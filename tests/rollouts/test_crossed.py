@@ -106,7 +106,7 @@ def test_too_many_combinations_are_refused_before_sampling():
     (episode,), team = grow(Branching("turn", 2, "best", joints="crossed"), make_env=Many, seats=Many.seats)
     assert (
         "group_size: 2 answers of each of 13 seats (a, b, c" in episode.error
-        and "make 8192 crossed joints" in episode.error
+        and "make 8192 crossed joint answers" in episode.error
     )
     assert not team["a"].queries and not episode.nodes
     with pytest.raises(ValueError, match="4096 are the most"):

@@ -171,7 +171,7 @@ def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
         ([{"question": "q", "answer": "a"}], r"row 1 has columns question, answer: give prompt and completion, or"),
         ([{"prompt": "q", "completion": "a"}, {"prompt": "q"}], r"row 2 has columns prompt: give"),
         ([{"prompt": "q", "completion": None}], r"row 1 has columns prompt, completion: give"),
-        ([{"messages": [{"role": "user", "content": "u"}]}], "row 1 has no message of the assistant"),
+        ([{"messages": [{"role": "user", "content": "u"}]}], "row 1 has no assistant message to learn"),
         ([{"prompt": "q", "completion": 5}], "row 1 holds '5': give text, or a list of"),
         ([{"messages": [{"content": "u"}]}], "row 1 holds .*: give text, or a list of"),
         ([{"chosen": "a", "rejected": "b"}], "row 1 has no prompt"),
@@ -189,7 +189,7 @@ def test_missing_files_are_refused_with_accepted_formats(tmp_path):
     (tmp_path / "a.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"cannot read .*a\.parquet"):
         read(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"several seats are played: say whose its answers are, seat: NAME"):
+    with pytest.raises(ValueError, match=r"several seats are played: name the seat of its answers, seat: NAME"):
         read(write_lines(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"}), seat=None)
 
 
@@ -291,10 +291,10 @@ def test_advantages_are_reset_between_epochs(tmp_path, speaker):
 def test_failed_episodes_are_skipped_and_all_failed_is_refused(tmp_path):
     good, bad = Episode("train", 0, {}, []), Episode("train", 1, {}, [], error="lost")
     pq.write_table(to_table(0, [bad, good]), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="no episode to learn from: none was kept, or all of them failed"):
+    with pytest.raises(ValueError, match="no episode to learn from: none was recorded, or all of them failed"):
         read(tmp_path / "a.parquet")
     write_play(tmp_path / "a.parquet", scripts())
-    with pytest.raises(ValueError, match="holds episodes, which know their seats: leave out seat: guide"):
+    with pytest.raises(ValueError, match="holds episodes, which name their seats: leave out seat: guide"):
         read_data([DataConfig(path=str(tmp_path / "a.parquet"), seat="guide")], None)
 
 
@@ -337,7 +337,7 @@ def test_resume_with_changed_data_is_refused(tmp_path, speaker):
     play(numbered(tmp_path, speaker), range(3), memory)
     memory = json.loads(json.dumps(memory))
     play(numbered(tmp_path, speaker), range(3, 6), memory)
-    with pytest.raises(ValueError, match=r"a\.jsonl holds has changed since the run began"):
+    with pytest.raises(ValueError, match=r"a\.jsonl have changed since the run began"):
         play(numbered(tmp_path, speaker, count=11), range(6, 9), memory)
 
 
@@ -355,9 +355,7 @@ def test_algorithms_that_need_sampler_logprobs_refuse_data_without_them(tmp_path
     seats = dict.fromkeys(Whisper.seats, speaker())
     for old in (scripts(), dict.fromkeys(Whisper.seats, Spoken("p", lambda query, i: "1"))):
         source = recorded(write_play(tmp_path / "a.parquet", old, k=2), seats)
-        with pytest.raises(
-            ValueError, match=r'no log-probabilities for the answers of seat "guide", and grpo compares'
-        ):
+        with pytest.raises(ValueError, match=r'no log-probabilities for the answers of seat "guide", which grpo needs'):
             source.check(GRPO(branch_at="root"), {"p"})
     drew = recorded(write_play(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, speaker()), k=8, count=16), seats)
     drew.check(GRPO(branch_at="root"), {"p"})
@@ -367,17 +365,17 @@ def test_data_without_learnable_answers_is_refused(tmp_path, speaker):
     path, seats = tmp_path / "a.jsonl", {"a": speaker()}
     completions = recorded(write_lines(path, *[{"prompt": "q", "completion": "x"}] * 70), seats)
     with pytest.raises(
-        ValueError, match=r"dpo finds nothing to learn in .*: 70 lines, of which 70 succeeded, and 0 places"
+        ValueError, match=r"dpo finds nothing to learn in .*: 70 trajectories, of which 70 succeeded, and 0 places"
     ):
         completions.check(DPO(), {"p"})
     completions.check(SFT(), {"p"})
     same = recorded(write_lines(path, {"prompt": "q", "chosen": "x", "rejected": "x"}), seats)
-    with pytest.raises(ValueError, match=r"dpo finds nothing to learn in .* and 1 places where siblings were rewarded"):
+    with pytest.raises(ValueError, match=r"dpo finds nothing to learn in .* and 1 places where siblings have"):
         same.check(DPO(), {"p"})
     recorded(write_lines(path, {"prompt": "q", "chosen": "x", "rejected": "y"}), seats).check(DPO(), {"p"})
     play_ = write_play(tmp_path / "b.parquet", {"guide": ScriptedPolicy([""]), "walker": ScriptedPolicy(["0"])})
     lost = recorded(play_, dict.fromkeys(Whisper.seats, speaker()))
-    with pytest.raises(ValueError, match=r"sft finds nothing to learn in .*: 4 lines, of which 0 succeeded"):
+    with pytest.raises(ValueError, match=r"sft finds nothing to learn in .*: 4 trajectories, of which 0 succeeded"):
         lost.check(SFT(), {"p"})
     lost.check(SFT(imitate="all"), {"p"})
 
