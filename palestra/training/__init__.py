@@ -1,1 +1,1 @@
-"""Training loops and what keeps several processes in step."""
+"""Training loops, and the synchronisation of several training processes."""

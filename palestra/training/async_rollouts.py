@@ -1,20 +1,22 @@
 """Asynchronous training of language agents: episodes are played during training, with weights of bounded staleness.
 
-With `staleness: n` an episode may begin if its own step is at most n steps ahead of training: episode i, with E
-episodes per step, begins once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
-3). It is played to its end with the weights it began with, so the weights that it trains are at most n steps newer; or,
-with in-flight updates, with the newest weights from the next token on. No episode is ever too old, and none is dropped.
+With `staleness: n` an episode may start if its own step is at most n steps ahead of training: episode i, with E
+episodes per step, starts once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
+3). It is played to its end with the weights it started with, so these are at most n steps older than the weights that
+train on it; with in-flight updates, running answers continue with the newest weights. No episode is too old, and none
+is dropped.
 
-Step s trains exactly the episodes that belong to it, as in synchronous training (text.py): what a step trains on does
-not depend on which episode finished first. A slow episode delays training, and delays sampling only at the bound.
+Step s trains on exactly the episodes that belong to it, as in synchronous training (text.py): they do not depend on
+which episode finished first. A slow episode delays training; it delays sampling only once the staleness bound is
+reached.
 
 Every episode is written to disk (rollouts/episode_buffer.py) before it counts as finished. A resumed run reuses the
 finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
 steps are therefore bit-identical.
 
 Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
-change only between steps. With in-flight updates they change there for running answers too (policies/in_flight.py): an
-answer may have tokens of several versions, and its tokens know theirs (rollouts/token_versions.py).
+change only between steps. With in-flight updates they change then for running answers too (policies/in_flight.py): an
+answer may have tokens of several versions, which are recorded for each token (rollouts/token_versions.py).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Updatable(Protocol):
     """A policy that plays with the weights at its last update."""
 
     def update(self) -> None:
-        """Takes the current weights, also for running answers."""
+        """Switches to the current weights, also for running answers."""
         ...
 
 
@@ -60,7 +62,7 @@ class AsyncTextTrainer(TextTrainer):
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """As for `TextTrainer`, with the buffer of finished episodes. A run that is stopped finishes and stores every
-        episode that had begun; an error cancels them."""
+        episode that has started; an error cancels them."""
         with super().open(run, callback):
             buffer = EpisodeBuffer(run.path / BUFFER_FOLDER, self._first_number(run.next_step))
             self.rollouts = AsyncRollouts(self, buffer)
@@ -75,7 +77,7 @@ class AsyncTextTrainer(TextTrainer):
                 self._drop_trained()
 
     def collect(self, step: int) -> None:
-        """Waits for the episodes of `step`, after starting those that may begin."""
+        """Starts the episodes that may start, then waits for the episodes of `step`."""
         if self.run.next_step == step:
             self._drop_trained()
         position = self.enter_step(step)
@@ -105,8 +107,8 @@ class AsyncTextTrainer(TextTrainer):
             policy.update()
 
     def _note_versions(self, step: int) -> None:
-        """Notes the policies' versions after `step` trained steps, and forgets those that no episode of this or a later
-        step has."""
+        """Records the policies' versions after `step` training steps, and removes versions that no episode of this or a
+        later step can have."""
         for name in self.in_flight:
             known = self.algorithm_state.setdefault(VERSIONS_KEY, {}).setdefault(name, {})
             known[str(step)] = self.learners[name].version
@@ -114,7 +116,7 @@ class AsyncTextTrainer(TextTrainer):
                 del known[old]
 
     def _versions(self, name: str) -> list[int]:
-        """Returns the versions of policy `name` after each number of trained steps, the newest last."""
+        """Returns the recorded versions of policy `name`, the newest last."""
         known = self.algorithm_state[VERSIONS_KEY][name]
         return [known[key] for key in sorted(known, key=int)]
 
@@ -175,8 +177,8 @@ class AsyncRollouts:
 
 
 def staleness_metrics(finished: Sequence[StoredEpisode], policy: str, step: int) -> Metrics:
-    """Returns the mean and maximum number of steps by which the weights of `policy` that played are older than those
-    that `step` trains. Counts the episodes that `policy` played in and that did not fail."""
+    """Returns the mean and maximum age, in steps, of the weights of `policy` that played the episodes of `step`. Counts
+    the episodes that `policy` played in and that did not fail."""
     own = [
         step - began
         for episode, began in finished
@@ -186,7 +188,7 @@ def staleness_metrics(finished: Sequence[StoredEpisode], policy: str, step: int)
 
 
 def oldest_resume(path: Path) -> int:
-    """The earliest step that the run may resume from: the older of its newest checkpoints, in case the newest is
-    damaged."""
+    """Returns the earliest step that the run may resume from: the step after the older of its two newest checkpoints,
+    since the newest may be damaged; 0 if it has fewer checkpoints."""
     newest = list_checkpoints(path)[-NUM_KEPT:]
     return newest[0].step + 1 if len(newest) == NUM_KEPT else 0

@@ -22,7 +22,7 @@ CONNECTION_LOST_SIGNS = (
     "Broken pipe",
     "imed out",
     "remote process exited",
-)  # lost connection
+)  # substrings of torch's error messages when the connection to a rank is lost
 
 
 @contextmanager

@@ -35,9 +35,9 @@ BUSY_WAIT_S = 2e-3  # seconds of busy waiting before a process begins to sleep b
 class SharedMemoryAllReduce:
     """All-reduce of float64 sums in shared memory, for processes on one machine.
 
-    `chunks` [2, processes, SLOT] float64 holds each process's chunk, `counts` how many chunks each has written. The two
-    halves of `chunks` alternate: a process that writes chunk n has read chunk n - 1 of all processes, so no process
-    still reads the half that is written next.
+    `chunks` [2, processes, CHUNK_ELEMENTS] float64 holds each process's chunk, `counts` how many chunks each process
+    has written. The two halves of `chunks` alternate: a process that writes chunk n has read chunk n - 1 of all
+    processes, so no process still reads the half that is written next.
     """
 
     def __init__(self, processes: int) -> None:
@@ -73,7 +73,7 @@ class SharedMemoryAllReduce:
             if time.perf_counter() - start > BUSY_WAIT_S:
                 time.sleep(1e-4)
                 if dead_process_message() or os.getppid() != parent:
-                    raise RuntimeError("a process that trains along has ended")
+                    raise RuntimeError("another training process has ended")
 
 
 @dataclass(frozen=True)

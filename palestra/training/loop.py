@@ -1,8 +1,8 @@
 """The training loop of every run: collect, update, log, evaluate, checkpoint, stop.
 
-A `TrainerProtocol` is what differs between kinds of runs: text.py trains language agents, async_rollouts.py does so
-while episodes are played ahead, vector.py trains networks in vectorised envs. The loop depends on neither torch nor any
-env, algorithm or backend by name.
+A trainer (`TrainerProtocol`) does the work of one kind of run: text.py trains language agents, async_rollouts.py does
+so while episodes are played ahead, vector.py trains networks in vectorised envs. This module imports neither torch nor
+any concrete env, algorithm or backend.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 class RunProtocol(Protocol):
-    """The part of `Run` that training writes to; `NullRun` stands for it in processes of rank above 0."""
+    """The part of `Run` that training writes to; processes of rank above 0 use a `NullRun` in its place."""
 
     next_step: int
 
@@ -116,11 +116,11 @@ class TrainerProtocol(Protocol):
         ...
 
     def open(self, run: RunProtocol, callback: Callback) -> AbstractContextManager[None]:
-        """Context of the steps from `run.next_step` on; holds the processes and event loops that they need."""
+        """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
         ...
 
     def collect(self, step: int) -> None:
-        """Plays what `step` trains on."""
+        """Plays the episodes or the rollout of `step`."""
         ...
 
     def update(self, step: int) -> None:
@@ -138,7 +138,7 @@ class TrainerProtocol(Protocol):
         ...
 
     def save(self, step: int, folder: Path) -> None:
-        """Writes the state after `step`: a folder for each of `policy_names`, and what else training needs."""
+        """Writes the state after `step`: a folder for each of `policy_names`, and the rest of the training state."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> None:

@@ -1,5 +1,5 @@
-"""Training of language agents: play episodes, assign credit, update. It depends on neither torch nor any env,
-algorithm or backend by name."""
+"""Training of language agents: play episodes, assign credit, update. This module imports neither torch nor any
+concrete env, algorithm or backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Algorithm(Protocol):
         ...
 
     def has_signal(self, episode: Episode) -> bool:
-        """True if an episode is kept."""
+        """True if an episode is trained on, and not replaced by one on another instance."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Algorithm(Protocol):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with what the learner's weights contribute, such as values, and metrics."""
+        """Returns the samples completed with what `learner` computes, such as values, and metrics."""
         ...
 
 
@@ -151,8 +151,8 @@ class TextTrainer:
     `algorithm_state` is the state that algorithms (by policy) and sources keep between steps. `worker_metrics` returns
     metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
     `max_failed` of the episodes of a step or an evaluation failed. `worker_context` is a context that is open during
-    training and holds other processes that play or train. `learners_are_remote`: learners work in other processes, so
-    that all are updated concurrently. `notes` are lines for the user about how the models run.
+    training and holds other processes that play or train. `learners_are_remote`: learners run in other processes and
+    are updated concurrently. `notes` are lines for the user about how the models run.
     """
 
     stages: Sequence[Stage]
@@ -223,8 +223,8 @@ class TextTrainer:
         return own
 
     def enter_step(self, step: int) -> StepPosition:
-        """Returns the position of `step`, and prepares the learners if it is the first of its stage. Sources find the
-        start of the stage in their state: steps of different stages may have different numbers of episodes."""
+        """Returns the position of `step`, and prepares the learners if it is the first of its stage. Writes the start
+        of the stage to the state that sources read, since stages may differ in episodes per step."""
         position = self.position_of(step)
         self.algorithm_state[STAGE_START_KEY] = [step - position.stage_step, position.stage_first_episode]
         if position.stage_step == 0:
@@ -295,8 +295,8 @@ class TextTrainer:
         self.algorithm_state.update(json.loads(state.read_text()) if state.exists() else {})
 
     def _check_failures(self, step: int) -> None:
-        """Raises RunFailed if too many episodes of the step failed, after writing them and a checkpoint of the step
-        before."""
+        """Raises RunFailed if too many episodes of the step failed; writes them and a checkpoint of the previous step
+        first."""
         episodes = self.current.episodes
         try:
             check_failures(episodes, self.max_failed, f"step {step}")
@@ -377,16 +377,16 @@ async def play_instances(
     `samples` of instance i // `samples` of the arena's env. Calls `on_episode` with each one when it ends."""
     matches = []
     for instance, sample in (divmod(number, samples) for number in numbers):
-        own = [sample] if sample else []  # the first sample is that of an evaluation of one
+        own = [sample] if sample else []  # sample 0 has the seed of an evaluation with `samples=1`
         matches.append(EpisodeSpec(instance, seats, derive_seed(seed, "exam", arena.name, instance, *own)))
     return await arena.play_all(matches, Branching(), on_episode)
 
 
 def throughput(episodes: Sequence[Episode], timer: PhaseTimer, policy: str | None = None) -> Metrics:
-    """Returns throughput of one policy or, without `policy`, of all.
+    """Returns the throughput of one policy or, without `policy`, of all.
 
-    `tokens_per_s` counts sampled tokens per second of rollout (of the whole step if rollout and training overlap),
-    `answers_per_s` answers per second of the whole step, `answers` answers.
+    `tokens_per_s` is sampled tokens per second of rollout (of the whole step if rollout and training overlap),
+    `answers_per_s` answers per second of the whole step, `answers` the number of answers.
     """
     answers = answers_of(episodes, policy)
     tokens = sum(len(answer.token_ids) for answer in answers)

@@ -1,5 +1,5 @@
-"""Training of networks in vectorised envs: collect a rollout, update on it. It depends on no env and no algorithm by
-name."""
+"""Training of networks in vectorised envs: collect a rollout, update on it. This module imports no concrete
+env and no algorithm."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class VectorLearner(Protocol):
         ...
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError for a loss that was not finite, if `update` did not wait for it."""
+        """Raises FloatingPointError if a loss of the last update was not finite; on a GPU, `update` does not wait for
+        this."""
         ...
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
@@ -67,8 +68,8 @@ class VectorLearner(Protocol):
 
 @dataclass(kw_only=True)
 class VectorEval(Evaluation):
-    """A held-out evaluation in `env`. `players` returns players for all seats, of the policies `seats`. The first
-    `replays` of its games are recorded (see `runs.replays`)."""
+    """A held-out evaluation in `env`. `players` returns players for all seats, `seats` names the policy of each seat.
+    The first `replays` games are recorded (see `runs.replays`)."""
 
     env: VectorEnv
     players: Callable[[], Sequence[VectorPolicy]]
@@ -171,8 +172,8 @@ class VectorTrainer:
         self.timer.add_since("train", start)
 
     def log(self, step: int) -> dict[str, Metrics]:
-        """Writes metrics since the last logged step to the run: of each policy and of all together. Returns them by
-        policy."""
+        """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
+        by policy."""
         env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.num_processes)
         found = VectorMetrics.merge(self.all_gather(self.totals)).metrics_by_policy()
         lines = {name: {"env_steps": env_steps} | line for name, line in found.items()}
@@ -195,8 +196,8 @@ class VectorTrainer:
     def save(self, step: int, folder: Path) -> None:
         """Writes a folder per trained policy, and one per process with the training state.
 
-        If the env cannot save its state, its episodes start over both here and after a resume, so that both continue
-        equally.
+        If the env cannot save its state, its episodes start over, both now and after a resume, so that a resumed run is
+        identical.
         """
         env_state = self.rollout.save()
         if env_state is None:
@@ -237,11 +238,11 @@ class VectorTrainer:
 def play_eval(
     env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, *, first_env_seed: int = 0
 ) -> dict[str, Any]:
-    """Plays evaluation episodes and returns their metrics. The env copies have the seeds `first_env_seed` and up, one
-    each; `seed` is that of the players.
+    """Plays evaluation episodes and returns their metrics. Env copy i has the seed `first_env_seed` + i; `seed` is the
+    seed of the players.
 
-    Counts the same number of first episodes of every env copy, `episodes` in all. Counting the first episodes to end
-    instead would favour short ones.
+    Counts the same number of first episodes of every env copy, `episodes` in all. Counting the episodes that end first
+    would favour short ones.
     """
     rollout = VectorRollout(env, first_env_seed + np.arange(env.num_envs))
     parts: list[EndedEpisodes] = []
