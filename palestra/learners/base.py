@@ -1,4 +1,4 @@
-"""Protocol between the training loop and a learner, which every backend implements."""
+"""Protocol of a learner, which the training loop calls and every backend implements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Learner(Protocol):
 
     @property
     def is_at_reference(self) -> bool:
-        """True if no optimizer step was made since the reference was set: both have the same weights."""
+        """True if no optimizer step was taken since the reference was set, so that both have the same weights."""
         ...
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -42,7 +42,7 @@ class Learner(Protocol):
         ...
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Returns the critic's values [T] float32 of the states before each of a sample's tokens."""
+        """Returns the critic's values [T] float32 of the state before each token of each sample."""
         ...
 
     def start_stage(self) -> None:
@@ -50,8 +50,8 @@ class Learner(Protocol):
         ...
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        """Makes one optimizer step; `progress` in [0, 1] is the finished share of the run, for the learning-rate
-        schedule."""
+        """Takes one optimizer step; returns metrics. `progress` in [0, 1] is the finished share of the run, for the
+        learning-rate schedule."""
         ...
 
     def policy(self) -> Policy:

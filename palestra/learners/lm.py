@@ -118,8 +118,8 @@ class LocalWeights:
 def _new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
     if engine.sharded_params and (config.use_dora or config.modules_to_save or config.target_parameters):
         raise ValueError(
-            "use_dora, modules_to_save and target_parameters read weights of the base, of which parallel: fsdp leaves "
-            "each process a part: set parallel: null, or leave them out"
+            "use_dora, modules_to_save and target_parameters read whole weights of the base, and parallel: fsdp leaves "
+            "each process only a part of them: set parallel: null, or leave these keys out"
         )
     return Adapter(engine.linear_layers, config.lora, seed=seed, model=engine.model)
 
@@ -138,7 +138,7 @@ class LanguageLearner:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
-        self.teacher: Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]] | None = None  # scores as `logprobs`
+        self.teacher: Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]] | None = None  # like `logprobs`
         self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
 
@@ -148,8 +148,8 @@ class LanguageLearner:
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
-        `config.epochs`. Samples are distributed round-robin, so that each batch has samples of every prompt; those of
-        one group stay together. Batches without any gradient are left out."""
+        `config.epochs`. Groups of samples are distributed round-robin and not split, so that each batch has samples of
+        every prompt. Batches without any gradient are left out."""
         if not samples:
             return []
         hands = by_group(samples)
@@ -173,7 +173,7 @@ class LanguageLearner:
         return total
 
     async def _yield_to_others(self, seconds: float) -> None:
-        """Lets other coroutines run; while the sampler has requests, for up to `seconds`."""
+        """Lets other coroutines run once, or for up to `seconds` while the sampler has requests."""
         until = time.perf_counter() + seconds
         await asyncio.sleep(0)
         while isinstance(self.sampler, Sampler) and self.sampler.has_requests and time.perf_counter() < until:
@@ -236,7 +236,7 @@ class LanguageLearner:
 
     def export(self, folder: Path) -> None:
         """Exports the current weights for `load_exported` in another process."""
-        assert isinstance(self.weights, Exportable)  # weights on a server are sampled there
+        assert isinstance(self.weights, Exportable)  # a server samples its own weights, so they are not exported
         self.weights.export(folder)
 
     def load_exported(self, folder: Path, version: int) -> None:

@@ -42,13 +42,14 @@ class LMPolicyConfig(AdamConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto": bfloat16 on CUDA and float32 on CPU; float32 for a full model in training."""
     quantize: Quantization | None = None
-    """Quantises the base's linear layers, under adapters (QLoRA): "nf4" 4.5 bits a weight, "int8" 8. null: not."""
+    """Quantises the base's linear layers, under adapters (QLoRA): "nf4" (4.5 bits per weight) or "int8" (8 bits). null:
+    no quantisation."""
     long_context: bool = False
-    """LongRoPE's long factors for sequences of every length, which may then exceed the base's original length."""
+    """Use LongRoPE's long factors for all sequences, which may then exceed the base's original context length."""
 
     @property
     def prompt_options(self) -> dict[str, Any]:
-        """Options of a `LanguagePolicy` that decide its prompts."""
+        """Options of a `LanguagePolicy` that determine its prompts."""
         return {"system": self.system, "history": self.history, "context": self.context}
 
 
@@ -61,7 +62,7 @@ class LMLearnerConfig(LMPolicyConfig):
     """Number of passes over the samples of a training step."""
     optimizer: OptimizerName = "adamw"
     """Optimizer: "adamw"; "adamw_8bit", whose moments take a quarter of the memory (needs bitsandbytes); or "muon" for
-    matrices of the adapter or of the layers, with AdamW for all else, at AdamW's learning rate."""
+    the matrices of the adapter or of the layers, with AdamW for all other weights, both at AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the end of the run, linearly or as a cosine."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
@@ -70,7 +71,7 @@ class LMLearnerConfig(LMPolicyConfig):
     """Maximum number of tokens of a micro-batch, counted before prefixes are shared. Lower it if memory runs out."""
     precision: Precision = "auto"
     """Dtype of the matrix products of training passes. "auto": bfloat16 for a full model on CUDA, whose weights are
-    then kept in float32; otherwise the dtype of the weights."""
+    then stored in float32; otherwise the dtype of the weights."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: recomputes each decoder layer in the backward pass instead of keeping its activations.
     Saves memory, costs time."""
@@ -92,8 +93,8 @@ class LoraPolicyConfig(LoraVariantsConfig, LMLearnerConfig):
     type: Literal["lora"] = "lora"
     """Kind of policy: a LoRA adapter in training."""
     lr: float | None = Field(None, ge=0, le=1_000_000)  # type: ignore[assignment]
-    """Learning rate, at least 0. null: by the parameters of the base, 1e-3 below 20 million (the shipped bases), 2e-4
-    below a billion, else 1e-4."""
+    """Learning rate, at least 0. null: depends on the base's number of parameters: 1e-3 below 20 million (the shipped
+    bases), 2e-4 below a billion, else 1e-4."""
     rank: int = Field(8, ge=1, le=4096)
     """Rank of the adapter's matrices, 1 to 4096."""
     alpha: float = Field(16.0, gt=0)
@@ -116,9 +117,9 @@ class FullPolicyConfig(LMLearnerConfig):
     lr: float = Field(2e-4, gt=0, le=1_000_000)
     """Learning rate, above 0."""
     reference: ReferenceKind = "none"
-    """Reference of a KL penalty or a preference loss, the weights at the start of the stage: a `copy` in the memory of
-    the device, or on `disk` in a temporary file, which is read whole for every micro-batch of a reference pass. `none`:
-    for algorithms without a reference."""
+    """Where the reference of a KL penalty or a preference loss (the weights at the start of the stage) is stored: as a
+    `copy` in the memory of the device, or on `disk` in a temporary file, which is read whole for every micro-batch of a
+    reference pass. `none`: for algorithms without a reference."""
 
     @model_validator(mode="after")
     def _not_quantized(self) -> Self:
@@ -130,8 +131,8 @@ class FullPolicyConfig(LMLearnerConfig):
 
 
 def default_lora_lr(num_parameters: int) -> float:
-    """Returns the learning rate of an adapter on a base of this size, if the config gives none: a cautious value, from
-    which to search upwards."""
+    """Returns the learning rate of an adapter on a base of this size if the config sets none: a cautious value; a
+    search should try larger ones."""
     return next(lr for limit, lr in LORA_LEARNING_RATES if num_parameters < limit)
 
 
@@ -144,7 +145,7 @@ def base_parameters(base: str) -> int:
 
 
 def autocast_dtype(config: FullPolicyConfig, device: str) -> torch.dtype | None:
-    """Returns the autocast dtype of a full model's passes; None if it is that of its weights."""
+    """Returns the autocast dtype of a full model's passes; None if they use the dtype of the weights."""
     auto = "bfloat16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
     return AUTOCAST_DTYPES.get(auto if config.precision == "auto" else config.precision)
 

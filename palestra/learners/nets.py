@@ -1,4 +1,4 @@
-"""Base of the learners of small networks (stacks of them: policy_stack.py), with state as arrays.
+"""Base class of learners of small networks (in stacks, see policy_stack.py); their state is saved as arrays.
 
 Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats, `G` numbers of the global
 features.
@@ -81,13 +81,13 @@ class NetLearner(ABC):
         self.names = list(seats)
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
-                "communication_rounds: seats that communicate are trained together, which only ppo, a2c and trpo do: "
+                "communication_rounds: seats that communicate must be trained together, as only ppo, a2c and trpo do: "
                 "use one of these, or leave communication_rounds out"
             )
         if not self.trains_transformers and any(p.attention_type != "softmax" for p in self.policies.values()):
             raise ValueError(
-                "attention_type: only the transformer of algorithm mat has a choice of attention: use type: mat, or "
-                "leave attention_type out"
+                "attention_type applies only to the transformer of algorithm mat: use type: mat, or leave "
+                "attention_type out"
             )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
@@ -96,7 +96,7 @@ class NetLearner(ABC):
         )
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
-        """Returns the seat mapping of each stack: which policies are trained in one pass."""
+        """Returns the seat mapping of each stack: the policies of a stack are trained in one pass."""
         return group_into_stacks(self.env, seats, dict(self.policies))
 
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
@@ -186,8 +186,8 @@ class NetLearner(ABC):
         """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError if a gradient since the last call was not finite, on a device where `update` does
-        not wait for them."""
+        """Raises FloatingPointError if a gradient was not finite since the last call. On a GPU, `update` does not wait
+        for the norms that show it."""
         for optimizer in self.optimizers().values():
             optimizer.check_finite()
 
@@ -204,7 +204,7 @@ class NetLearner(ABC):
         return [stack.build_policy(greedy_selector(stack.head)) for stack in self.stacks]
 
     def acting_tensors(self) -> list[Tensor]:
-        """Returns the tensors that players act by (weights and norms) of every stack, in order."""
+        """Returns the tensors that players use to act (weights and norms) of every stack, in order."""
         kept = [stack.net for stack in self.stacks] + [stack.norm for stack in self.stacks if stack.norm]
         return [tensor for module in kept for tensor in module.state_dict().values()]
 

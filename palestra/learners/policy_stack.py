@@ -1,4 +1,5 @@
-"""Stacked policies of small networks: their state, their optimizer with clipping per member, and the files of one.
+"""Stacks of small-network policies: their state, their optimizer (which clips each member's gradient), and the files of
+a single policy.
 
 Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats.
 """
@@ -50,8 +51,7 @@ class NetPolicyConfig(NetConfig):
     adam_eps: float = Field(1e-5, gt=0)
     """Constant added to Adam's denominator."""
     normalize_observations: bool = False
-    """Scale observations, and the inputs of central critics and mixers, by their running mean and
-    deviation."""
+    """Normalise observations, and the inputs of central critics and mixers, by their running mean and deviation."""
     seat_one_hot: bool = False
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
@@ -59,12 +59,13 @@ class NetPolicyConfig(NetConfig):
     def _entities_look_alike(self) -> Self:
         if self.graph_neighbours is not None and self.encoder != "graph":
             raise ValueError(
-                "graph_neighbours: they are the edges of encoder: graph: set it, or leave graph_neighbours out"
+                "graph_neighbours sets the edges of encoder: graph: set encoder: graph, or leave graph_neighbours out"
             )
         if self.encoder != "flat" and self.normalize_observations:
             raise ValueError(
-                f"normalize_observations: encoder: {self.encoder} embeds all entities of a kind alike, and takes zeros "
-                "for absent ones, so their columns are not scaled one by one: leave normalize_observations out"
+                f"normalize_observations: encoder: {self.encoder} embeds all entities of a kind with the same weights, "
+                "and absent ones are zeros, so their columns must not be scaled one by one: leave "
+                "normalize_observations out"
             )
         return self
 
@@ -84,8 +85,8 @@ def single_process_sum(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GradientSync:
-    """Gradient synchronisation of several processes that train the same networks; this one has the number `rank`. With
-    one process it does nothing."""
+    """Gradient synchronisation of several processes that train the same networks; this process is `rank`. With one
+    process it does nothing."""
 
     all_reduce: SumOverProcesses = single_process_sum
     num_processes: int = 1
@@ -100,9 +101,9 @@ class GradientSync:
 class StackedAdam:
     """Adam over a stack of networks (Kingma & Ba, 2015); each member's gradient is clipped separately.
 
-    All parameters are stored in one float32 array [P, D], of which the module's parameters are views: a step takes a
-    handful of operations for any number of layers. For small networks the number of operations determines the cost.
-    It works on the module's device. On a GPU a step does not wait for its norms: see `check_finite`.
+    All parameters are stored in one float32 array [P, D], of which the module's parameters are views, so a step takes
+    few operations for any number of layers: their number determines the cost for small networks. It works on the
+    module's device. On a GPU a step does not wait for its norms: see `check_finite`.
     """
 
     def __init__(
@@ -114,14 +115,14 @@ class StackedAdam:
         for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
             p.data = own.view(p.shape)
         self.step_count = self.flat.new_zeros(())
-        self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # set on other devices only
+        self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # not used on a CPU
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
 
     def step(self, loss: Tensor, progress: float) -> Tensor:
-        """Makes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
+        """Takes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
 
-        Raises `NonFiniteGradient` if a gradient is not finite, before anything is changed; on a GPU nothing is changed
-        either, and `check_finite` raises.
+        If a gradient is not finite, the step changes nothing and raises `NonFiniteGradient`; on a GPU it changes
+        nothing and `check_finite` raises later.
         """
         parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         gradient = torch.cat([part.flatten(1) for part in parts], 1)
@@ -142,14 +143,14 @@ class StackedAdam:
         return torch.tensor(scales)
 
     def _scales_on_device(self, norms: Tensor) -> Tensor:
-        """Returns the factors [P] that clip gradients of norms [P], without waiting for them; notes which are not
-        finite."""
+        """Returns the factors [P] that clip gradients of norms [P], without waiting for the device; records in `failed`
+        which norms are not finite."""
         self.failed |= ~torch.isfinite(norms)
         return (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
 
     def check_finite(self) -> None:
-        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite, on a device where steps do not
-        wait for their norms."""
+        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite. Does nothing on a CPU, where the
+        step itself raises."""
         if self.failed.is_cpu:
             return
         for name, failed in zip(self.names, self.failed.tolist(), strict=True):
@@ -158,8 +159,8 @@ class StackedAdam:
 
     @torch.no_grad()
     def _adam_step(self, gradient: Tensor, lr: float) -> None:
-        """One step of `torch.optim.Adam`, by the operation that it calls: its class imports the compiler, which takes
-        two seconds of every process, and its function takes five times as long as the operation."""
+        """Takes one step of `torch.optim.Adam`, by the operation that it calls internally. The class imports torch's
+        compiler, which takes two seconds in every process, and its functional form takes five times as long."""
         self.step_count += 1
         torch._fused_adam_(
             [self.flat],
@@ -281,7 +282,7 @@ def read_frozen_member(
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seat_mapping.action_space)
-    shape = replace(seat_mapping, names=("",))  # equal for all members that are alike
+    shape = replace(seat_mapping, names=("",))  # without the name, members of one shape share a cached network
     pattern = _pattern(facts.get("network", "Net"), shape, facts["head"], config.model_dump_json())
     arrays = read_arrays(folder / "policy.safetensors")
     net = with_member_weights(pattern, arrays)
@@ -299,8 +300,8 @@ def plays_team(folder: Path) -> bool:
 
 @lru_cache(maxsize=16)
 def _pattern(network: str, seat_mapping: SeatMapping, head: str, config_json: str) -> Net:
-    """Returns a network of the class `network` for the seats of a policy, with any weights; made once for each shape,
-    because initialising one takes far longer than reading its weights."""
+    """Returns a network of the class `network` for the seats of a policy, with arbitrary weights. It is built once for
+    each shape, since initialising a network takes far longer than reading its weights."""
     config, generators = NetPolicyConfig.model_validate_json(config_json), make_generators([0])
     shape, team_size, entities = seat_mapping.input_shape, len(seat_mapping.seats[0]), seat_mapping.entities
     if network == MultiAgentTransformer.__name__:

@@ -1,7 +1,7 @@
-"""A critic with an adapter of its own, beside the adapter of a policy on the same base.
+"""A critic with an adapter of its own, on the same base as the policy's adapter.
 
-It reads what the policy reads, or, as a central critic, the prompts of all seats. Its value loss does not move the
-policy, and it costs a pass and an adapter more.
+It reads the policy's tokens or, as a central critic, the prompts of all seats. Its value loss does not change the
+policy. It costs an additional pass and an additional adapter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample
 
 CRITIC_DIR = "critic"  # subfolder of a checkpoint
-VALUE_OPTIONS = ("value_coef", "value_clip")  # options of a loss that are the critic's
+VALUE_OPTIONS = ("value_coef", "value_clip")  # loss options that apply to the critic
 
 
 class SeparateCriticWeights(LocalWeights):
@@ -41,10 +41,10 @@ class SeparateCriticWeights(LocalWeights):
         seed: int,
         group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Raises ValueError for a full model: its critic would be an adapter on weights that move."""
+        """Raises ValueError for a full model: its critic would be an adapter on weights that are trained."""
         if isinstance(config, FullPolicyConfig):
             raise ValueError(
-                "critic: separate and central are an adapter on the policy's base, which a full model trains: set "
+                "critic: separate and central are an adapter on the policy's base, which type: full trains too: set "
                 "type: lora, or critic: shared"
             )
         super().__init__(config, engine, seed=seed, group=group)
@@ -78,8 +78,8 @@ class SeparateCriticWeights(LocalWeights):
             yield total | {name: figure for name, figure in so_far.items() if name != "loss"}
 
     def optim_step(self, adam: AdamConfig) -> Metrics:
-        """Makes a step of the policy, and one of the critic with `critic_lr` and `critic_max_grad_norm` for both its
-        adapter and its head; `critic_grad_norm` is the norm of both."""
+        """Takes a step of the policy, and one of the critic's adapter and head with `critic_lr` and
+        `critic_max_grad_norm`. The metric `critic_grad_norm` is the norm over adapter and head."""
         metrics = self.trainer.optim_step(adam)
         if not self._has_gradient:
             return metrics
@@ -93,8 +93,8 @@ class SeparateCriticWeights(LocalWeights):
         return self.critic.values(self._critic_samples(samples))
 
     def _critic_samples(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns what the critic reads: the samples themselves, or, if they have `critic_ids`, these with one token
-        more, whose place has the value."""
+        """Returns the samples as the critic reads them: unchanged, or with `critic_ids` as the prompt and a single
+        token, at which the value is read."""
         limit = max_positions(self.trainer.engine)
         longest = max((len(s.critic_ids) for s in samples if s.critic_ids is not None), default=0)
         if limit and longest > limit:

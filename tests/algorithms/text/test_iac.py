@@ -389,7 +389,7 @@ def test_central_critic_of_tokens_is_refused():
 def test_full_model_with_a_separate_critic_is_refused(base):
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 1}}
     policies = {"guide": full, "walker": {"type": "scripted", "answers": ["0"]}}
-    with pytest.raises(ValueError, match=r"which a full model trains: set type: lora, or critic: shared"):
+    with pytest.raises(ValueError, match=r"which type: full trains too: set type: lora, or critic: shared"):
         build(whisper(base, steps=1, policies=policies, algorithm={"critic": "separate"}))
 
 

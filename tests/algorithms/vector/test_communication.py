@@ -120,7 +120,7 @@ def test_messages_reach_the_own_team_only(tmp_path: Path) -> None:
 
 def test_incompatible_settings_are_refused() -> None:
     policy = NetPolicyConfig(communication_rounds=1)
-    with pytest.raises(ValueError, match="communication_rounds: seats that communicate are trained together"):
+    with pytest.raises(ValueError, match="communication_rounds: seats that communicate must be trained together"):
         DQN().build_learner(Polls(4), {"a": [0, 1, 2]}, {"a": policy}, {"a": 0})
 
 

@@ -263,7 +263,7 @@ def test_incompatible_settings_are_refused() -> None:
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(hidden=[8], attention_heads=3))
     with pytest.raises(ValueError, match="8 heads have one unit each"):
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(hidden=[8], attention_heads=8, attention_type="retention"))
-    with pytest.raises(ValueError, match="attention_type: only the transformer of algorithm mat"):
+    with pytest.raises(ValueError, match="attention_type applies only to the transformer of algorithm mat"):
         PPO().build_learner(Countdown(2), {"a": [0, 1]}, {"a": small("retention")}, {"a": 0})
 
 
