@@ -20,7 +20,8 @@ class ContextLengthExceeded(ValueError):
 
 
 def request_error(message: str) -> ValueError:
-    """Returns the error of a request that a server refused; `ContextLengthExceeded` if its message says so."""
+    """Returns the error for a request that a server refused with `message`: `ContextLengthExceeded` if the message says
+    that the prompt is too long, else a ValueError."""
     said = message.lower()
     return ContextLengthExceeded(message) if any(text in said for text in CONTEXT_MESSAGES) else ValueError(message)
 
@@ -32,7 +33,7 @@ class Query:
     `role` is the env's description of the seat's role; `seed` determines the answers; `history` holds this seat's
     earlier (observation, answer) pairs of the trajectory, oldest first, for policies with a history. `legal_actions`
     lists the legal actions (None: not restricted). `expert`, if the env has one, returns the action of an expert that
-    knows the solution; for an env on another machine it is awaitable.
+    knows the solution; for an env on another machine the result is awaitable.
     """
 
     role: str

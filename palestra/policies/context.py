@@ -1,7 +1,7 @@
-"""The budget of a conversation: long tool results are cut, and a conversation that outgrows it is rewritten.
+"""The token budget of a conversation: long tool results are cut, and a conversation above the budget is rewritten.
 
 A policy is trained on exactly the tokens that it saw: an answer's prompt is the rewritten conversation, and later turns
-continue from it until it outgrows the budget again.
+continue from it until it exceeds the budget again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class ContextConfig(StrictModel):
     """Budget of the conversations that a policy sees."""
 
     max_tokens: int | None = Field(None, ge=1)
-    """Largest number of tokens of a prompt. A conversation beyond it is rewritten by `compress`. null: no limit but the
-    base's, at which a trajectory ends, truncated."""
+    """Largest number of tokens of a prompt. A longer conversation is rewritten by `compress`. null: only the base's own
+    limit, at which a trajectory ends, truncated."""
     target: float = Field(0.5, gt=0, le=1)
-    """Share of `max_tokens` to which a conversation is rewritten. Lower values rewrite less often; between rewrites a
-    turn computes its new tokens only."""
+    """Share of `max_tokens` to which a conversation is rewritten. Lower values rewrite less often; between rewrites
+    only the new tokens of a turn are computed."""
     compress: str = "drop_oldest"
     """How a conversation is rewritten: "drop_oldest" drops the oldest tool results and then the oldest turns;
     "module:function" is a function of your own, `compress(messages, limit, count_tokens)`, which returns messages of at
     most `limit` tokens and may be a coroutine function."""
     max_tool_tokens: int | None = Field(None, ge=1)
-    """Largest number of tokens of a tool's result. A longer one is cut, with a mark that says so. null: no limit."""
+    """Largest number of tokens of a tool's result. A longer one is cut and marked as cut. null: no limit."""
 
     @field_validator("compress")
     @classmethod
@@ -62,11 +62,11 @@ def load_compressor(path: str) -> Compressor:
 
 
 def drop_oldest(messages: Sequence[Json], limit: int, count_tokens: CountTokens) -> list[Json]:
-    """Returns the messages with as few of the oldest tool results replaced by a mark as `limit` tokens need, and if
-    that is not enough, without as few of the oldest turns.
+    """Returns the messages shortened to `limit` tokens: the oldest tool results are replaced by a mark, as few as
+    possible; if all are replaced and that is not enough, the oldest turns are dropped, as few as possible.
 
-    What precedes the first answer, and the last answer with what follows it, stay. A turn is an answer with the
-    messages up to the next one. The result exceeds `limit` if these alone do.
+    A turn is an answer with the messages up to the next answer. The messages before the first answer and the last turn
+    are never dropped; the result exceeds `limit` if these alone do.
     """
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     results = [i for i, message in enumerate(messages[:last]) if message["role"] == "tool"]
@@ -97,7 +97,8 @@ def _marked(head: list[Json], mark: str) -> list[Json]:
 
 
 def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the smallest number for which `is_enough`, which stays true once it is; `most` if it is for none."""
+    """Returns the smallest number below `most` for which `is_enough` is true, or `most` if there is none. `is_enough`
+    must stay true for larger numbers."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -42,7 +42,7 @@ class EndpointPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, requested concurrently, each with its own seed. Raises ContextLengthExceeded if
-        the endpoint refuses the prompt as too long for its model, and EndpointError if it gives no answer for another
+        the endpoint refuses the prompt as too long for its model, and EndpointError if there is no answer for another
         reason."""
         asked = [self._ask(query, i) for i in range(query.n)]
         return [Answer(render_message(message), self.name) for message in await asyncio.gather(*asked)]

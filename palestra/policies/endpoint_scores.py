@@ -1,8 +1,8 @@
 """Log-probabilities of answers under a model behind an endpoint: the teacher of on-policy distillation.
 
 The API is vLLM's: `POST /v1/completions` with token ids as the prompt and `prompt_logprobs: 0` returns the
-log-probability of every prompt token, at temperature 1. `palestra serve-sampler` has it too. Token ids are the
-student's: the endpoint's model must have its vocabulary.
+log-probability of every prompt token, at temperature 1. `palestra serve-sampler` has it too. The token ids are the
+student's, so the endpoint's model must have the same vocabulary.
 
 Shapes: `P` prompt tokens, `T` answer tokens.
 """
@@ -35,7 +35,7 @@ async def answer_logprobs_at(endpoint: Endpoint, samples: Sequence[Sample]) -> l
     try:
         return list(await asyncio.gather(*map(one, samples)))
     except EndpointError as error:
-        raise ValueError(f"a teacher does not score: {error}. Continue the run with --resume") from error
+        raise ValueError(f"a teacher gives no scores: {error}. Continue the run with --resume") from error
 
 
 async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.ndarray:
@@ -63,7 +63,7 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
 
 
 def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:
-    """Returns the log-probabilities in a response; None unless it has a finite one of each token but the first."""
+    """Returns the log-probabilities in a response; None unless there is a finite one for each token but the first."""
     try:
         tokens = response.json()["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], token_ids[1:], strict=True)

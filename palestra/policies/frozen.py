@@ -41,7 +41,7 @@ class NetMember:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """The network's weights by name, without gradients: a mixture of many members asks for them each time."""
+        """The network's weights by name, without gradients; cached, since mixtures of many members read them often."""
         return {name: parameter.detach() for name, parameter in self.net.named_parameters()}
 
     @cached_property
@@ -85,22 +85,22 @@ FrozenMember = NetMember | TableMember | UniformMember
 @dataclass
 class ActBatch:
     """Rows [R] that a group acts for: seat `seat_index[r]` of game `env_index[r]`, played by the group's member
-    `member_index[r]` (int64 each). `memory` [R, H] float32 is the recurrent state; `is_first` [R] bool marks the first
-    step of a game."""
+    `member_index[r]` (int64 each). `recurrent_state` is [R, H] float32; `is_first` [R] bool marks the first step of a
+    game."""
 
     frame: VectorStep
     env_index: np.ndarray
     seat_index: np.ndarray
     member_index: np.ndarray
-    recurrent_state: Tensor  # [R, H]
+    recurrent_state: Tensor
     is_first: np.ndarray
     rng: np.random.Generator
     generator: torch.Generator
 
 
 class MemberGroup(Protocol):
-    """Members that are evaluated together. A recurrent group (`memory` > 0 units) acts for all rows at every step, to
-    update their states."""
+    """Members that are evaluated together. A recurrent group (`recurrent_units` above 0) acts for all rows at every
+    step, to update their states."""
 
     @property
     def recurrent_units(self) -> int: ...
@@ -134,7 +134,7 @@ class UniformGroup:
 
 class NetGroup:
     """Networks of one shape. Rows are arranged in blocks of one member each, and all blocks pass through one batched
-    product: the cost is at most twice that of the rows, however unevenly they are distributed over the members."""
+    product. Padding at most doubles the cost, however unevenly the rows are distributed over the members."""
 
     def __init__(self, members: Sequence[NetMember]) -> None:
         first = members[0]
@@ -186,7 +186,7 @@ class NetGroup:
         return torch.cat([obs, torch.eye(self.seat_mapping.num_seats)[torch.from_numpy(rows.seat_index)]], -1)
 
     def _become(self, members: Tensor) -> None:
-        """Sets the weights of the network to those of the member of each block."""
+        """Sets the weights of each block's network to the weights of the block's member in `members` [K]."""
         for name, parameter in self.net.named_parameters():
             parameter.data = self.weights[name].index_select(0, members)
 
@@ -231,7 +231,9 @@ class InfoStateIndex:
         self.bits = self.observations.view(np.int32)
         self.slots = np.full(1 << (2 * len(observations)).bit_length(), -1, np.int64)
         if (twice := _fill(self.slots, self.bits)) >= 0:
-            raise ValueError(f"information state {twice} looks like an earlier one, so a table cannot distinguish them")
+            raise ValueError(
+                f"information state {twice} has the observation of an earlier one, so a table cannot distinguish them"
+            )
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """Returns the information states of observations [R, V], int64 [R]; -1 for an unknown one."""
@@ -255,8 +257,8 @@ class TableGroup:
         lost = _draw(self.index.slots, self.index.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
         if lost >= 0:
             raise ValueError(
-                f"a member is a table that does not know what seat {rows.seat_index[lost]} sees: it is of another "
-                "game, or of other options of this one"
+                f"a tabular member has no entry for an observation of seat {rows.seat_index[lost]}: it is of another "
+                "game, or of this game with other options"
             )
         return actions, None
 

@@ -1,4 +1,4 @@
-"""A language model policy whose running answers go on with newer weights (in-flight weight updates)."""
+"""A language model policy whose running answers continue with newer weights (in-flight weight updates)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ KVUpdate = Literal["keep_kv", "recompute_kv"]
 
 
 class InFlightPolicy:
-    """Plays with the weights at the last `update`, also within an episode and within an answer.
+    """Plays with the weights of the last `update`, which take effect also within an episode and within an answer.
 
-    `current` returns the learner's policy at its current weights, whose sampler must be in this process. `kv_update` is
-    what happens to the keys and values of running answers, see `Sampler.replace_adapter`. Each answer has the version
-    of each of its tokens. `name` has the version of the weights that a new answer begins with.
+    `current` returns the learner's policy at its current weights, whose sampler must be in this process. `kv_update`
+    determines whether the keys and values of running answers are computed again, see `Sampler.replace_adapter`. Each
+    answer has the version of each of its tokens. `name` has the version of the weights that a new answer starts with.
     """
 
     def __init__(self, current: Callable[[], LanguagePolicy], kv_update: KVUpdate) -> None:
@@ -27,8 +27,8 @@ class InFlightPolicy:
         self.name = self._policy.name
 
     def update(self) -> None:
-        """Takes the learner's current weights: for running answers from their next token on, and for all later
-        ones."""
+        """Switches to the learner's current weights: running answers use them from their next token on, and so do all
+        later answers."""
         old, new = self._policy, self._current()
         if new is old:
             return
@@ -37,5 +37,5 @@ class InFlightPolicy:
             old.sampler.replace_adapter(old.adapter, new.adapter, recompute=self.kv_update == "recompute_kv")
 
     async def act(self, query: Query) -> list[Answer]:
-        """Returns `query.n` answers, which began with the current weights."""
+        """Returns `query.n` answers, which start with the current weights."""
         return await self._policy.act(query, lambda: self._policy)

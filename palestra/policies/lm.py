@@ -67,8 +67,8 @@ class ChatEncoder:
         return self._first(_cache_key([to_template_message(m) for m in messages]), _cache_key(conversation.tools))
 
     def encode_shared(self, conversation: Chat, system: str | None) -> np.ndarray:
-        """Returns the tokens [P] int32 with which all prompts begin whose first `num_shared` messages are those of
-        `conversation`; none without such messages."""
+        """Returns the tokens [P] int32 with which every prompt begins that has the same first `num_shared` messages as
+        `conversation`; no tokens if `num_shared` is 0."""
         shared = conversation.messages[: conversation.num_shared]
         if not shared:
             return NO_TOKENS
@@ -80,18 +80,19 @@ class ChatEncoder:
 
     def encode_next_turn(self, earlier: np.ndarray, answer: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Returns the prompt [P] int32 of a later turn: earlier prompt, sampled answer, and the template's text between
-        an answer and the next one, with the new `messages` in it. The answer ends as the template ends it, once."""
+        an answer and the next one, which contains the new `messages`. The template's end of an answer appears once,
+        whether or not the answer contains it."""
         between, end = self._next(_cache_key([to_template_message(m) for m in messages]))
         last = int(answer[-1]) if len(answer) else None
         if end is not None and last == between[end]:
             return np.concatenate([earlier, answer, between[end + 1 :]])
         if end is not None and last in self._special_ids:
-            answer = answer[:-1]  # an end of another kind than the template's
+            answer = answer[:-1]  # the answer ended with a different end token than the template's
         return np.concatenate([earlier, answer, between])
 
     def cut_results(self, messages: Sequence[Message], limit: int | None) -> list[Message]:
-        """Returns the messages with the results of tools cut after their first `limit` tokens (None: not), and a mark
-        where they were."""
+        """Returns the messages with the results of tools cut after their first `limit` tokens (None: no cut), with a
+        mark at the end of each cut result."""
         return [self._cut(m, limit) if limit and m["role"] == "tool" else m for m in messages]
 
     def _cut(self, message: Message, limit: int) -> Message:
@@ -171,24 +172,24 @@ class LanguagePolicy:
     async def act(self, query: Query, newest: Callable[[], LanguagePolicy] | None = None) -> list[Answer]:
         """Returns `query.n` answers, each with its token ids and log-probabilities.
 
-        `newest` returns the policy that plays now (None: this one): its weights may change while the conversation is
-        rewritten, and while a prefix is computed.
+        `newest` returns the policy that plays at the time of the call (None: this one): weights may change while the
+        conversation is rewritten, and while a prefix is computed.
         """
         newest = newest or (lambda: self)
         prompt_ids, seen = await self._fitting_prompt(query), query.observation
         shared_ids = NO_TOKENS
         if isinstance(seen, Chat) and seen.num_shared:
             shared_ids = self.encoder.encode_shared(self._cut_results(seen), self.system)
-        # a conversation is kept for its next turn, unless most of its prompt is shared anyway
+        # keys and values of a conversation are kept for its next turn, unless a shared prefix has most of them
         keep = self.history == "conversation" or (isinstance(seen, Chat) and not len(shared_ids))
         async with newest()._cached_prefix(shared_ids):
-            current = newest()  # an update during the wait does not find a request that is not made yet
+            current = newest()  # weights may have changed while the prefix was computed
             request = Request(prompt_ids, query.n, current.sampling, current.adapter, query.seed, keep)
             sampled = await current.sampler.sample(request)
         return current._answers(prompt_ids, sampled)
 
     def _answers(self, prompt_ids: np.ndarray, sampled: Sequence[Completion]) -> list[Answer]:
-        """Returns the answers to a prompt [P] that this policy began."""
+        """Returns the sampled completions of a prompt [P] as answers of this policy."""
         return [
             Answer(
                 text=text,
@@ -207,7 +208,7 @@ class LanguagePolicy:
 
     @contextlib.asynccontextmanager
     async def _cached_prefix(self, ids: np.ndarray) -> AsyncIterator[None]:
-        """Context in which the sampler has keys and values of the prefix `ids` [P] of prompts, computed once for all
+        """Context in which the sampler has the keys and values of the prefix `ids` [P]. They are computed once for all
         calls that are in the context at the same time."""
         if not len(ids):
             yield
@@ -247,8 +248,8 @@ class LanguagePolicy:
         )
 
     async def _fitting_prompt(self, query: Query) -> np.ndarray:
-        """Returns the prompt's token ids [P] int32, of the conversation as `context` rewrites it if it has more tokens
-        than that allows. Raises ContextLengthExceeded if it still has."""
+        """Returns the prompt's token ids [P] int32. A conversation with more than `context.max_tokens` tokens is
+        rewritten first. Raises ContextLengthExceeded if it then still has more."""
         ids, limit = self.encode_prompt(query), self.context.max_tokens
         if limit is None or len(ids) <= limit:
             return ids
@@ -309,12 +310,13 @@ class DemonstrationPolicy:
 
 
 def token_versions(sampled: Completion, name: str) -> np.ndarray:
-    """Returns the version of the policy that sampled each token [T] int32; empty if it is that in `name` for all."""
+    """Returns the version of the policy that sampled each token [T] int32; empty if all tokens have the version in
+    `name`."""
     if all(adapter == name for _, adapter in sampled.adapters) or "@" not in name:
         return NO_TOKENS
     starts, names = zip(*sampled.adapters, strict=True)
     if any(adapter.split("@", 1)[0] != name.split("@", 1)[0] for adapter in names):
-        return NO_TOKENS  # a snapshot with a name of its own, which is never replaced
+        return NO_TOKENS  # a snapshot under another name is never replaced during an answer
     versions = np.array([int(adapter.split("@", 1)[1]) for adapter in names], np.int32)
     return versions.repeat(np.diff([*starts, len(sampled.token_ids)]))
 

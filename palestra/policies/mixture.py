@@ -1,4 +1,4 @@
-"""A mixture of frozen members as opponents: each game samples its members and keeps them until its end.
+"""A mixture of frozen members as opponents: members are sampled at the start of each game and play it to its end.
 
 Shapes: `B` games, `S` seats of the mixture, `L` line-ups, `F` games that ended, `H` recurrent units.
 """
@@ -67,8 +67,9 @@ class SelfPlaySampler:
 
 
 class LineupSchedule:
-    """Plays line-ups [L, S] in turn, each exactly `counts[l]` times; the tag is the line-up's index. Further games are
-    played by the last line-up with tag -1 and must not be counted: thus every scheduled game counts, long or short."""
+    """Plays line-ups [L, S] in turn, each exactly `counts[l]` times; the tag is the line-up's index. Games started
+    after that are played by the last line-up with tag -1 and must not be counted. Counting exactly the scheduled games
+    avoids a bias towards short ones."""
 
     def __init__(self, lineups: np.ndarray, counts: np.ndarray) -> None:
         rounds = np.concatenate([np.arange(n) for n in counts])
@@ -169,5 +170,5 @@ def cumulative_bounds(probabilities: Sequence[float]) -> np.ndarray:
     `searchsorted`. Raises ValueError for invalid probabilities."""
     found = np.asarray(probabilities, np.float64)
     if not len(found) or not np.isfinite(found).all() or (found < 0).any() or found.sum() <= 0:
-        raise ValueError(f"{list(probabilities)} are no probabilities: none may be negative, and one must be above 0")
+        raise ValueError(f"{list(probabilities)} are not probabilities: none may be negative, and one must be above 0")
     return np.cumsum(found[:-1]) / found.sum()

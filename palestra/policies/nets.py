@@ -18,7 +18,7 @@ from palestra.nets.on_device import as_tensor, make_generator, to_arrays
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.transformer import MultiAgentTransformer, SeatSelector
 
-# outputs [P, R, O], legal [P, R, A] or None, a generator -> actions [P, R, ...] and their log-probabilities [P, R]
+# outputs [P, R, O], action mask [P, R, A] or None, a generator -> actions [P, R, ...], log-probabilities [P, R] or None
 ActionSelector = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor, Tensor | None]]
 
 
@@ -93,7 +93,8 @@ class NetVectorPolicy:
         return actions.view(P, B, S, *actions.shape[2:]), by_seat, recurrent_state
 
     def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
-        """Returns the selector of the actions of one seat of each team; `masks` [P, B, S, A] are action masks."""
+        """Returns a function that selects the actions of one seat of each team; `masks` [P, B, S, A] are action
+        masks."""
 
         def choose(out: Tensor, seat: int) -> tuple[Tensor, Tensor | None]:
             return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)
@@ -126,8 +127,8 @@ def noisy_selector(head: BoundedHead, noise: CorrelatedNoise) -> ActionSelector:
 
 
 def uniform_selector(head: ActionHead, noise: CorrelatedNoise) -> ActionSelector:
-    """Returns an action selector that samples legal actions uniformly, continuous ones correlated as `noise` is: an
-    action is the quantile of its noise."""
+    """Returns an action selector that samples legal actions uniformly. A continuous action is the quantile of a sample
+    of `noise`, so successive actions are correlated as the noise is."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):

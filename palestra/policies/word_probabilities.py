@@ -1,7 +1,7 @@
-"""Exact probability that a language policy answers with a given word, over all tokenisations of the word.
+"""Exact probability that a language policy answers with a given word, summed over all tokenisations of the word.
 
-In a game small enough to be enumerated, a policy thus becomes a table of action probabilities by information state,
-whose best response and NashConv can be computed.
+In a game small enough to be enumerated, this gives the policy's action probabilities in every information state, from
+which its best response and NashConv can be computed.
 
 Shapes: `O` observations, `W` words, `T` tokens of a spelling.
 """
@@ -30,8 +30,8 @@ def word_probabilities(
     """Returns the probability [O, W] float64 that the answer to each query is exactly each of its `words` [O][<= W]; 0
     for missing words.
 
-    Answers with tokens that do not appear in their text, such as special ones, are not counted. A policy at temperature
-    0 has one answer to each query, with probability 1.
+    Answers that contain tokens without text, such as special tokens, are not counted. A policy at temperature 0 gives
+    one answer to each query, with probability 1.
 
     Raises ValueError for a policy whose answers are not sampled from the model's own distribution (other temperatures,
     top-k, top-p or stop conditions), since the model's probabilities are then not those of the policy.
@@ -60,7 +60,7 @@ def word_probabilities(
 def _only_answers(
     engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
 ) -> np.ndarray:
-    """Returns 1 [O, W] where a word is the answer, for a policy at temperature 0."""
+    """Returns [O, W] float64 for a policy at temperature 0: 1 where the word is its answer, else 0."""
     requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
     found = np.zeros((len(queries), max(map(len, words))))
     answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
@@ -107,6 +107,6 @@ def _check(policy: LanguagePolicy) -> None:
     changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
     if changed or sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos:
         raise ValueError(
-            f"policy {policy.name} does not draw its answers from the model's own distribution ({sampling}), so the "
-            "probability of an answer is not the model's: set temperature to 1, or to 0, and leave the rest as it is"
+            f"policy {policy.name} does not sample its answers from the model's own distribution ({sampling}), so "
+            "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
         )

@@ -204,7 +204,7 @@ def test_observations_are_found_in_the_index() -> None:
 
 
 def test_ambiguous_observations_are_refused() -> None:
-    with pytest.raises(ValueError, match="information state 2 looks like an earlier one"):
+    with pytest.raises(ValueError, match="information state 2 has the observation of an earlier one"):
         InfoStateIndex(np.array([[1, 0], [0, 1], [1, 0]], np.float32))
 
 
@@ -215,5 +215,5 @@ def test_table_of_another_game_is_refused() -> None:
     given = ActBatch(
         frame, here, here * 0 + 1, here * 0, torch.zeros(2, 0), here < 0, np.random.default_rng(0), noise(0)
     )
-    with pytest.raises(ValueError, match="does not know what seat 1 sees"):
+    with pytest.raises(ValueError, match="has no entry for an observation of seat 1"):
         group.act(given)

@@ -180,5 +180,5 @@ def test_equal_seeds_give_equal_play() -> None:
 
 @pytest.mark.parametrize("given", [[], [0.0, 0.0], [0.5, -0.1], [float("nan"), 1.0]])
 def test_invalid_probabilities_are_refused(given: list[float]) -> None:
-    with pytest.raises(ValueError, match="are no probabilities"):
+    with pytest.raises(ValueError, match="are not probabilities"):
         cumulative_bounds(given)

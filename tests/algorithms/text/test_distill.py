@@ -243,5 +243,5 @@ def test_a_teacher_behind_an_endpoint_scores_as_in_this_process(tmp_path):
         lines = read_lines(run_of(tmp_path, settings) / "metrics.jsonl")
         distances = [line["teacher_kl"] for line in lines if "teacher_kl" in line]
         assert len(distances) == 2 and np.allclose(distances, 0, atol=LOGPROB_ATOL)
-        with pytest.raises(ValueError, match=r"a teacher does not score: nobody at .* HTTP 404"):
+        with pytest.raises(ValueError, match=r"a teacher gives no scores: nobody at .* HTTP 404"):
             asyncio.run(answer_logprobs_at(EndpointConfig(url=f"{url}/v1", model="nobody"), samples))
