@@ -1,4 +1,4 @@
-"""The model card of a published agent: what it is, how it was trained, its results, how to load it."""
+"""Writes the model card of a published agent: its base, its results, its training, and how to load it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
 
 
 def _until(lines: list[Tree], step: int | None) -> list[Tree]:
-    """Returns an evaluation's lines up to the step of the weights."""
+    """Returns the lines of an evaluation that were written before or at the step of the weights."""
     return [line for line in lines if step is None or line["step"] < step]
 
 
 def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, evals: dict[str, list[Tree]]) -> Tree:
-    """The YAML header. The base is left out if it is not a repository of the hub."""
+    """Returns the YAML header as a tree. The base is left out if it is not a repository of the hub."""
     hub = base if HUB_REPO.fullmatch(base) else None
     adapter = agent.kind == "adapter"
     head: Tree = {"base_model": hub} if hub else {}
@@ -83,7 +83,7 @@ def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
     what = kind.get(agent.kind, "A small network that plays a vectorised game")
     env, learns = ", ".join(_kinds(tree)[:-1]), "".join(_kinds(tree)[-1:])
     trained = f", trained in {env} by {learns}" if env else ""
-    return f"{what}{trained} with palestra. There it is `{agent.versioned}`: after {agent.version} updates."
+    return f"{what}{trained} with palestra. Its name there is `{agent.versioned}`: {agent.version} updates."
 
 
 def _named(base: str) -> str:
@@ -102,14 +102,14 @@ def _is_known(base: str) -> bool:
 
 
 def _results(evals: dict[str, list[Tree]]) -> list[str]:
-    """Evaluation results before training and at the saved step; success with 95 % intervals."""
+    """Returns the section of evaluation results, before training and at the saved step; empty without any."""
     rows = [_row(name, lines) for name, lines in evals.items() if lines]
     if not rows:
         return []
     head = "| evaluation | episodes | metric | before training | this agent |\n|---|---:|---|---:|---:|"
     note = (
-        "Held-out episodes, everybody at the table as the config below seats them. Success with its 95 % Wilson "
-        "interval, returns with half of their normal one where it was noted."
+        "Held-out episodes, with the policies at the seats that the config below gives. Success has its 95 % Wilson "
+        "interval; returns have half the width of their normal 95 % interval where it was recorded."
     )
     return ["## Results", "\n".join([head, *[row for own in rows for row in own]]), note]
 
@@ -136,7 +136,7 @@ def _cell(text: str) -> str:
 
 
 def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
-    """Steps, seed, versions and the whole config."""
+    """Returns the section with steps, seed, versions and the whole config; empty for an agent without a run."""
     if agent.run is None:
         return []
     meta = json.loads((agent.run / "meta.json").read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
 
 
 def _command(words: list[str]) -> str:
-    """The command line, without the folder of the executable."""
+    """Returns the command line, without the folder of the executable."""
     return shlex.join([Path(words[0]).name, *words[1:]]).replace("`", "'")
 
 
@@ -169,7 +169,7 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
         vllm = f"```bash\nvllm serve {folder}\n```"
         return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
     rank = json.loads((agent.folder / "adapter_config.json").read_text())["r"]
-    first = "from palestra.engine.models import resolve_base  # palestra has or finds the base\n" if shipped else ""
+    first = "from palestra.engine.models import resolve_base  # finds a base by its name\n" if shipped else ""
     code = (
         f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"
@@ -192,5 +192,5 @@ def _vllm_rank(rank: int) -> int:
 def _licence(agent: TrainedAgent, base: str, licence: str | None) -> str:
     if licence:
         return f"These weights: {licence}. The base has a license of its own." if base else f"These weights: {licence}."
-    rest = " What was made of a base stays under that base's license." if base else ""
-    return f"Whoever trained these weights has stated none.{rest}"
+    rest = " Weights derived from a base remain under that base's license." if base else ""
+    return f"None was stated when these weights were published.{rest}"

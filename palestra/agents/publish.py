@@ -29,7 +29,7 @@ def publish(
 
     `merge` adds an adapter to its base and writes the whole model. `base_name` replaces the base's name in the
     published files, for bases that were a local folder in training. Raises ValueError if `out` exists, or if `merge` is
-    set for anything but an adapter.
+    set and the agent is not an adapter.
     """
     if out.exists():
         raise ValueError(f"{out} already exists: name a new folder, or remove that one")
@@ -75,8 +75,8 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
         raise ValueError(f"{agent.name} adapts the output layer of {base}, which shares its weights: publish unmerged")
     if not adapter.mergeable:
         raise ValueError(
-            f"{agent.name} has weights that are no pairs on linear layers (DoRA, adapted experts or modules trained in "
-            "full): publish it unmerged, or merge it with peft"
+            f"{agent.name} has weights other than pairs of matrices on linear layers (DoRA, adapted experts or modules "
+            "trained in full): publish it unmerged, or merge it with peft"
         )
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():

@@ -29,10 +29,10 @@ from palestra.web.completions import DRAIN_TIMEOUT_S, HTTP_LIMITS, ChatServer
 from palestra.web.server import FORCED_EXIT_DELAY_S, on_stop
 
 MAX_REQUESTS = 512  # concurrent requests
-CACHED_CHATS = 256  # conversations whose tokens are cached; those over `MAX_CACHED_CHARS` characters are not
-MAX_CACHED_CHARS = 2**16  # characters
+CACHED_CHATS = 256  # conversations whose tokens are cached
+MAX_CACHED_CHARS = 2**16  # longest conversation, in characters, whose tokens are cached
 COUNT_CHUNK_CHARS = 2**16  # characters tokenised at once when counting
-CHARS_PER_TOKEN = 8  # characters per token of the context: a longer conversation is counted chunk by chunk first
+CHARS_PER_TOKEN = 8  # conversations with more characters per token of the context are first counted chunk by chunk
 # Raised by chat templates for unexpected messages.
 TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, RecursionError)
 TOKENIZER_THREAD = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are not thread-safe
@@ -144,8 +144,8 @@ class ServedAgent:
 
 
 class ContextLimit:
-    """Checks that a conversation fits the base's context, without tokenising one that is far too long: that takes
-    hundreds of bytes per character."""
+    """Checks that a conversation fits the base's context. One that is far too long is not tokenised as a whole, which
+    would take hundreds of bytes per character."""
 
     def __init__(self, tokenizer: Any, engine: Engine) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_positions(engine) or 2**20
@@ -163,8 +163,8 @@ class ContextLimit:
         return size
 
     def _count(self, text: str) -> None:
-        """Counts tokens chunk by chunk; each chunk border can add a few tokens, so `CHARS_PER_TOKEN` per chunk are
-        subtracted."""
+        """Raises ValueError if `text` has more tokens than the context. Counts chunk by chunk; a chunk border can add a
+        few tokens, so `CHARS_PER_TOKEN` are subtracted per chunk."""
         tokens = 0
         for start in range(0, len(text), COUNT_CHUNK_CHARS):
             tokens += (
@@ -175,7 +175,7 @@ class ContextLimit:
                 raise self._too_long(f"more than {tokens:,} tokens")
 
     def _too_long(self, what: str) -> ValueError:
-        return ValueError(f"a conversation of {what} does not fit the {self.max_tokens:,} tokens that the base reads")
+        return ValueError(f"a conversation of {what} does not fit the base's context of {self.max_tokens:,} tokens")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -61,7 +61,7 @@ class TrainedAgent:
 
 def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) -> list[TrainedAgent]:
     """Returns the agents called `names` (empty: all) of a run, from the checkpoint after `step` steps (None: the
-    newest), or the one of a published folder. Raises ValueError if there are none."""
+    newest), or the agent in a published folder. Raises ValueError if there are none."""
     if not (path / "config.yaml").is_file():
         return [_published(path)]
     tree = load(path / "config.yaml")
@@ -76,7 +76,7 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
 def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
     """Returns the agent as a policy that samples. Raises ValueError for a network, which does not generate text."""
     if agent.kind == "network":
-        raise ValueError(f"{agent.name} is a network that plays a vectorised game: it answers no messages")
+        raise ValueError(f"{agent.name} is a network that plays a vectorised game: it cannot answer messages")
     speech = agent.lm_settings
     path: str | None = str(agent.folder)
     if agent.kind == "model" and agent.run is None:  # a published model is its own base
