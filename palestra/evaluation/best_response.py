@@ -26,10 +26,10 @@ from palestra.training.vector import play_eval
 from palestra.types import Seat
 
 RESPONSE = "response"
-# Algorithms whose policies can be trained at one seat alone, online. Others train a team, learn from recorded play, or
-# save the average of their responses.
+# Algorithms that can train a policy at a single seat, online. Others train a team, learn from recorded play, or save
+# the average of their responses.
 ONE_LEARNER = ("ppo", "a2c", "trpo", "dqn", "pqn", "sac", "ddpg", "td3")
-BATCHES = 10  # of evaluation episodes, each of other games, whose means give the standard error
+BATCHES = 10  # batches of evaluation episodes with different games; their means give the standard error
 NUM_ENVS = 256
 
 
@@ -45,17 +45,17 @@ def learn_best_responses(
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> list[ExploitResult]:
-    """Trains a response at each seat for `steps` joint env steps against the frozen policies at the other seats, and
-    returns its mean return over `episodes` episodes beside that of the policy it replaces.
+    """Trains a response at each seat for `steps` joint env steps against the frozen policies at the other seats.
+    Returns, for each seat, the mean returns over `episodes` episodes of the response and of the policy it replaces.
 
-    The response has the network and the algorithm of the run, or PPO if that trains a team, learns from recorded play
-    or is nfsp. `stderr` of a result is that of the gain: responses and the policies that they replace play different
-    games. `on_progress` is called with a line of text per finished seat. See `evaluate` for the other arguments and
-    errors.
+    The response has the network and the algorithm of the run, or PPO if the run's algorithm trains a team, learns from
+    recorded play or is nfsp. `stderr` is the standard error of the gain; responses and the policies that they replace
+    play different games. `on_progress` is called with a line of text per finished seat. See `evaluate` for the other
+    arguments and errors.
     """
     target = find_target(what, env or {}, checkpoint)
     if not target.is_vector:
-        raise ValueError(f"{what} is an env in words: learned responses are for networks in vectorised games")
+        raise ValueError(f"{what} is a text env: learned responses are for networks in vectorised games")
     results = []
     with open_vector_eval(target, env or {}, seats or {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
         own = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, seed)
@@ -64,15 +64,15 @@ def learn_best_responses(
             players = [*setup.players(_others(setup, seat)), response]
             mean, stderr = _mean_returns(setup.env, players, episodes, seed, part=number + 1)[number]
             results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0]))
-            on_progress(f"{seat} has learned; {number + 1} of {len(setup.env.seats)}")
+            on_progress(f"response of {seat} trained; {number + 1} of {len(setup.env.seats)}")
     return results
 
 
 def _mean_returns(
     env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, part: int = 0
 ) -> list[tuple[float, float]]:
-    """Returns the mean return and its standard error, by seat. Batches have env seeds of their own, and so do `part`s:
-    the means of players without randomness would else be equal in all batches, and their error 0."""
+    """Returns the mean return and its standard error, by seat. Each batch and each `part` has its own env seeds:
+    otherwise players without randomness would have equal means in all batches, and an error of 0."""
     each, played = -(-episodes // BATCHES), []
     for batch in range(part * BATCHES, (part + 1) * BATCHES):
         own_seed = derive_seed(seed, "eval", batch)

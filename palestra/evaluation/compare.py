@@ -50,16 +50,17 @@ def compare_populations(
     """Plays every member of one run against every member of another, `games` games each (none if payoffs are computed
     exactly), and returns the comparison.
 
-    Both runs are only read. `settings` override the config of the first run, whose workers play. `on_progress` is
-    called with (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two
-    seats.
+    Neither run is changed. `settings` override the config of the first run, whose workers play. `on_progress` is called
+    with (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two seats.
     """
     configs = [validate_population(load(path / "config.yaml")) for path in (ours, theirs)]
     _alike(configs, (ours, theirs))
     sides = [_side(number, read_record(path)) for number, path in enumerate((ours, theirs))]
     seats = sides[0].seats
     if len(seats) != 2:
-        raise ValueError(f"populations are compared in games of two; {ours} plays one of {len(seats)}")
+        raise ValueError(
+            f"only populations of two-seat games can be compared; the game of {ours} has {len(seats)} seats"
+        )
     setup = build_population(validate_population(override(load(ours / "config.yaml"), settings or [])))
     cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
@@ -94,8 +95,8 @@ def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
 
 
 def _side(number: int, record: PopulationRecord) -> PopulationSide:
-    """Members with weights get a numbered name, since two runs may use the same names; members without are identical in
-    both."""
+    """Returns one population. Members with weights get names that begin with `number`, since two runs may use the same
+    names; members without weights are identical in both runs."""
     called = {member.name: f"{number}:{member.name}" if member.weights else member.name for member in record.members}
     members = {player: [called[name] for name in names] for player, names in record.payoffs.members.items()}
     weighty = [member.name for member in record.members if member.weights]
@@ -105,8 +106,8 @@ def _side(number: int, record: PopulationRecord) -> PopulationSide:
 
 
 def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[MemberProfile]:
-    """Returns the line-ups by seat with the first population as player `own`: its members by rows, the other's by
-    columns."""
+    """Returns the line-ups, by seat, in which the first population is player `own`: every member of the first with
+    every member of the second, ordered by member of the first."""
     at = ours.seats.index(own)
     pairs = itertools.product(ours.members[own], theirs.members[ours.seats[1 - at]])
     return [(row, column) if at == 0 else (column, row) for row, column in pairs]

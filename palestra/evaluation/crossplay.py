@@ -1,4 +1,4 @@
-"""Plays games between members of a population that training left out of the payoff table."""
+"""Plays the games between members of a population that the payoff table lacks after training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def play_missing_cells(
     settings: list[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Plays every cell of the payoff table up to `games` games, on the workers of the run's config; returns the number
-    of cells played.
+    """Plays games until every cell of the payoff table has `games` games, on the workers of the run's config; returns
+    the number of cells played.
 
     Results are appended to crossplay.jsonl in the run as they arrive; a second call continues from there. `settings`
     override the config: `["backend.type=inline"]`. `on_progress` is called with (done, total) tasks. Raises
@@ -50,8 +50,8 @@ def play_missing_cells(
 
 
 def _missing(record: PopulationRecord, games: int) -> list[PlayTask]:
-    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. Task names determine
-    the seeds and count the existing lines, so that no game is drawn twice."""
+    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. A task's name
+    determines its seeds; it contains the number of existing lines, so that no game is played twice."""
     files = {member.name for member in record.members if member.weights}
     lacking: dict[int, list[MemberProfile]] = {}
     for members in record.payoffs.cells_below(games):

@@ -1,5 +1,5 @@
-"""Evaluation of trained policies: in any seats, swapped, or together with other policies. One function for language
-agents and for networks; text.py and vector.py play the episodes."""
+"""Evaluates trained policies: at any seats, swapped, or together with other policies. The same functions serve language
+agents and networks; text.py and vector.py play the episodes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class EvalOptions(TypedDict, total=False):
     greedy: bool
     """True: networks take their most probable action instead of sampling."""
     checkpoint: int | None
-    """Number of training steps before the checkpoint. None: the newest."""
+    """Number of training steps before the checkpoint. None: the newest checkpoint."""
     in_process: bool
-    """True: sample in this process, whatever sampler the config names."""
+    """True: sample in this process, even if the config sets a sampler."""
     samples: int
     """Times that language agents play each instance; above 1 for pass@k and majority vote."""
 
@@ -41,8 +41,8 @@ class EvalSetup(Protocol):
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays the same held-out episodes once with each of the assignments of policies to seats; see `evaluate` for
-        `on_progress`."""
+        """Plays the same held-out episodes with each assignment of policies to seats; returns one result per
+        assignment. See `evaluate` for `on_progress`."""
         ...
 
 
@@ -59,14 +59,13 @@ def evaluate(
 ) -> EvalResult:
     """Plays `episodes` held-out episodes and returns the result.
 
-    `what` is a run, RUN:NAME, whose policy NAME then plays every seat, a config, or an env. `env` changes options of
-    the env; text envs are played on split "test" unless it names another, games of a run with the env options that its
-    own evaluations share. `seats` maps seats (`*` and `?` are
-    wildcards) to names of policies: one of the run's, RUN:NAME, "random", for language agents also "base" (the
-    untrained base of the first policy), "expert", "human" or an endpoint as URL#MODEL, for networks "script:NAME".
-    `swap` exchanges the policies of two seats. `on_progress` is called with the number of episodes played and the
-    number of all, after each episode of language agents, and after all of networks. `options` are those of
-    `EvalOptions`.
+    `what` is a run, a policy of a run as RUN:NAME (it then plays every seat), a config, or an env. `env` changes
+    options of the env. Text envs are played on split "test" unless `env` names another; vectorised envs have the
+    options that the run's own evaluations share. `seats` maps seats (`*` and `?` are wildcards) to names of policies:
+    one of the run's, RUN:NAME, "random"; for language agents also "base" (the untrained base of the first policy),
+    "expert", "human" or an endpoint as URL#MODEL; for networks also "script:NAME". `swap` exchanges the policies of two
+    seats. `on_progress` is called with the numbers of episodes played and in all: after each episode of language
+    agents, and once after all episodes of networks. For `options` see `EvalOptions`.
 
     Raises ValueError for an unknown name, seat or checkpoint.
     """
@@ -94,8 +93,8 @@ def cross_play(
         seats, members = list(setup.policy_names), list(dict.fromkeys(members or setup.policy_names.values()))
         if (count := len(members) ** len(seats)) > MAX_ASSIGNMENTS:
             raise ValueError(
-                f"{len(members)} members can sit at {len(seats)} seats in {count} ways, more than {MAX_ASSIGNMENTS}: "
-                "name fewer with --member"
+                f"there are {count} assignments of {len(members)} members to {len(seats)} seats, more than "
+                f"{MAX_ASSIGNMENTS}: name fewer with --member"
             )
         ways = [dict(zip(seats, way, strict=True)) for way in product(members, repeat=len(seats))]
         return setup.play(ways, episodes, seed, on_progress)
@@ -104,12 +103,13 @@ def cross_play(
 def open_eval(
     what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], episodes: int, options: EvalOptions
 ) -> AbstractContextManager[EvalSetup]:
-    """Opens the setup of an evaluation of `episodes` episodes, of language agents or of networks; see `evaluate`."""
+    """Returns a context with the setup of an evaluation of `episodes` episodes, of language agents or of networks; see
+    `evaluate`."""
     target = find_target(what, env, options.get("checkpoint"))
     samples = options.get("samples", 1)
     if target.is_vector:
         if samples > 1:
-            raise ValueError(f"samples: {samples} is for envs in words; {what} is a vectorised game: leave it out")
+            raise ValueError(f"samples: {samples} is for text envs; {what} is a vectorised game: leave it out")
         from palestra.evaluation.vector import MAX_NUM_ENVS, open_vector_eval
 
         num_envs, greedy = min(episodes, MAX_NUM_ENVS), options.get("greedy", False)

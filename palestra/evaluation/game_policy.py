@@ -1,5 +1,5 @@
-"""Policies of games that are small enough to enumerate, as tables by information state: NashConv, a JSON file, and a
-policy for OpenSpiel.
+"""Policies of games small enough to enumerate, as tables by information state. They have an exact NashConv, are saved
+as JSON, and convert to a policy of OpenSpiel.
 
 Shapes: `I` information states, `A` actions.
 """
@@ -41,8 +41,8 @@ InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal acti
 class GamePolicy:
     """A policy of every player of a game, by information state.
 
-    `players[n]` maps each information state of player n (in OpenSpiel's games of imperfect information its
-    information state string) to the probabilities of the legal actions, by action number. `env` is the config of the
+    `players[n]` maps each information state of player n, as text (in OpenSpiel's games of imperfect information the
+    information state string), to the probabilities of the legal actions, by action number. `env` is the config of the
     game, `nash_conv` the policy's NashConv in it.
     """
 
@@ -71,7 +71,7 @@ class GamePolicy:
         OpenSpiel's."""
         if self.env["type"] != "openspiel":
             raise ValueError(
-                f'env "{self.env["type"]}" is not a game of OpenSpiel, which has other names for information states: '
+                f'env "{self.env["type"]}" is not a game of OpenSpiel, so its information states have other names: '
                 "train with env: {type: openspiel, game: NAME}"
             )
         from palestra.envs.vector.openspiel import OpenSpielRules, TablePolicy
@@ -83,17 +83,17 @@ class GamePolicy:
 def export_game_policy(
     what: str | Path, *, member: str | None = None, checkpoint: int | None = None, greedy: bool = False
 ) -> GamePolicy:
-    """Returns the policies of a run as tables: those of its seats, or a population's last mixtures as the behaviour
-    that they induce. With `member` this policy plays all of its seats.
+    """Returns the policies of a run's seats as tables; for a population, the behaviour policy of its last mixtures.
+    With `member` the policy of this name plays every seat.
 
-    Raises ValueError if the game cannot be enumerated or a policy is no function of the information state (networks
-    with memory, scripts).
+    Raises ValueError if the game cannot be enumerated or a policy is not a function of the information state (recurrent
+    networks, scripts).
     """
     run = Path(what)
     tree = load(run / "config.yaml" if run.is_dir() else run) if run.exists() else {}
     if "population" in tree:
         if checkpoint is not None:
-            raise ValueError(f"{run} trains a population, whose members are named with --member, not by --checkpoint")
+            raise ValueError(f"{run} trains a population: name a member with --member, and leave out --checkpoint")
         return _export_population(run, member, greedy)
     target = find_target(f"{what}:{member}" if member else what, step=checkpoint)
     if not target.is_vector:
@@ -146,7 +146,7 @@ def _game_options(env: Mapping[str, Any]) -> dict[str, Any]:
 def policy_table(target: Target, env: VectorEnv, game: GameTree, names: Mapping[Seat, str], greedy: bool) -> np.ndarray:
     """Returns the action probabilities [I, A] of the policies `names` at their seats; see `evaluate` for the names.
 
-    Raises ValueError for a policy that is no function of the information state.
+    Raises ValueError for a policy that is not a function of the information state.
     """
     policy = np.zeros(game.action_mask.shape)
     for player, seat in enumerate(env.seats):
@@ -174,8 +174,8 @@ def _policy_files(target: Target, name: str) -> tuple[Path | None, bool]:
 
 
 def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -> GamePolicy:
-    """Returns a policy [I, A] by the texts of the information states. Raises ValueError if it differs between states of
-    one text, which differ in the player's own past."""
+    """Returns a policy [I, A] as a `GamePolicy`, by the texts of the information states. Raises ValueError if it
+    differs between two states with the same text, which differ only in the player's own past actions."""
     players: list[InfoStatePolicy] = [{} for _ in range(game.num_players)]
     rows = zip(game.state_player.tolist(), game.info_state_texts, game.action_mask, policy, strict=True)
     for player, text, legal, probabilities in rows:
@@ -183,8 +183,8 @@ def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -
         known = players[player].setdefault(text, row)
         if known is not row and not np.allclose(list(known.values()), list(row.values()), atol=1e-12):
             raise ValueError(
-                f"in {game.name} the policy depends on the player's own past moves, which an observation does not "
-                "tell: a mixture of several members has no table by observation there; export one with --member"
+                f"in {game.name} the policy depends on the player's own past actions, which its observations do not "
+                "show, so a mixture of several members has no table: export a single member with --member"
             )
     return GamePolicy(_game_options(env), game.action_names, tuple(players), nash_conv(game, policy))
 
@@ -192,9 +192,9 @@ def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -
 def nash_conv_metrics(
     env_config: Mapping[str, Any], policy_of: Callable[[GameTree], np.ndarray], max_nodes: int
 ) -> dict[str, Any]:
-    """Returns `nash_conv` of the policy [I, A] that `policy_of` makes of the game's tree. If the game cannot be
-    enumerated within `max_nodes`, or the policy is no function of the information state, the reason is returned as
-    `no_nash_conv`; for an env that never has rules, such as a cooperative task, nothing is."""
+    """Returns `nash_conv`, the NashConv of the policy [I, A] that `policy_of` returns for the game's tree. If the game
+    cannot be enumerated within `max_nodes`, or the policy is not a function of the information state, returns the
+    reason as `no_nash_conv`; for an env that never has rules, such as a cooperative task, returns {}."""
     try:
         game = enumerated(env_config, max_nodes)
         return {"nash_conv": nash_conv(game, policy_of(game))}

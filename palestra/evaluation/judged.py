@@ -1,8 +1,8 @@
-"""Two policies compared by a language model: a judge reads what both did on the same instances, in both orders.
+"""Compares two policies by a language model: a judge reads the episodes of both on the same instances, in both orders.
 
 A judge prefers what it reads first (or second) more often than chance. A win therefore counts only if the judge prefers
-the same side in both orders; otherwise the pair is a tie (Zheng et al., 2023, sec. 3.4, arXiv:2306.05685). A judgement
-that fails is a reply that cannot be read: one long pair does not lose the others.
+the same side in both orders; otherwise the pair is a tie (Zheng et al., 2023, sec. 3.4, arXiv:2306.05685). If the judge
+fails on a pair, for example because it is too long, the pair counts as unreadable, and the others are still judged.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ JUDGE_ROLE = (
     "You compare how two assistants did the same task. Judge by how well the task is done; neither the order of the "
     "two nor their length counts. Explain briefly, then end with a line that has one word only: A, B or tie."
 )
-JUDGE_TOKENS = 256  # of a language model's reply: the limit of the policy that it is made from is for another task
+JUDGE_TOKENS = 256  # token limit of a judge's reply; the policy's own limit is for another task
 MAX_QUOTE_CHARS = 80  # characters of a reply in an error message
 _LAST_WORD = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
 
 
 class Judgement(NamedTuple):
-    """A judge's reply about a pair in one order, and its verdict (None: the reply names none); or the `error` in place
-    of a reply."""
+    """A judge's reply about a pair in one order, and its verdict (None: the reply names none). If the judge failed,
+    `error` is its message."""
 
     verdict: Verdict | None
     reply: str = ""
@@ -46,8 +46,9 @@ class Judgement(NamedTuple):
 
 class JudgedResult(NamedTuple):
     """Outcome of a comparison over pairs of episodes. `wins`, `losses` and `ties` of the first side sum to the number
-    of pairs; a tie is `disagreed` if the two orders disagree, `unreadable` if one of the replies names no verdict, or
-    there is none since the judge `failed`; `error` is its first error message."""
+    of pairs. Of the ties, `disagreed` counts those where the two orders disagree, `unreadable` those without a verdict
+    in one of the orders, and `failed` the unreadable ones where the judge failed; `error` is its first error
+    message."""
 
     results: tuple[EvalResult, EvalResult]
     wins: int
@@ -90,14 +91,14 @@ def compare_judged(
     """
     with open_eval(what, env, seats, episodes, options) as setup:
         if not isinstance(setup, TextEvalSetup):
-            raise ValueError(f"--judge reads what language agents say, and {what} is a vectorised game")
+            raise ValueError(f"--judge compares the answers of language agents, and {what} is a vectorised game")
         policy = as_judge(setup.load_policy(judge), judge_tokens)
         return asyncio.run(_compare(setup, against, policy, episodes, seed, on_progress))
 
 
 def as_judge(policy: Policy, max_tokens: int | None = None) -> Policy:
-    """Returns a policy that judges: a language model greedily, in at most `max_tokens` tokens (None: 256), with the
-    judge's role in place of its own system prompt; an endpoint as it is configured, but for `max_tokens`."""
+    """Returns `policy` as a judge. A language model answers greedily, in at most `max_tokens` tokens (None: 256), with
+    the judge's role instead of its own system prompt; an endpoint keeps its settings, except for `max_tokens`."""
     if isinstance(policy, LanguagePolicy):
         sampling = SamplingConfig(max_tokens=max_tokens or JUDGE_TOKENS, temperature=0)
         return LanguagePolicy(policy.name, policy.sampler, policy.encoder, sampling, policy.adapter)
@@ -114,7 +115,7 @@ async def _compare(
     both = zip(ours.episodes, theirs.episodes, strict=True)
     pairs = [(one, other) for one, other in both if one.error is None and other.error is None]
     if not pairs:
-        raise ValueError(f"no instance was played to its end by both sides: of {episodes} one side failed in each")
+        raise ValueError(f"in each of the {episodes} instances the episode of at least one side failed")
     asked = (judge_pair(judge, *pair, derive_seed(seed, "judge", i)) for i, pair in enumerate(pairs))
     return summarise((ours, theirs), await asyncio.gather(*asked), judge.name)
 
@@ -123,7 +124,7 @@ def summarise(
     results: tuple[EvalResult, EvalResult], judged: Sequence[tuple[Judgement, Judgement]], judge: str
 ) -> JudgedResult:
     """Returns the outcome of the judgements of all pairs, each in both orders. Raises RunFailed if no pair has two
-    readable replies: a win rate of ties alone would say nothing."""
+    readable replies, since the win rate would then mean nothing."""
     verdicts = [(first.verdict, second.verdict) for first, second in judged]
     unreadable = sum(None in verdict for verdict in verdicts)
     if unreadable == len(verdicts):
@@ -148,12 +149,12 @@ def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -
         causes.append(f"replies without a verdict: {len(wrong)}, the first ends {quote}{cut}")
     return (
         f"judge {judge} gave no verdict in both orders for any of {len(judged)} pairs; {'; '.join(causes)}. A reply "
-        "must end with a line that says A, B or tie: take another judge"
+        "must end with a line that says A, B or tie: use another judge"
     )
 
 
 async def judge_pair(judge: Policy, ours: Episode, theirs: Episode, seed: int) -> tuple[Judgement, Judgement]:
-    """Returns the judgement with our episode as A, and that with it as B."""
+    """Returns two judgements: with our episode as A, and with our episode as B."""
     orders = ((ours, theirs), (theirs, ours))
     queries = [Query(JUDGE_ROLE, question(*order), seed=derive_seed(seed, i)) for i, order in enumerate(orders)]
     first, second = await asyncio.gather(*map(judge.act, queries), return_exceptions=True)
@@ -161,7 +162,7 @@ async def judge_pair(judge: Policy, ours: Episode, theirs: Episode, seed: int) -
 
 
 def _judgement(found: list[Answer] | BaseException) -> Judgement:
-    """Returns the judgement in a judge's answer, or that of the error which was raised instead."""
+    """Returns the judgement from a judge's answers, or from the exception that the judge raised."""
     if isinstance(found, Exception):
         return Judgement(None, error=describe_error(found).message)
     if isinstance(found, BaseException):
@@ -170,7 +171,7 @@ def _judgement(found: list[Answer] | BaseException) -> Judgement:
 
 
 def question(a: Episode, b: Episode) -> str:
-    """Returns what the judge reads of two episodes: their observations and answers, without policies and rewards."""
+    """Returns the judge's prompt for two episodes: their observations and answers, without policies and rewards."""
     return f"Assistant A:\n\n{_record(a)}\n\nAssistant B:\n\n{_record(b)}\n\nWhich did better: A, B or tie?"
 
 
@@ -183,7 +184,7 @@ def _record(episode: Episode) -> str:
 
 
 def read_verdict(reply: str) -> Verdict | None:
-    """Returns the word in the last line of a judge's reply; None if it is none of A, B and tie."""
+    """Returns the verdict in the last line of a judge's reply; None if the line is not A, B or tie."""
     lines = reply.strip().splitlines()
     found = _LAST_WORD.fullmatch(lines[-1]) if lines else None
     verdicts: Sequence[Verdict] = ("A", "B", "tie")
@@ -191,8 +192,8 @@ def read_verdict(reply: str) -> Verdict | None:
 
 
 def outcome(as_a: Verdict | None, as_b: Verdict | None) -> Verdict:
-    """Returns "A" if the episode that was A in the first order and B in the second is preferred in both, "B" if the
-    other is, else a tie."""
+    """Returns "A" if both orders prefer the episode that is A in the first order and B in the second, "B" if both
+    prefer the other one, else "tie"."""
     if (as_a, as_b) == ("A", "B"):
         return "A"
     return "B" if (as_a, as_b) == ("B", "A") else "tie"

@@ -1,7 +1,7 @@
 """Resolves evaluation targets (run, RUN:NAME, config or env) and seat assignments.
 
-Names of policies are the same for both kinds of envs: a policy of the target, or RUN:NAME for one of another run.
-text.py and vector.py add those of their kind: `base`, `expert`, `random`, `script:NAME`, ...
+Both kinds of envs share these names of policies: a policy of the target, or RUN:NAME for a policy of another run.
+text.py and vector.py add the names of their kind: `base`, `expert`, `random`, `script:NAME`, ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnProgress = Callable[[int, int], None]  # called with (episodes played, episode
 
 class EvalResult(NamedTuple):
     """Result of an evaluation: the policy at each seat (with its version, if it has one), the metrics, and the episodes
-    (empty for vectorised envs, which keep none)."""
+    (empty for vectorised envs, which do not record them)."""
 
     policy_names: dict[Seat, str]
     metrics: dict[str, Any]
@@ -59,8 +59,8 @@ class Target:
         return checkpoint.path / checkpoint.names[policy] if checkpoint and policy in checkpoint.names else None
 
     def find_policy(self, name: str) -> tuple[Target, str]:
-        """Returns the target that has the policy `name`, and the policy's name there. RUN:NAME leads to the newest
-        checkpoint of RUN."""
+        """Returns the target that has the policy `name`, and the policy's name in it. For RUN:NAME the target is RUN
+        with its newest checkpoint."""
         run, _, own = name.rpartition(":")
         return (find_target(run), own) if run else (self, name)
 
@@ -92,7 +92,8 @@ def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: in
 
 
 def _env_target(name: str, options: Mapping[str, Any]) -> Target:
-    """Returns the target of an env without a run: the shipped base plays it, or networks that `seats` names."""
+    """Returns the target of an env without a run: the shipped base plays it, or in a vectorised env the networks that
+    `seats` names."""
     tree: Tree = {"env": {"type": name, **options}}
     return Target(tree | {"policies": {"default": {"type": "net" if is_vector_config(tree) else "frozen"}}})
 
@@ -110,8 +111,9 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
 
 
 def assign_seats(names: Mapping[Seat, str], target: Target, changes: Mapping[str, str], env: str) -> dict[Seat, str]:
-    """Returns the policy of each seat: as in `names`, or the target's own policy at every seat, with `changes`, whose
-    keys may contain the wildcards `*` and `?`. Raises ValueError for a key that matches no seat."""
+    """Returns the policy of each seat: the target's own policy, if it names one, else as in `names`; `changes` take
+    precedence, and their keys may contain the wildcards `*` and `?`. Raises ValueError for a key that matches no
+    seat."""
     assigned = dict.fromkeys(names, target.policy) if target.policy else dict(names)
     for pattern, name in changes.items():
         matched = [seat for seat in assigned if fnmatchcase(seat, pattern)]

@@ -39,8 +39,8 @@ OTHER_NAMES = "base, expert, random, human, RUN:NAME, or URL#MODEL"
 
 
 class TextEvalSetup(NamedTuple):
-    """An episode runner and its seat assignment: `policy_names` maps seats to policy names, `load_policy` returns a
-    policy by name, and loads it once. Each instance is played `samples` times."""
+    """An episode runner and its seat assignment: `policy_names` maps seats to policy names; `load_policy` returns a
+    policy by name and loads each only once. Each instance is played `samples` times."""
 
     runner: EpisodeRunner
     policy_names: dict[Seat, str]
@@ -55,13 +55,14 @@ class TextEvalSetup(NamedTuple):
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays instances 0 to `episodes` - 1 once with each of the assignments of policies to seats."""
+        """Plays instances 0 to `episodes` - 1 with each assignment of policies to seats; returns one result per
+        assignment."""
         return asyncio.run(self.play_assignments(assignments, episodes, seed, on_progress))
 
     async def play_assignments(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """As `play`, in the event loop of the caller: remote samplers need one for all."""
+        """As `play`, in the caller's event loop: remote samplers must be used from a single one."""
         played = count(1)
 
         def on_episode(_: Episode) -> None:
@@ -177,5 +178,7 @@ def check_single_human(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str
     `human_seat`."""
     policies = setup.policies
     if others := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]:
-        raise ValueError(f"a page is one person's, who plays {human_seat}: seat {others[0]} by another, with --seats")
+        raise ValueError(
+            f"one person can play at the page, at seat {human_seat}: give seat {others[0]} another policy with --seats"
+        )
     return {seat: policy.name for seat, policy in policies.items()}

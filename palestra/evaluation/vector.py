@@ -27,15 +27,15 @@ from palestra.training.vector import play_eval
 from palestra.types import Seat
 
 MAX_NUM_ENVS = 256  # parallel copies of the env
-MAX_NODES_OF_EVAL = 600_000  # of a game whose NashConv is computed unasked: some 15 s
+MAX_NODES_OF_EVAL = 600_000  # largest game tree whose NashConv every evaluation computes (takes about 15 s)
 OTHER_NAMES = "random, script:NAME or RUN:NAME"
 
 
 @dataclass(frozen=True)
 class VectorEvalSetup:
     """An env and its seat assignment: `policy_names` maps seats to policy names. With `greedy`, policies take their
-    most probable action. Networks act on `device`. Metrics of games that can be enumerated include `nash_conv`; those
-    of others `no_nash_conv`, the reason."""
+    most probable action. Networks act on `device`. Metrics include `nash_conv` for games that can be enumerated, and
+    `no_nash_conv`, the reason, for others."""
 
     target: Target
     env_config: Mapping[str, Any]
@@ -45,8 +45,8 @@ class VectorEvalSetup:
     device: torch.device = CPU
 
     def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
-        """Returns the policy and the seats of each player: one for each seat of `names`, or for all seats of a policy
-        whose network plays a team."""
+        """Returns the policy and the seats of each player: one player for each seat of `names`, or one for all seats of
+        a policy whose network plays a team."""
 
         def folder_of(name: str) -> Path | None:
             if name == "random" or name.startswith("script:"):
@@ -66,7 +66,8 @@ class VectorEvalSetup:
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
-        """Plays the same `episodes` episodes once with each of the assignments of policies to seats."""
+        """Plays the same `episodes` episodes with each assignment of policies to seats; returns one result per
+        assignment."""
         found = []
         for names in assignments:
             found.append(self._play(names, episodes, seed))
@@ -88,11 +89,11 @@ class VectorEvalSetup:
 def open_vector_eval(
     target: Target, env: Mapping[str, Any], seats: Mapping[str, str], *, num_envs: int, greedy: bool
 ) -> Iterator[VectorEvalSetup]:
-    """Context with an evaluation setup of `num_envs` parallel copies of the target's env, with the options of the run's
-    own evaluations unless `env` changes them. Networks act on the run's device where this machine has it, otherwise on
-    the CPU. See `evaluate` for the arguments and errors."""
+    """Context with an evaluation setup of `num_envs` parallel copies of the target's env, with the options that the
+    run's own evaluations share unless `env` changes them. Networks act on the run's device if this machine has it,
+    otherwise on the CPU. See `evaluate` for the arguments and errors."""
     config = validate(VectorConfig, target.tree)
-    torch.set_num_threads(config.torch_threads)  # more of them wait for each other longer than these networks take
+    torch.set_num_threads(config.torch_threads)  # for small networks, synchronising more threads takes longer
     env_config = config.env | common_eval_options(config) | dict(env)
     made = make_vector_env(env_config, num_envs)
     try:

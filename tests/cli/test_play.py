@@ -188,7 +188,7 @@ def test_giving_up_prints_no_traceback(config):
 
 def test_browser_page_is_for_one_person():
     done = invoke("play", "text_kuhn", "--seats", "player_1=human", "--browser")
-    assert done.exit_code == 2 and "one person's" in plain(done.output)
+    assert done.exit_code == 2 and "one person can play at the page" in plain(done.output)
 
 
 def test_vector_envs_are_refused_for_people():
