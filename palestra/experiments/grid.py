@@ -1,4 +1,4 @@
-"""The file of a grid: tasks x algorithms x seeds, of which each cell is one run."""
+"""The file of a grid: tasks x algorithms x seeds. Each cell is one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Changes = dict[str, Any]
 
 
 class TaskConfig(StrictModel):
-    """A config of a run, and what of it counts as the score."""
+    """The config of a run, and the evaluation and metric that are its score."""
 
     config: str
     """The YAML config to start from: a path, relative to the file that names it or to the working directory, or a
@@ -34,10 +34,10 @@ class GridTask(TaskConfig):
     """A task of a grid, and the scale of its score."""
 
     score_range: tuple[float, float] = (0.0, 1.0)
-    """Values of the metric that count as 0 and as 1, such as those of random and of optimal play. The first may be the
-    larger, for metrics of which less is better."""
+    """Values of the metric that count as 0 and as 1, such as those of random and of optimal play. The first may be
+    larger than the second, for metrics where less is better."""
     algorithms: dict[str, Changes] = Field(default_factory=dict)
-    """Further changes for single algorithms on this task, such as learning rates chosen on it."""
+    """Further changes for single algorithms on this task, such as learning rates tuned on it."""
 
     @model_validator(mode="after")
     def _has_a_scale(self) -> Self:
@@ -46,7 +46,8 @@ class GridTask(TaskConfig):
         return self
 
     def normalised(self, value: float) -> float:
-        """Returns the score of a value of the metric: 0 and 1 at the ends of `score_range`, linear beyond too."""
+        """Returns the normalised score of a value of the metric: 0 and 1 at the ends of `score_range`, and linear
+        between and beyond them."""
         zero, one = self.score_range
         return (value - zero) / (one - zero)
 
@@ -78,7 +79,8 @@ class GridConfig(StrictModel):
 
     @property
     def keys(self) -> list[tuple[str, str, int]]:
-        """Task, algorithm and seed of each cell, seed by seed, so that early results are of everything."""
+        """Task, algorithm and seed of each cell, seed by seed, so that the first results cover all tasks and
+        algorithms."""
         return [(task, algorithm, seed) for seed in self.seeds for task in self.tasks for algorithm in self.algorithms]
 
 
@@ -102,7 +104,7 @@ def cell_name(task: str, algorithm: str, seed: int) -> str:
 
 
 def load_grid(path: Path) -> GridConfig:
-    """Returns the checked grid in a YAML file. Raises ValueError for mistakes."""
+    """Returns the validated grid of a YAML file. Raises ValueError if the file has a mistake."""
     grid = validate(GridConfig, load(path))
     assert isinstance(grid, GridConfig)
     return grid
@@ -123,7 +125,7 @@ def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list
 
 
 def load_base_config(task: TaskConfig, folder: Path) -> Tree:
-    """Returns the config of a task without its changes. `folder` is that of the file that names it."""
+    """Returns the config of a task without its changes. `folder` is the folder of the file that names it."""
     beside = folder / task.config
     return load(beside if beside.is_file() else find_config(Path(task.config)))
 

@@ -34,7 +34,8 @@ LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "o
 
 @dataclass(frozen=True)
 class GridResults:
-    """Values of the metric `values[algorithm][task][seed]` and the task's metric by name, of the finished cells."""
+    """Results of the finished cells: `values[algorithm][task][seed]` of the metric, and the name of the metric by
+    task."""
 
     grid: GridConfig
     values: dict[str, dict[str, dict[int, float]]]
@@ -79,8 +80,8 @@ def collect_results(grid: GridConfig, root: Path) -> GridResults:
 
 
 def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tuple[str, float]:
-    """Returns a metric and its last value in the evaluation of that name of a run. None: the evaluation that leads, and
-    the first of `METRICS` that it has."""
+    """Returns the name of a metric and its last value in an evaluation of a run. `evaluation` None is the headline one;
+    `metric` None is the first of `METRICS` that it has."""
     name = evaluation or headline_eval(list(logs.evals))
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
@@ -94,7 +95,7 @@ def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tu
 
 
 def write_results(results: GridResults, data: dict[str, Any], root: Path) -> list[Path]:
-    """Writes results.json, the page, and once an algorithm has a finished run of every task the figure; returns the
+    """Writes results.json, the page and, once an algorithm has a finished run of every task, the figure; returns the
     files, the page last."""
     files = [root / RESULTS_FILE]
     atomic_write(files[0], (json.dumps(data, indent=1) + "\n").encode())

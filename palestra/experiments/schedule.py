@@ -1,4 +1,4 @@
-"""Runs the cells of a grid, several at a time, each in a process of its own; goes on where an earlier call ended."""
+"""Runs the cells of a grid, several at a time, each in its own process; continues where an earlier call ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from palestra.processes import StoppableProcess, exit_reason, exit_with_parent
 from palestra.runs.settings import flatten_tree
 
 CELLS_FILE = "cells.jsonl"  # a line for each cell that ended
-LOGS = "logs"  # what the runs print, a file each
+LOGS = "logs"  # folder with the output of each run
 FAILED, STOPPED, NO_FOLDER = 1, 3, 4  # exit codes of a cell
 POLL_S = 0.1
 Status = Literal["done", "failed", "stopped"]
@@ -36,7 +36,8 @@ class CellProcess(Protocol):
 
 @dataclass(frozen=True)
 class CellResult:
-    """Status of a cell that ended, its wall time in this call, and for a failed one the last line of its log."""
+    """Status of a cell that ended, its wall time in this call, and for a failed cell the reason (the last line of its
+    log)."""
 
     cell: GridCell
     status: Status
@@ -86,11 +87,12 @@ def run_cells(
     stop_requested: Callable[[], bool] = lambda: False,
     start: Callable[..., CellProcess] = StoppableProcess,
 ) -> list[CellResult]:
-    """Trains the cells that are not done, `workers` at a time, and returns how each ended, in that order.
+    """Trains the cells that are not done, `workers` at a time, and returns their results in the order in which they
+    ended.
 
-    A run that exists in `root` is resumed. A failed cell does not stop the others. Once `stop_requested` returns True
-    no cell is started any more, and those that run end after their current step, with a checkpoint. `start` starts the
-    process of a cell, by default on this machine; elsewhere `root` and the working directory must be shared.
+    A run that exists in `root` is resumed. A failed cell does not stop the others. Once `stop_requested` returns True,
+    no further cell is started, and running ones end after their current step, with a checkpoint. `start` starts the
+    process of a cell, by default on this machine; other machines must share `root` and the working directory.
     """
     done = finished_cells(root)
     waiting = [cell for cell in cells if cell.name not in done]
@@ -123,7 +125,7 @@ def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult
     if code == 0 or code == STOPPED:
         return CellResult(cell, "stopped" if code else "done", seconds)
     if code == NO_FOLDER:
-        where = f"{root.resolve()} or {Path.cwd()} is not on the node that should have trained it"
+        where = f"the node that was to train it has no {root.resolve()} or no {Path.cwd()}"
         return CellResult(cell, "failed", seconds, f"{where}: a grid on Ray needs a file system that all nodes share")
     log = root / LOGS / f"{cell.name}.txt"
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
@@ -152,7 +154,7 @@ def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop:
     sys.path.insert(0, str(folder))  # so that module:Class finds a user's env, as in `palestra train`
     try:
         code = 0 if _train(tree, name, root, stop) else STOPPED
-    except Exception as error:  # the process ends here: whatever it was becomes the cell's result
+    except Exception as error:  # the process ends here, and any error becomes the cell's result
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         code = FAILED
@@ -175,7 +177,7 @@ def _train(tree: dict[str, Any], name: str, root: Path, stop: Event) -> bool:
 
     path = root / name
     if path.exists() and not (path / "config.yaml").exists():
-        remove_path(path)  # killed while it was created
+        remove_path(path)  # an earlier process was killed while it created the run
     resume = path if path.exists() else None
     with open_run(run_request(tree, resume=resume, name=name, root=root)) as opened:
         finished = bool(opened.train([StopOnEvent()]))

@@ -2,7 +2,7 @@
 statistical precipice").
 
 Scores are normalised, one float64 array per task: `scores[m]` [N_m], a score per seed. Intervals are percentiles of a
-bootstrap that draws seeds anew within each task.
+bootstrap that resamples seeds within each task (stratified).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def median_score(scores: Scores) -> float:
 
 
 def optimality_gap(scores: Scores, target: float = 1.0) -> float:
-    """Returns by how much scores fall short of `target` on average; what exceeds it does not count. Less is better."""
+    """Returns the mean amount by which scores are below `target`; scores above it count 0. Less is better."""
     return float(np.mean([target - np.minimum(own, target).mean() for own in scores]))
 
 
@@ -63,8 +63,8 @@ def estimate(statistic: Statistic, scores: Scores, seed: int = 0) -> Estimate:
 
 
 def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
-    """Returns the chance that a run of ours scores above one of theirs on a task drawn at random; ties count half
-    (Mann & Whitney, 1947)."""
+    """Returns the probability that a run of ours scores above one of theirs on a random task; ties count half (Mann &
+    Whitney, 1947)."""
     each = [(np.sign(x[:, None] - y[None]).mean() + 1) / 2 for x, y in zip(ours, theirs, strict=True)]
     return float(np.mean(each))
 
@@ -79,7 +79,7 @@ def estimate_improvement(ours: Scores, theirs: Scores, seed: int = 0) -> Estimat
 
 
 def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
-    """Returns the share of runs that score above each threshold [K], the mean over tasks (Agarwal et al., eq. 1)."""
+    """Returns the share of runs that score above each threshold [K], as a mean over tasks (Agarwal et al., eq. 1)."""
     return np.mean([(own[:, None] > thresholds).mean(0) for own in scores], axis=0)
 
 
@@ -91,7 +91,7 @@ def profile_bounds(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> tup
 
 
 def resamples(scores: Scores, seed: int) -> list[list[np.ndarray]]:
-    """Returns `REPLICATES` samples: each draws as many seeds of every task as it has, with replacement."""
+    """Returns `REPLICATES` samples. Each draws seeds of every task with replacement, as many as the task has."""
     generator = np.random.default_rng(seed)
     drawn = [own[generator.integers(len(own), size=(REPLICATES, len(own)))] for own in scores]
     return [list(sample) for sample in zip(*drawn, strict=True)]

@@ -1,8 +1,8 @@
 """Runs a hyperparameter search: Optuna chooses the settings, each trial is one run per seed.
 
 The folder of the search holds the study as Optuna's journal, the runs, and the results. A search that was interrupted
-goes on with the trials that had begun. With one trial at a time it chooses the same settings as without interruption:
-the sampler of a trial is seeded by its number.
+continues with the trials that had started. The sampler of a trial is seeded by the trial's number, so with one trial at
+a time it chooses the same settings as without interruption.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Trial(NamedTuple):
 
 
 class Search:
-    """A search in the folder `root`. `base` is the config that trials change, `evaluation` the name of what is scored.
+    """A search in the folder `root`. `base` is the config that trials change, `evaluation` the evaluation that is
+    scored.
 
-    Raises ValueError if Optuna is missing, the folder is of another search, or a value of the space is refused by the
-    config.
+    Raises ValueError if Optuna is missing, if the folder has another search, or if the config refuses a value of the
+    space.
     """
 
     def __init__(self, config: TuneConfig, base: Tree, evaluation: str, root: Path) -> None:
@@ -94,7 +95,8 @@ class Search:
     # ---- trials
 
     def _next_trials(self, workers: int) -> list[Any]:
-        """Trials that an earlier call left unfinished; else new ones, as many as keep `workers` busy."""
+        """Returns the trials that an earlier call left unfinished; if there are none, new ones, as many as keep
+        `workers` busy."""
         running = self.optuna.trial.TrialState.RUNNING
         left = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == running]
         whole = [trial for trial in left if trial.params.keys() == self._space.keys()]
@@ -107,7 +109,7 @@ class Search:
         return [self._ask() for _ in range(count)]
 
     def _ask(self) -> Any:
-        """A new trial; the first has the config's own values where the space contains them."""
+        """Returns a new trial. The first has the config's own values, if the space contains all of them."""
         number = len(self._study.get_trials(deepcopy=False))
         if number == 0 and self._start:
             self._study.enqueue_trial(self._start)
@@ -125,7 +127,7 @@ class Search:
         return [GridCell("trial", str(trial.number), seed, tree | {"seed": seed}) for seed in self.config.seeds]
 
     def _tell(self, trial: Any) -> Trial:
-        """Stores the score of a trial whose runs ended."""
+        """Stores the score of a trial whose runs ended; returns the finished trial."""
         done = finished_cells(self.root)
         names = [cell.name for cell in self._cells(trial)]
         values = [self._score(name) for name in names if name in done]
@@ -217,8 +219,8 @@ def _distribution(optuna: Any, values: Range | Choices) -> Any:
 
 
 def check_space(config: TuneConfig, base: Tree, root: Path) -> Params:
-    """Returns the config's own values of the settings, {} if one of them has none in the space. Raises ValueError for a
-    key that the config does not know, or a value that it refuses."""
+    """Returns the config's own values of the settings, or {} if the space does not contain all of them. Raises
+    ValueError for a key that the config does not have, or a value that it refuses."""
     from palestra.launch.run import run_request
 
     resolved = flatten_tree(parse(dump(run_request(base, root=root).config)))
@@ -232,15 +234,15 @@ def check_space(config: TuneConfig, base: Tree, root: Path) -> Params:
 
 
 def _check_same_search(config: TuneConfig, base: Tree, root: Path) -> None:
-    """Creates the folder with a copy of the search. Raises ValueError if it has another one."""
-    path = root / TUNE_FILE  # `base` has the config with the changes, whatever file it came from
+    """Creates the folder with a copy of the search. Raises ValueError if the folder has another search."""
+    path = root / TUNE_FILE  # compared by `base`, the changed config, not by the file that it came from
     own = {key: value for key, value in parse(dump(config)).items() if key not in ("config", "changes")}
     tree = own | {"base": base}
     if path.exists():
         stored = load(path) | {"trials": config.trials}
         if changed := diff_settings(stored, tree):
             raise ValueError(
-                f"{root} is of a search with other settings ({changed[0]}): give this one another name, or remove that "
+                f"{root} has a search with other settings ({changed[0]}): give this one another name, or remove that "
                 "folder"
             )
         return

@@ -1,7 +1,7 @@
 """The file of a hyperparameter search: a config, the settings to choose with their ranges, and the score.
 
-The search scores a development evaluation of runs with seeds of its own. What it finds is then trained and reported
-with other seeds and on test instances, for example by a grid.
+The search scores an evaluation on development instances, of runs with their own seeds. The settings that it finds are
+then trained and reported with other seeds and on test instances, for example by a grid.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ class Range(StrictModel):
     """Numbers from `low` to `high`, both included: whole numbers if both ends are written as such."""
 
     low: int | float
-    """Least value."""
+    """Smallest value."""
     high: int | float
-    """Greatest value."""
+    """Largest value."""
     log: bool = False
-    """Draw uniformly in the logarithm: for settings, such as learning rates, whose ends are orders of magnitude
-    apart."""
+    """Draw uniformly in the logarithm, for settings such as learning rates whose range spans orders of magnitude."""
     step: int | float | None = Field(None, gt=0)
-    """Distance between the values. Null: 1 for whole numbers, none for others."""
+    """Distance between the values. Null: 1 for whole numbers; other numbers are continuous."""
 
     @model_validator(mode="after")
     def _has_an_order(self) -> Self:
@@ -53,7 +52,7 @@ class Range(StrictModel):
 
     @property
     def extremes(self) -> list[Choice]:
-        """Values such that all are valid if these are."""
+        """The ends of the range: if the config accepts them, it accepts all values between."""
         return [self.low, self.high]
 
     def contains(self, value: Any) -> bool:
@@ -80,22 +79,22 @@ class Choices(StrictModel):
 
 
 class TuneConfig(TaskConfig):
-    """A hyperparameter search: `trials` times, chooses the settings in `space`, trains a run with each of `seeds`, and
-    scores their mean."""
+    """A hyperparameter search of `trials` trials. Each trial chooses the settings in `space` and trains a run with each
+    of `seeds`; its score is the mean over these runs."""
 
     name: RunName
     """Name of the search; its runs lie in a folder of this name."""
     space: dict[str, Range | Choices] = Field(min_length=1)
     """Settings by dotted key, as in `--set`, with their ranges or choices."""
     trials: int = Field(20, ge=1, le=100_000)
-    """Number of settings to try. The only key that may change later: a larger number goes on."""
+    """Number of trials. It is the only key that may change later: a larger number continues the search."""
     seeds: Annotated[list[int], Field(min_length=1)] = [1000]
-    """Seeds of the runs of a trial, other than those of the results to be reported."""
+    """Seeds of the runs of a trial; they should differ from the seeds of the results to be reported."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more or less of the metric is better."""
     sampler: Literal["tpe", "random"] = "tpe"
-    """`tpe`: a tree-structured Parzen estimator (Bergstra et al., 2011) of good settings, after ten random trials;
-    `random`: uniform."""
+    """`tpe`: the tree-structured Parzen estimator (Bergstra et al., 2011), after ten random trials; `random`: uniform
+    draws."""
     seed: int = 0
     """Seed of the choice of settings."""
 
@@ -118,14 +117,14 @@ class TuneConfig(TaskConfig):
 
 
 def load_tuning(path: Path) -> TuneConfig:
-    """Returns the checked search in a YAML file. Raises ValueError for mistakes."""
+    """Returns the validated search of a YAML file. Raises ValueError if the file has a mistake."""
     config = validate(TuneConfig, load(path))
     assert isinstance(config, TuneConfig)
     return config
 
 
 def base_tree(config: TuneConfig, folder: Path) -> Tree:
-    """Returns the config that every trial changes. `folder` is that of the search's file."""
+    """Returns the config that every trial changes. `folder` is the folder of the search's file."""
     return merged(load_base_config(config, folder), config.changes)
 
 
@@ -141,14 +140,14 @@ def apply_params(tree: Tree, params: Params) -> Tree:
 
 
 def neighbours(config: TuneConfig, start: Params) -> Iterator[tuple[str, Params]]:
-    """Yields each extreme value of each setting, named, among settings that are otherwise those of `start`."""
+    """Yields, for each extreme value of each setting, its name and the settings `start` with this value."""
     for key, values in config.space.items():
         for value in values.extremes:
             yield f"space.{key} = {value}", start | {key: value}
 
 
 def scored_eval(config: TuneConfig, tree: Tree) -> str:
-    """Returns the name of the evaluation that is scored. Raises ValueError if it is of test instances, or missing."""
+    """Returns the name of the evaluation that is scored. Raises ValueError if it plays test instances or is missing."""
     evals = tree.get("evals") or {}
     default = DEV_EVAL if DEV_EVAL in evals else next((name for name in evals if name != HEADLINE_EVAL), None)
     name = config.eval or default
@@ -161,7 +160,7 @@ def scored_eval(config: TuneConfig, tree: Tree) -> str:
     options = (evals[name] or {}).get("env") or {}
     if options.get("split") == HEADLINE_EVAL:
         raise ValueError(
-            f"evals.{name} plays test instances: what is chosen by them cannot be measured with them any more. "
+            f"evals.{name} plays test instances: settings that are chosen on them cannot be measured on them. "
             "Set env: {split: dev}"
         )
     return name
