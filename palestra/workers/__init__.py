@@ -1,1 +1,1 @@
-"""Executes the tasks of a population: training best responses, playing members, exact evaluation."""
+"""Runs the tasks of a population: training best responses, playing members, exact evaluation."""

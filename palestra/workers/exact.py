@@ -53,7 +53,7 @@ class ExactWorker:
     def __init__(self, env: Mapping[str, Any], players: Sequence[Player]) -> None:
         tree = tree_of_env(env)
         if tree is None:
-            raise ValueError(f"{no_rules_message(env)}, so no response to it is exact: train networks")
+            raise ValueError(f"{no_rules_message(env)}, so exact responses cannot be computed: train networks")
         self.exact, self.loader = ExactSolver(tree, players), MemberLoader(make_vector_env(dict(env), 1), tree)
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
@@ -61,7 +61,7 @@ class ExactWorker:
 
 
 def exact_train_result(policy: np.ndarray, value: float) -> TrainResult:
-    """Returns the result of training that found an exact response `policy` [I, A] of this value."""
+    """Returns the training result of an exact best response `policy` [I, A] with return `value`."""
     digest = hashlib.sha256(policy.tobytes()).hexdigest()
     return TrainResult(env_steps=0, mean_return=value, metrics={"return": value}, policy_digest=digest)
 
@@ -111,7 +111,7 @@ class ExactSolver:
         return best_response_to_joint(self.tree, policies, [lineup.probability for lineup in joint], seat)
 
     def profile_policy(self, members: Mapping[Player, str], policy_of: PolicyLookup) -> np.ndarray:
-        """Returns the policy [I, A] of one member for each player; players without one play uniformly."""
+        """Returns the policy [I, A] in which each player plays its member; players without one play uniformly."""
         return self.mixture_policy({player: {name: 1.0} for player, name in members.items()}, policy_of)
 
     def mixture_policy(self, strategies: Mapping[Player, Mix], policy_of: PolicyLookup) -> np.ndarray:
@@ -129,10 +129,10 @@ class ExactSolver:
     # ---- solutions
 
     def solve(self, task: SolveTask, policy_of: PolicyLookup) -> tuple[np.ndarray, int]:
-        """Returns the average policy [I, A] of `cfr_iterations` of CFR+ on the restricted game, and its number of
-        actions.
+        """Returns the average policy [I, A] of `cfr_iterations` of CFR+ on the restricted game, and the number of
+        actions that this game allows.
 
-        In that game an information state allows the actions that one of its player's `responses` prefers there.
+        In that game an information state allows the actions that one of the player's `responses` prefers there.
         """
         allowed = np.zeros_like(self.tree.action_mask)
         for player, names in task.responses.items():
@@ -148,7 +148,8 @@ class ExactSolver:
     # ---- payoffs and distance
 
     def play(self, task: PlayTask, policy_of: PolicyLookup) -> PlayResult:
-        """Returns expected results of cells, as counts and means of `games_per_cell` games without chance."""
+        """Returns the expected results of cells, as the means and counts that `games_per_cell` games have in
+        expectation."""
         return PlayResult(tuple(self._cell(cell, task.games_per_cell, policy_of) for cell in task.cells))
 
     def _cell(self, members: MemberProfile, games: int, known: PolicyLookup) -> PayoffCell:
@@ -183,7 +184,7 @@ class ExactSolver:
 
 
 def seats_by_player(players: Sequence[Player], seats: int) -> dict[Player, list[int]]:
-    """Returns the seats of each player of the meta-game: one each, or all for a single player.
+    """Returns the seats of each player of the meta-game: one seat each, or all seats for a single player.
 
     Raises ValueError for any other number of players.
     """

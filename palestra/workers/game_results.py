@@ -14,8 +14,8 @@ from palestra.populations.tasks import OpponentResult
 
 
 def payoff_cell(returns: np.ndarray) -> PayoffCell:
-    """Returns the statistics of games with these returns, float [F, N]. A game is won by the seat with more than all
-    others; else it is a draw."""
+    """Returns the statistics of games with these returns, float [F, N]. The seat with the highest return wins a game;
+    if several have it, the game is a draw."""
     mean = returns.mean(0)
     ahead = returns == returns.max(1, keepdims=True)
     alone = ahead.sum(1) == 1
@@ -33,8 +33,8 @@ def opponent_results(
 ) -> dict[str, OpponentResult]:
     """Returns a learner's results against each opponent, by name.
 
-    `own` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] their numbers in `names`.
-    Games are won and drawn by comparison of returns.
+    `own` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] the opponents' indices in
+    `names`. A game is won or drawn against each opponent by comparing the two returns.
     """
     totals: dict[str, dict[str, float]] = {}
     for place in range(members.shape[1]):

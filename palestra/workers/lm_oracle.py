@@ -52,7 +52,7 @@ SELF_PLAY_NAME = "itself"  # name of the learner's own copy as an opponent
 
 
 class LanguageOracle(StrictModel):
-    """Best responses by reinforcement learning of LoRA adapters in a text env."""
+    """Best responses trained by reinforcement learning, as LoRA adapters in a text env."""
 
     type: Literal["language"] = "language"
     env: dict[str, Any]
@@ -67,15 +67,15 @@ class LanguageOracle(StrictModel):
     """Episodes of each step."""
     imitation_steps: int = Field(40, ge=0)
     """Supervised steps that teach the adapter, before all responses, to answer with legal actions: it imitates
-    random players whose action probabilities depend on the observation. Responses with `fresh` weights start there.
-    0: none."""
+    random players whose action probabilities depend on the observation. Responses with `fresh` weights start from this
+    adapter. 0: none."""
     imitation_lr: float | None = Field(None, gt=0, le=1_000_000)
-    """Learning rate of `imitation_steps`, which is constant. Null: that of `policy`. A base that has to learn the form
-    of an answer needs far more than responses do: there all answers pull into one direction, in which Adam's first
-    steps are full ones."""
+    """Learning rate of `imitation_steps`, which is constant. Null: the rate of `policy`. A base that has to learn the
+    form of an answer needs a far larger rate than responses do: in a response all answers push the weights in one
+    direction, in which Adam's first steps are full ones."""
     imitation_odds: float = Field(10.0, ge=1)
-    """The largest odds between two actions of those random players, who thus differ between observations. 1: all
-    actions are equally likely. Higher odds teach the adapter to tell observations apart."""
+    """The largest odds between two actions of these random players, which makes their play depend on the observation.
+    1: all actions are equally likely. Higher odds teach the adapter to distinguish observations."""
     greedy: bool = False
     """Frozen members sample at temperature 0 instead of `policy.sampling.temperature`."""
     payoffs: Literal["simulated", "exact"] = "simulated"
@@ -84,9 +84,9 @@ class LanguageOracle(StrictModel):
     device: str = "auto"
     """Device of the base: `auto`, `cpu`, `cuda`, ..."""
     max_num_seqs: int = Field(512, ge=1)
-    """Sequences that are sampled at once, at most."""
+    """Largest number of sequences that are sampled at once."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and go on later. Null: half of the
+    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and continue later. Null: half of the
     memory that is free when the model is loaded."""
 
 
@@ -108,7 +108,7 @@ class LanguageWorker:
         self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader else None
         if config.payoffs == "exact" and self.exact is None:
             raise ValueError(
-                f'env "{config.env.get("type")}" has no rules, so payoffs: exact is not for it: simulated is'
+                f'env "{config.env.get("type")}" has no rules, which payoffs: exact needs: set payoffs: simulated'
             )
         self._frozen: dict[str, Policy] = {UNIFORM_MEMBER: RandomPolicy()}
         self._taught: LanguageLearner | None = None
@@ -127,7 +127,7 @@ class LanguageWorker:
         return self.exact.run_task(task, lambda name: self.action_probabilities(name, members), None)
 
     def action_probabilities(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
-        """Returns what a member plays in an env with rules, float64 [I, A]."""
+        """Returns a member's action probabilities in an env with rules, float64 [I, A]."""
         assert self.action_reader is not None
         return self.action_reader.policy(name, self._member(name, members))
 
@@ -169,7 +169,7 @@ class LanguageWorker:
 
     async def _teach(self) -> LanguageLearner:
         """Trains an adapter to answer with legal actions; identical in every worker of a run."""
-        # the schedule is that of responses: at its beginning, where imitation is, a warm-up has rate 0
+        # imitation runs at progress 0 of the schedule, where a warm-up has rate 0
         changes = {"lr": self.config.imitation_lr or self.config.policy.lr, "warmup_ratio": 0.0}
         learner, lesson = self._new("words", self.config.policy.model_copy(update=changes)), SFT(imitate="all")
         teacher, count = (
@@ -237,7 +237,7 @@ class LMSeatAssigner:
         self.env_steps = 0
 
     def assign(self, seed: int, number: int) -> EpisodeSpec:
-        """Returns the episode with this number; the number decides which of its player's seats the learner has."""
+        """Returns the spec of episode `number`, which determines the seat of the learner among its player's seats."""
         rng, mine = random.Random(derive_seed(seed, "cast")), self.own_seats[number % len(self.own_seats)]
         alone = rng.random() >= self.task.self_play
         names = self._drawn(rng, mine) if alone else {}
@@ -257,7 +257,7 @@ class LMSeatAssigner:
         return {seat: _one(rng, self.task.opponents.mixes[self.players[seat]]) for seat in others}
 
     def _itself(self) -> LanguagePolicy:
-        """Returns a copy of the current policy, under a name whose samples are not trained on."""
+        """Returns a copy of the current policy under another name, so that its samples are not trained on."""
         policy = copy.copy(self.learner.policy())
         policy.name = SELF_PLAY_NAME
         return policy
@@ -284,10 +284,10 @@ class LMSeatAssigner:
 
 
 class LMActionReader:
-    """Policies of language members in a game with rules, from token probabilities.
+    """Action probabilities of language members in a game with rules, from token probabilities.
 
-    Probability of answers that are no legal action is spread evenly over the legal ones, as the env draws an action for
-    them.
+    The probability of answers that are not a legal action is spread evenly over the legal actions, as the env replaces
+    such an answer by a random legal action.
     """
 
     def __init__(self, env: TextGame, engines: Engines, config: LoraPolicyConfig) -> None:

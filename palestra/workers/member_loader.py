@@ -28,7 +28,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
-MAX_MEMBERS = 256  # members in memory, those used last; a league goes on to add members, and to play old ones rarely
+MAX_MEMBERS = 256  # members in memory, the last used; a league keeps adding members and rarely plays old ones
 
 
 def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
@@ -37,7 +37,7 @@ def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
 
 
 def no_rules_message(env: Mapping[str, Any]) -> str:
-    """Returns the first part of an error about an env without rules, with the reason if there is one."""
+    """Returns the first part of an error message about an env without rules, with the reason if it is known."""
     why = rules.why_no_rules(**_typed(env))
     return f'env "{env.get("type")}" has no rules here{f" ({why})" if why else ""}'
 
@@ -49,8 +49,8 @@ def _tree_of_json(env: str, max_nodes: int) -> GameTree | None:
 
 
 def tree_of_env(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree | None:
-    """Returns the game tree of an env's config, or None if it has no rules; the last one is kept. Raises ValueError if
-    the game has more than `max_nodes` nodes."""
+    """Returns the game tree of an env's config, or None if the env has no rules; the last tree is cached. Raises
+    ValueError if the game has more than `max_nodes` nodes."""
     return _tree_of_json(json.dumps(env, sort_keys=True, default=str), max_nodes)
 
 
@@ -64,7 +64,7 @@ def write_table(folder: Path, policy: np.ndarray) -> None:
 
 
 class MemberLoader:
-    """Loads members of one game, and keeps those used last; a name stands for one policy.
+    """Loads members of one game and caches those used last; a name stands for one policy.
 
     Given a `tree`, a network is evaluated once for all information states and plays from that table, because a lookup
     takes less time than a forward pass (`tables=False` turns this off), unless states with equal observations differ in
@@ -94,8 +94,8 @@ class MemberLoader:
             if table := self._table(self.policy(name, members), seats):
                 return table
             raise ValueError(
-                f"member {name} tells apart what looks alike in {self._tree.name} (views there do not tell the past), "
-                "so it cannot play by what it sees"
+                f"member {name} plays differently at equal observations in {self._tree.name} (which do not show the "
+                "past), so it cannot play from observations"
             )
         net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
         if not self.tables or net.net.gru_units:
@@ -111,8 +111,8 @@ class MemberLoader:
         return TableMember(observations, rows[first]) if np.allclose(rows[first][same], rows) else None
 
     def _seen(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the distinct observations of `seats`, their information states, for each observation one of these
-        [U], and for each state its observation."""
+        """Returns the index of the distinct observations of `seats`, the seats' information states, the position of one
+        state for each observation [U], and the observation's number for each state."""
         if seats not in self._seen_by:
             tree = self._tree
             states = np.concatenate([np.arange(len(tree.state_player))[tree.player_rows(seat)] for seat in seats])
@@ -126,15 +126,15 @@ class MemberLoader:
     def _tree(self) -> GameTree:
         if self.tree is None:
             raise ValueError(
-                f'env "{self.env.name}" has no rules here, or too many states to enumerate, so it has no exact values, '
-                "and no table can play it"
+                f'env "{self.env.name}" has no rules here, or too many states to enumerate, so exact values and tables '
+                "are not available"
             )
         return self.tree
 
     def policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
         """Returns a member's action probabilities [I, A] at every information state.
 
-        Raises ValueError for a game without rules, and for a network with memory.
+        Raises ValueError for a game without rules, and for a recurrent network.
         """
         return _kept(self._policies, name, lambda: self._read_policy(name, members))
 
@@ -151,13 +151,13 @@ class MemberLoader:
         tree = self._tree
         member, _ = read_frozen_member(folder, self.env, [0], best=self.greedy)
         if member.net.gru_units:
-            raise ValueError(f"member {name} remembers more than a view says, so no table holds what it does")
+            raise ValueError(f"member {name} is recurrent, so its play is not a table over information states")
         return action_probabilities(member, tree)
 
 
 @torch.no_grad()
 def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
-    """Returns the action probabilities, float64 [I, A], of a network without memory at every information state."""
+    """Returns the action probabilities, float64 [I, A], of a feed-forward network at every information state."""
     observations, legal = torch.from_numpy(tree.info_state_tensors), torch.from_numpy(tree.action_mask)
     if member.seat_mapping.seat_id:
         observations = torch.cat(
@@ -177,7 +177,7 @@ def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
 
 
 def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Returns `kept[key]`, made if it is not there; drops what was used longest ago."""
+    """Returns `kept[key]`, which `make` creates if it is missing; drops the entries used longest ago."""
     if key not in kept:
         kept[key] = make()
         while len(kept) > MAX_MEMBERS:
@@ -188,5 +188,5 @@ def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 def _folder(name: str, members: Mapping[str, Path]) -> Path:
     if name not in members:
-        raise ValueError(f'the task does not bring the files of member "{name}": name it in Task.members')
+        raise ValueError(f'the task does not bring the files of member "{name}": add it to Task.members')
     return members[name]

@@ -1,4 +1,4 @@
-"""Worker for populations of small networks: trains them in vectorised games, against a mixture of frozen members.
+"""Worker for populations of small networks: trains them in vectorised games against a mixture of frozen members.
 
 Shapes: `N` seats, `F` finished games.
 """
@@ -45,7 +45,7 @@ RESULT_START = 0.8  # share of training after which games count in the result
 
 
 class NetOracle(StrictModel):
-    """Best responses by reinforcement learning of small networks in a vectorised game."""
+    """Best responses trained by reinforcement learning, as small networks in a vectorised game."""
 
     type: Literal["net"] = "net"
     env: dict[str, Any]
@@ -61,16 +61,16 @@ class NetOracle(StrictModel):
     payoffs: Literal["simulated", "exact"] = "simulated"
     """`simulated`: payoffs are measured in games. `exact`: computed from policies; needs a game with rules."""
     tabulate: bool = True
-    """In games with rules, networks play from a table over information states, which is faster; `false`: as
-    networks."""
+    """In games with rules, evaluate each network once into a table over information states and play from the table,
+    which is faster. `false`: play with the network."""
 
 
 class NetWorker:
     """Worker that trains and plays networks.
 
     `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
-    and `solve` solves a restricted game. `rollout_policies` are the game's seats, or the one population that plays
-    every seat. All randomness follows from `seed` and the task's name.
+    and `solve` solves a restricted game. `players` are the game's seats, or the one population that plays every seat.
+    All randomness follows from `seed` and the task's name.
     """
 
     def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
@@ -107,8 +107,8 @@ class NetWorker:
             return self._play(task, members)
         if self.exact is None:
             raise ValueError(
-                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which are '
-                "not here, or too many to be walked through: use simulated payoffs, and no assessment"
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which it does '
+                "not have, or a game small enough to enumerate: use simulated payoffs, and no assessment"
             )
         return self.exact.run_task(task, lambda name: self.loader.policy(name, members), out)
 
@@ -154,7 +154,7 @@ class NetWorker:
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
-        """Returns the mixture that plays the seats other than the learner's, and the counter of their games."""
+        """Returns the mixture that plays the seats other than the learner's, and the statistics of its games."""
         seat = self.seats[task.player][0]
         others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
         cast = self._cast(members)

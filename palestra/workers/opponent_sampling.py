@@ -1,4 +1,4 @@
-"""Opponents of a learner by its task, and the learner's results against each of them.
+"""Samples a learner's opponents as its task says, and counts its results against each of them.
 
 Shapes: `F` finished games, `N` seats, `S` seats of opponents.
 """
@@ -69,7 +69,7 @@ class OpponentStats:
         self.metrics: list[Metrics] = []
 
     def add(self, batch: RolloutBatch, members: np.ndarray, metrics: Metrics) -> None:
-        """Adds a sweep's finished games, the members int [F, S] that played them, and the update's metrics."""
+        """Adds a rollout's finished games, the members int [F, S] that played them, and the update's metrics."""
         self.returns.append(batch.episode_stats["returns"])
         self.members.append(members)
         if metrics:

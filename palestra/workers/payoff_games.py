@@ -17,7 +17,7 @@ from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.seeding import derive_seed
 from palestra.workers.game_results import payoff_cell
 
-STEPS_PER_SWEEP = 16  # joint steps of each sweep
+STEPS_PER_SWEEP = 16  # joint steps of each rollout
 
 
 def play_cells(
@@ -31,8 +31,9 @@ def play_cells(
 ) -> list[PayoffCell]:
     """Plays `games` games of each cell and returns its statistics.
 
-    A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, each as often at
-    every seat as `games` allows. All games that start for a cell are played to their end and counted.
+    A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, so that each
+    member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
+    and counted.
     """
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
     rotations = N if rotate_seats else 1
@@ -48,7 +49,7 @@ def play_cells(
 
 
 def _played(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns line-ups int64 [count] and returns [count, N] of all games."""
+    """Plays `count` games; returns the line-up's index int64 [count] and the returns [count, N] of each game."""
     tags: list[np.ndarray] = []
     returns: list[np.ndarray] = []
     chunk, left = 0, count

@@ -1,8 +1,8 @@
 """Rollout worker: plays slices of a step's episodes (`backends/episode_tasks.py`) in its own process, with the run's
 bases, samplers and envs.
 
-An episode is played wholly in the process that holds its sampler. The worker builds the same parts as a run in one
-process, and only loads the learners' published weights.
+An episode is played entirely in the process that holds its sampler. The worker builds the same parts as a run in one
+process; it does not train, but loads the learners' published weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palestra.types import Episode
 
 
 class RolloutWorker:
-    """Plays slices of a run's stages and evaluations. Stages that read data are left out, as they play nothing."""
+    """Plays slices of a run's stages and evaluations. Stages that read data play nothing and are left out."""
 
     def __init__(self, config: TextConfig) -> None:
         self.stages, played = rollout_config(config)
@@ -81,6 +81,6 @@ def _pickled(episodes: Sequence[Episode]) -> bytes:
         return pickle.dumps(episodes)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"an episode cannot be sent to another process ({error}): observations and info hold text, numbers, "
-            "arrays, lists and mappings; convert it in the env"
+            f"an episode cannot be sent to another process ({error}): observations and info may hold text, numbers, "
+            "arrays, lists and mappings; convert other values in the env"
         ) from error

@@ -179,7 +179,7 @@ def test_population_is_exported_as_its_last_mixtures(tmp_path: Path) -> None:
 
 def test_policies_without_a_table_are_explained(tmp_path: Path) -> None:
     run = train(tmp_path, "kuhn_poker", gru_units=4)
-    with pytest.raises(ValueError, match="remembers more"):
+    with pytest.raises(ValueError, match="is recurrent, so its play"):
         export_game_policy(run.path)
     assert "nash_conv" not in evaluate(run.path, episodes=8).metrics
     native = GamePolicy({"type": "kuhn_poker"}, ("pass", "bet"), ({}, {}), 0.0)
@@ -193,7 +193,7 @@ def test_policies_without_a_table_are_explained(tmp_path: Path) -> None:
     ("game", "options", "why"),
     [
         ("oshi_zumo(coins=4,size=1,horizon=3)", {}, "makes them take turns"),
-        ("kuhn_poker", {"gru_units": 4}, "remembers more than a view says"),
+        ("kuhn_poker", {"gru_units": 4}, "is recurrent, so its play is not a table"),
         ("goofspiel(num_cards=4,imp_info=True,points_order=descending)", {}, "its players move at once"),
     ],
 )

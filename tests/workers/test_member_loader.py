@@ -150,7 +150,7 @@ def test_least_recently_used_members_are_dropped_and_read_again(
 
 
 def test_members_without_table_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="remembers more than a view says"):
+    with pytest.raises(ValueError, match="is recurrent, so its play is not a table"):
         MemberLoader(ENV, TREE).policy("it", save_member(tmp_path, gru_units=4))
     with pytest.raises(ValueError, match="has no rules here"):
         MemberLoader(ENV).policy(UNIFORM_MEMBER, {})
@@ -166,7 +166,7 @@ def test_perfect_recall_table_is_refused_for_ambiguous_observations(tmp_path: Pa
     members = {name: tmp_path / name for name in ("even", "odd")}
     even = MemberLoader(ENV, blind).member("even", members, [0])
     assert isinstance(even, TableMember) and even.table.tolist() == [[0.5, 0.5]]
-    with pytest.raises(ValueError, match="member odd tells apart what looks alike in kuhn_poker"):
+    with pytest.raises(ValueError, match="member odd plays differently at equal observations in kuhn_poker"):
         MemberLoader(ENV, blind).member("odd", members, [0])
 
 
