@@ -1,4 +1,4 @@
-"""The keys of all kinds of config, by name: for `palestra config`."""
+"""Looks up the keys of all kinds of config by name, for `palestra config`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ RUN_TITLES = {
 
 
 class ConfigModel(NamedTuple):
-    """A config model, the kind of run whose config contains it, and the key that takes it; "" for the run itself."""
+    """A config model, the kind of run whose config contains it, and the key whose value it is ("": it is the config of
+    the run)."""
 
     run: str
     key: str
@@ -56,7 +57,7 @@ class Section(NamedTuple):
 
 
 def config_models() -> list[ConfigModel]:
-    """Returns the models of all configs, each once."""
+    """Returns the models of all configs, without duplicates."""
     found: dict[type[BaseModel], ConfigModel] = {}
     for run, root in RUN_CONFIGS.items():
         for model, key in nested_models(root).items():
@@ -78,7 +79,7 @@ def config_names() -> dict[tuple[str, str], list[str]]:
 
 def find_sections(name: str, key: str | None = None) -> list[Section]:
     """Returns the sections of everything called `name`: a kind of run, a value of `type:`, a key with keys of its own,
-    or an env. With `key`, only this key of each.
+    or an env. With `key`, each section has only this key.
 
     Raises ValueError for an unknown name or key, with the nearest spelling.
     """

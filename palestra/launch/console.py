@@ -70,17 +70,17 @@ class user_errors:
         from palestra.rollouts.failures import RunFailed
 
         if RANK:
-            time.sleep(3)  # rank 0 reports an error that all ranks have, and torchrun then ends the others
+            time.sleep(3)  # if all ranks have the error, rank 0 reports it first, and torchrun ends the others
         print_error(f"{short}{error}", *getattr(error, "__notes__", []))
         mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile)
         raise typer.Exit(2 if mistake else 1) from error
 
 
 def _out_of_memory(error: BaseException | None) -> str:
-    """The prefix of the message of an out-of-memory error; "" for other errors."""
+    """Returns the prefix of the message for an out-of-memory error; "" for other errors."""
     said = str(error).lower()
     ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
-    return "memory ran out, make what is large smaller: " if ran_out or isinstance(error, MemoryError) else ""
+    return "out of memory, use a smaller model or batch: " if ran_out or isinstance(error, MemoryError) else ""
 
 
 def print_error(message: str, *notes: str) -> None:

@@ -61,7 +61,7 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
 
 
 def num_rollout_workers(backend: RolloutBackendConfig) -> int:
-    """Number of workers that play episodes."""
+    """Returns the number of workers that play episodes."""
     return int(backend.placement["play"].get("workers", 1)) if "play" in backend.placement else backend.num_workers
 
 
@@ -147,14 +147,14 @@ class NoSampler:
 
     async def sample(self, request: Request) -> list[Completion]:
         """Raises ValueError: only workers sample."""
-        raise ValueError("this run's workers sample, and not this process")
+        raise ValueError("this process does not sample: the run's workers do")
 
     def clear_cache(self) -> None:
         """Does nothing: there is no cache."""
 
 
 class DriverEngines(Engines):
-    """Engines of a process that trains but does not play: a frozen policy is only a name and a tokenizer."""
+    """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer."""
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
         encoder = ChatEncoder(load_tokenizer(config.base), config.chat_template_kwargs)
@@ -171,7 +171,7 @@ class LearnerArgs(NamedTuple):
 
 
 class RayEngines(DriverEngines):
-    """Engines without any base: weights are trained in Ray actors, with one or more learners in each."""
+    """Engines that load no base: weights are trained in Ray actors, each with one or more learners."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__(config.device, config.max_num_seqs)
@@ -207,7 +207,7 @@ class RayEngines(DriverEngines):
 
 
 def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
-    """Builds the weights of these learners in the current process, which is to train them."""
+    """Builds the weights of these learners in the current process, which trains them."""
     engines = Engines(device, max_num_seqs)
     weights = {}
     for name, spec in specs.items():

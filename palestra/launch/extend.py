@@ -1,4 +1,4 @@
-"""Resuming a run with a larger step count, or networks on another device. Any other config change of a resumed run is
+"""Resuming a run with a larger step count, or a run of networks on another device. Other changes of the config are
 rejected."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ EXTENDABLE_PLANS = {"psro": "population.iterations", "xdo": "population.iteratio
 
 
 def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
-    """Returns the config of a run, extended by settings such as "steps=200", and for networks "device=cpu". Raises
+    """Returns the config of a run, changed by settings such as "steps=200" or, for networks, "device=cpu". Raises
     ValueError if the settings change anything else, or make the run shorter."""
     length = length_setting(tree, vectorised)
     may_change = {length, "device"} if vectorised and "population" not in tree else {length}
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
-        may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
+        may = f"only its length may change: --set {length}=N" if length else "and this kind cannot be made longer"
         may += " (or its device: --set device=cpu)" if "device" in may_change else ""
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
@@ -26,7 +26,7 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree
         return changed
     before, now = _at(tree, length), _at(changed, length)
     if not isinstance(now, int) or now < before:
-        raise ValueError(f"{length}={now}: the run was to go to {before}, and can only be made longer")
+        raise ValueError(f"{length}={now}: the run has {length}={before}, and can only be made longer")
     return changed
 
 

@@ -1,7 +1,7 @@
 """Builds a population run from its config: plan, workers and backend.
 
-What trains networks imports no transformers: `language_population` adds language agents, and is imported for configs
-that have some.
+This module imports no transformers, so that networks train without it: `language_population` adds language agents and
+is imported only for configs with language agents.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PopulationConfig(RunConfig):
         if not isinstance(oracle, Mapping):
             return tree
         if "env" in oracle:
-            raise ValueError("oracle.env: the env of a population stands at the top of the config; leave it out here")
+            raise ValueError("oracle.env: the env of a population is set at the top of the config; leave it out here")
         return {**tree, "oracle": {**oracle, "env": tree.get("env")}}
 
     @field_serializer("oracle")
@@ -87,7 +87,7 @@ class PopulationConfig(RunConfig):
         return False
 
     def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
-        """Returns what makes the workers that run the plan's tasks; `players` are the game's seats, or the one
+        """Returns the factory of the workers that run the plan's tasks; `players` are the game's seats, or the one
         population that plays every seat."""
         if isinstance(self.oracle, ExactOracle):
             return partial(ExactWorker, self.env, players)
@@ -96,7 +96,8 @@ class PopulationConfig(RunConfig):
 
 @dataclass
 class PopulationSetup:
-    """Parts of a population run. `open_backend` is opened by `run_population`."""
+    """Parts of a population run, for `run_population`. `at_once` is the number of tasks that run at once;
+    `as_completed`: the plan gets results in the order of completion."""
 
     plan: AnyPlan
     make_worker: WorkerFactory
@@ -106,11 +107,12 @@ class PopulationSetup:
 
 
 class PopulationRecorder(PlanCallback):
-    """Writes population.json and payoffs.csv to the run's folder whenever members were added, and calls `callback`."""
+    """Writes population.json and payoffs.csv to the run's folder when members were added; calls `watcher` after each
+    task."""
 
     def __init__(self, plan: AnyPlan, run: Run, watcher: PlanCallback) -> None:
         self.plan, self.run, self.callback = plan, run, watcher
-        self._lines: list[str] = []  # of population.json, one for each member: members do not change
+        self._lines: list[str] = []  # lines of population.json, one for each member; members do not change
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
         if TEAM in lines and len(self.plan.population) > len(self._lines):
@@ -180,17 +182,17 @@ def _check(config: PopulationConfig, rules: bool) -> None:
     vectorised = not config.env.get("at") and issubclass(load_env_class(str(env)), VectorEnv)
     if vectorised == config.trains_language_agents:
         fitting = "net or exact" if vectorised else "language"
-        raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
+        raise ValueError(f'oracle {oracle.type} cannot play env "{env}": set oracle.type to {fitting}')
     if isinstance(config.population, XDOConfig) and (not rules or config.trains_language_agents):
         raise ValueError(
-            f"xdo solves what responses allow, by the rules of a vectorised game; {env} with oracle {oracle.type} has "
-            "none to walk through: use psro"
+            f"xdo solves restricted games by the rules of a vectorised game, and {env} with oracle {oracle.type} has "
+            "no such rules: use psro"
         )
     measured = not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0
     exact = isinstance(oracle, ExactOracle)
     if not rules and exact:
         raise ValueError(
-            f"{no_rules_message(config.env)}, so no best response is computed: use an oracle that learns "
+            f"{no_rules_message(config.env)}, so best responses cannot be computed: use an oracle that trains them "
             "(oracle: {type: net})"
         )
     if not rules and measured:

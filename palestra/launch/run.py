@@ -1,4 +1,5 @@
-"""The one entry point of training, for the command line and for Python: config to kind of run, run and training."""
+"""The entry point of training, for the command line and for Python: it finds the kind of run that a config describes,
+creates or resumes the run, and trains."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ from palestra.types import Episode, Metrics
 
 
 class RunKind(NamedTuple):
-    """The functions that make and execute one kind of run: language agents, neural networks in vectorised envs, or
+    """The functions that build and execute one kind of run: language agents, neural networks in vectorised envs, or
     populations.
 
-    `config` is the config model; `check` and `build` make a setup from it, `check` without starting processes;
+    `config` is the config model; `check` and `build` build a setup from it, `check` without starting processes;
     `execute(setup, run, config, callbacks)` trains with a progress bar and returns False if it was stopped early;
-    `open_context` opens the run directory.
+    `open_context` opens the run's folder.
     """
 
     name: Literal["text", "vector", "population"]
@@ -72,7 +73,8 @@ class LaunchRequest:
 
 
 class OpenRun(NamedTuple):
-    """A run that is open for training. `train(callbacks)` trains what is left of it; False: stopped early."""
+    """A run that is open for training. `train(callbacks)` trains the remaining steps; it returns False if it was
+    stopped early."""
 
     kind: RunKind
     run: Any
@@ -98,7 +100,7 @@ def run_request(
 
 
 def _check_env_is_importable(config: Any) -> None:
-    """Raises ValueError if other processes would have to make an env that only this process has."""
+    """Raises ValueError if other processes would have to create an env whose class only this process has."""
     envs = (getattr(config, "envs", None) or {"env": config.env}).values()
     local = next((env["type"] for env in envs if str(env.get("type", "")).startswith(LOCAL_PREFIX)), None)
     backend = getattr(config, "backend", None)
@@ -110,8 +112,8 @@ def _check_env_is_importable(config: Any) -> None:
     }
     if local and (used := [key for key, on in parallel.items() if on]):
         raise ValueError(
-            f'{used[0]} uses other processes, and env "{local}" exists in this one only, since its class has no '
-            "importable name: move the class to a module and use it from there, or train in this process "
+            f'{used[0]} uses other processes, and env "{local}" exists only in this one, since its class cannot be '
+            "imported by name: move the class to a module and use it from there, or train in this process "
             "(backend={'type': 'inline'})"
         )
 
@@ -159,9 +161,10 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:
-    """Returns the run with the name of a new one, for a job that is started again; None if there is none.
+    """Returns the existing run with the name of the requested one, for a job that is started again; None if there is
+    none.
 
-    Raises ValueError if its config is another, save for `backend` and `mirror`, which may change at every resume.
+    Raises ValueError if the two configs differ, except for `backend` and `mirror`, which may change at every resume.
     """
     path = request.root / check_folder_name(request.name or request.config.name)
     if not (path / "config.yaml").is_file():
@@ -171,7 +174,7 @@ def run_to_resume(request: LaunchRequest) -> Path | None:
     if changed := diff_settings(stored, new):
         raise ValueError(
             f"--auto-resume: the run {path} has another config ({'; '.join(changed[:3])}): give the new one another "
-            f"--name, or go on with the old one by --resume {path}"
+            f"--name, or continue the old one with --resume {path}"
         )
     return path
 
@@ -199,7 +202,7 @@ def run_kind(tree: Tree) -> RunKind:
     Raises ValueError under torchrun for kinds that start processes themselves.
     """
     if "population" in tree:
-        _refuse_torchrun("a population's tasks are done at once by workers: palestra train ... --workers N")
+        _refuse_torchrun("workers run a population's tasks: palestra train ... --workers N")
         from palestra.launch.population import build_population
         from palestra.launch.population_config import population_config
 
@@ -227,7 +230,8 @@ def _refuse_torchrun(instead: str) -> None:
 
 
 def validate_config(kind: RunKind, tree: Tree) -> Any:
-    """Returns the checked config. A config written for the other kind of env raises a ValueError of one line."""
+    """Returns the validated config. Raises ValueError for mistakes, with one line for a config that was written for the
+    other kind of env."""
     try:
         return validate(kind.config, tree)
     except ValueError:
@@ -249,13 +253,13 @@ def _wrong_kind_message(tree: Tree) -> str:
     talking, nets = set(type_choices(TextConfig, "policies")), set(type_choices(VectorConfig, "policies"))
     if is_vector_config(tree) and types & (talking - nets):
         return (
-            f'env "{env["type"]}" is a vector env, which small networks play, and this config is of language '
-            "agents: start from one of configs/games, or name a text env (`palestra info` lists them)"
+            f'env "{env["type"]}" is a vector env, which small networks play, and this config has language agents: '
+            "start from one of configs/games, or name a text env (`palestra info` lists them)"
         )
     if not is_vector_config(tree) and types & (nets - talking):
         return (
-            f'env "{env.get("type")}" is a text env, which language agents play, and this config is of small '
-            "networks: start from configs/demo.yaml, or name a vector env (`palestra info` lists them)"
+            f'env "{env.get("type")}" is a text env, which language agents play, and this config has small networks: '
+            "start from configs/demo.yaml, or name a vector env (`palestra info` lists them)"
         )
     return ""
 
@@ -271,7 +275,7 @@ def _execute(
     config: Any,
     callbacks: Sequence[Callback] = (),
 ) -> bool:
-    """Trains a text or vector run from its newest checkpoint on. Returns False if it was stopped early."""
+    """Trains a text or vector run, starting from its newest checkpoint. Returns False if it was stopped early."""
     start = restore(setup, run)
     what = f"{config.env_label}, {', '.join(setup.policy_names)} by {config.algorithm_label}"
     console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
@@ -331,7 +335,7 @@ class CallbackList(Callback):
 
 
 class TaskCallbacks(PlanCallback):
-    """The progress bar of a population, and `callback.on_step` after each of its tasks."""
+    """Calls the progress bar of a population and `callback.on_step` after each of its tasks."""
 
     def __init__(self, bar: PlanCallback, callback: Callback) -> None:
         self.bar, self.callback = bar, callback
@@ -342,11 +346,11 @@ class TaskCallbacks(PlanCallback):
 
 
 class StopOnInterrupt:
-    """Context that yields a function that returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
+    """Context that yields a function which returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
 
     Under torchrun SIGTERM has the same effect, and repeated signals count once: torchrun forwards its signals, and
-    kills processes that take more than half a minute. Only the main thread receives signals: in another thread the
-    function returns False.
+    kills processes that take more than half a minute. Only the main thread receives signals: in other threads the
+    function always returns False.
     """
 
     def __enter__(self) -> Callable[[], bool]:
@@ -371,12 +375,12 @@ class StopOnInterrupt:
 
 
 def _interrupt(*_: object) -> None:
-    """Raises KeyboardInterrupt. Unlike Python's own handler it is not replaced by asyncio, whose handler would wait for
-    the training pass in progress."""
+    """Raises KeyboardInterrupt. asyncio replaces Python's own handler by one that waits for the training pass in
+    progress, but does not replace this one."""
     logging.getLogger("asyncio").addFilter(_is_no_interrupt)
     raise KeyboardInterrupt
 
 
 def _is_no_interrupt(record: logging.LogRecord) -> bool:
-    """False for asyncio's report, with a long traceback, of a task in which the KeyboardInterrupt was raised."""
+    """Returns False for asyncio's report of a task in which KeyboardInterrupt was raised; it has a long traceback."""
     return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt))
