@@ -1,5 +1,5 @@
-"""The empirical game of a population: payoffs among frozen members and among policies in training, the `play` tasks
-that measure them, and where further games tell most."""
+"""The empirical game of a population: payoffs among frozen members and policies in training, the `play` tasks that
+measure them, and the allocation of further games."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from palestra.populations.tasks import PlayResult, PlayTask
 class EmpiricalGame:
     """Payoffs by members, frozen (`payoffs`) or in training (`snapshot_returns`).
 
-    `snapshot_returns` maps members, one for each seat, to the mean returns of their newest snapshots; at least one of
-    the members is in training, and is listed under the name that it will have once frozen.
+    `snapshot_returns` maps members, one for each seat, to the mean returns of their newest snapshots. At least one of
+    them is in training and has the name that it will have once frozen.
     """
 
     def __init__(self, seats: Sequence[Player]) -> None:
@@ -58,8 +58,8 @@ class EmpiricalGame:
 def cells_containing(
     seats: Sequence[Player], names: Mapping[Player, Sequence[str]], player: Player, name: str
 ) -> Iterator[MemberProfile]:
-    """Yields the cells that contain member `name` of `player`, each once. `names` are all members of each player,
-    `name` included."""
+    """Yields the cells that contain member `name` of `player`, without duplicates. `names` are all members of each
+    player, `name` included."""
     choices = []
     for other in dict.fromkeys(seats):
         fixed = (name,) if other == player else ()
@@ -71,10 +71,10 @@ def cells_containing(
 
 
 class MatchQueue:
-    """Creates tasks for the payoffs that are missing, and records their results.
+    """Creates tasks for missing payoffs, and records their results.
 
-    A cell has `games` games, a task `cells` cells; `seats` names the player at each seat. `num_games` counts games,
-    without exact payoffs; `open_tasks` holds the names of pending tasks between frozen members.
+    Each cell gets `games` games, each task `cells` cells; `seats` names the player at each seat. `num_games` counts the
+    games played (not exact payoffs); `open_tasks` holds the names of pending tasks between frozen members.
     """
 
     def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
@@ -82,7 +82,7 @@ class MatchQueue:
         self.empirical_game = EmpiricalGame(seats)
         self.num_games = 0
         self.open_tasks: set[str] = set()
-        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: members its snapshots stand for
+        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: its cells, under future members' names
 
     def initial_tasks(self) -> list[PlayTask]:
         """Returns tasks for the games among the population's initial members."""
@@ -101,10 +101,9 @@ class MatchQueue:
         return self._opened(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
 
     def snapshot_tasks(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[PlayTask]:
-        """Returns tasks for the games of the newest snapshot of `name` in which at least one policy in training takes
-        part.
+        """Returns tasks for the games of the newest snapshot of `name`, in cells with at least one policy in training.
 
-        `training` maps, for each player, the name that a policy in training will have to its newest snapshot.
+        `training` maps, for each player, the future name of each policy in training to its newest snapshot.
         """
         names = {
             own: [*self.empirical_game.payoffs.members[own], *training.get(own, {})] for own in self.population.players
@@ -163,16 +162,16 @@ class MatchQueue:
 def allocate_games(
     table: PayoffTable, strategies: Sequence[np.ndarray] | np.ndarray, games: int, chunk: int = 1
 ) -> dict[MemberProfile, int]:
-    """Returns how to distribute `games` new games over the cells of `table`, `chunk` at a time.
+    """Returns the number of new games for each cell of `table`, `games` in all, allocated `chunk` at a time.
 
-    Each chunk goes where it most lowers the total variance of what members earn against the others' meta-strategy:
-    the sum over seats i and cells c of sigma_-i(c)^2 variance_i(c) / (games(c) + 1). `strategies` is one
+    Each chunk goes to the cell where it most lowers the total variance of the members' mean returns against the others'
+    meta-strategy: the sum over seats i and cells c of sigma_-i(c)^2 variance_i(c) / (games(c) + 1). `strategies` is one
     distribution [m_i] for each seat, or a joint one [m_0, ..., m_n-1].
 
-    These are the numbers that a solver compares, for members out of the support too, so cells far from the support
-    get no games. A cell's variance is shrunk towards the pooled variance by one game (1 if that is 0), and each
-    cell counts as having one more game, so that cells without games have a finite weight. Exact payoffs get no
-    games. Raises ValueError if the strategies do not fit the table.
+    A solver compares these mean returns, also of members outside the support. A cell gets no games if for every seat
+    the other members are outside the support. A cell's variance is shrunk towards the pooled variance by one game (1 if
+    that is 0), and each cell counts as having one more game, so that cells without games have a finite weight. Exact
+    payoffs get no games. Raises ValueError if the strategies do not fit the table.
     """
     gains = _variance_gains(table, strategies)
     queue = [(-gain * _variance_drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
@@ -191,7 +190,7 @@ def allocate_games(
 def _variance_gains(
     table: PayoffTable, strategies: Sequence[np.ndarray] | np.ndarray
 ) -> dict[MemberProfile, tuple[float, int]]:
-    """Returns for each cell that is not exact: squared weights times variances, summed over seats, and its
+    """Returns, for each cell that is not exact, squared weights times variances summed over seats, and its number of
     games."""
     joint = joint_distribution(strategies)
     if joint.shape != table.shape:

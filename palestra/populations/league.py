@@ -1,14 +1,14 @@
 """The league of AlphaStar (Vinyals et al., 2019, and its published pseudocode) as a plan of training slices.
 
 Main agents train against the whole league, main exploiters against the main agents, league exploiters against the
-league's history. Each learner trains slice after slice from its last weights, and does not wait for the others. A
-slice's opponents are a fixed distribution: the one from which the published rules draw, at the win rates known when the
-slice begins. A frozen copy is the member that the slice produced: no weights are copied.
+league's history. Each learner trains slice after slice from its last weights and does not wait for the others. A
+slice's opponents are drawn from a fixed distribution: that of the published rules at the win rates known when the slice
+starts. A frozen copy is the member that the slice produced: no weights are copied.
 
 There are three differences from the published rules. A copy is frozen before a reset, not after it. A reset also clears
-the learner's win rates, which belong to other weights. A share of the games (`explore`) is spread evenly over the
-opponents that decide whether the learner is frozen: an opponent that is always beaten has weight 0, so its win rate
-would never be measured again.
+the learner's win rates, which belong to other weights. A share of the games (`explore_share`) is spread evenly over the
+opponents that decide whether the learner is frozen: otherwise an opponent that is always beaten has weight 0, and its
+win rate is never measured again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = ["League", "LeagueConfig"]
 class League:
     """Plan of a league. `population` plays all `seats` (default: two).
 
-    Its initial members are the league's history, and the initial past of every main agent. The first of them with
-    weights is where all learners start and are reset to. Raises ValueError if the population has several players or no
-    member.
+    Its initial members are the first of the league's history and of every main agent's past. All learners start from
+    the first of them that has weights, and are reset to it. Raises ValueError if the population has several players or
+    no member.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class League:
     ) -> None:
         if len(population.players) != 1 or not len(population):
             raise ValueError(
-                "a league is of one player whose members sit at every seat, and begins with somebody to play against; "
-                f"this population has players {', '.join(population.players)} and {len(population)} members"
+                "a league needs a population with one player, whose members play every seat, and with an initial "
+                f"member to play against; this one has players {', '.join(population.players)} and {len(population)} "
+                "members"
             )
         self.config, self.population, self.seed = config, population, seed
         self.seats = tuple(seats) or population.players * 2
@@ -76,7 +77,7 @@ class League:
         return [self._slice(learner) for learner in self.learners.values()]
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
-        """Records a result; returns the learner's next slice, and the games of a copy that was frozen."""
+        """Records a result; returns the learner's next slice, and the games of a newly frozen copy."""
         self._metrics = {}
         match task, result:
             case TrainTask() as trained, TrainResult() as outcome:
@@ -89,12 +90,12 @@ class League:
         return []
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether it is
-        frozen."""
+        """Returns metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether
+        it is frozen; or of an assessment: NashConv."""
         return self._metrics
 
     def summary(self) -> Metrics:
-        """Progress: slices done and in all, members, games, env steps."""
+        """Returns progress: slices done and in all, members, games, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
@@ -122,8 +123,8 @@ class League:
         return task
 
     def _draw_opponents(self, learner: LeagueLearner, weights: OpponentWeights, latest: Mapping[str, str]) -> Mix:
-        """Returns the distribution of a slice's opponents, with the `latest` member of each learner in place of it:
-        `opponents_per_slice` draws from `weights`; 0: all of it."""
+        """Returns the distribution of a slice's opponents, in which a learner is its member in `latest`. It has
+        `opponents_per_slice` draws from `weights`, or if that is 0 all of `weights`."""
         history, shares = self.logic.history(), np.append(weights.frozen, list(weights.current.values()))
         if not shares.any():  # nothing but self-play
             return {self.logic.initial_members[0]: 1.0}
@@ -154,8 +155,8 @@ class League:
         }
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
-        """Adds the last slice's member to the history; returns its games against the earlier members and its
-        assessment."""
+        """Adds the last slice's member to the history; returns the tasks of its games against earlier members and of
+        its assessment."""
         before, name = self._rated_opponents(learner), learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
         self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))

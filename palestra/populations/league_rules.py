@@ -31,30 +31,31 @@ class LeagueConfig(SliceConfig):
     slices: int = Field(40, ge=1)
     """Slices that each learner trains."""
     min_slices: int = Field(2, ge=1)
-    """Slices between two frozen copies of a learner, at least."""
+    """Smallest number of slices between two frozen copies of a learner."""
     max_slices: int = Field(4, ge=1)
     """Slices after which a learner is frozen in any case."""
     games_per_cell: int = Field(200, ge=0)
     """Games that a frozen copy plays against each earlier one, for the payoff table and ratings; 0: none."""
     rated_opponents: int = Field(0, ge=0)
-    """Earlier copies that a frozen copy plays, drawn at random; 0: all, whose number grows with the square of the
-    league's. A hundred or more rate a league of thousands."""
+    """Number of earlier copies that a frozen copy plays, drawn at random. 0: all; the number of games then grows with
+    the square of the league's size. A hundred suffice to rate a league of thousands."""
     opponents_per_slice: int = Field(0, ge=0)
-    """Draws from the distribution of a slice's opponents, which are then its opponents in place of the whole
-    distribution; 0: the whole, a line for each member of the league in each task. A slice draws an opponent per game:
-    with as many draws as games, nothing changes in distribution."""
+    """Number of opponents of a slice, drawn from the distribution of its opponents. 0: the whole distribution, which
+    makes each task list every member of the league. A slice draws an opponent per game, so as many draws as games are
+    equivalent in distribution."""
     cells_per_task: int = Field(16, ge=1)
-    """Opponents of one task of games."""
+    """Opponents per task of games."""
     nash_conv_every: int = Field(0, ge=0)
-    """NashConv is measured for every so many-th copy of a main agent; 0: never. Needs a game with exact rules."""
+    """Measure NashConv for every n-th copy of a main agent; 0: never. Needs a game with exact rules."""
     strong_win_rate: float = Field(0.7, gt=0, lt=1)
-    """Win rate above which an opponent counts as beaten: required against all judges before a learner is frozen early,
-    and for a main agent against the past that it must not forget."""
+    """Win rate above which an opponent counts as beaten. A learner is frozen early once it beats all its judges; a main
+    agent plays past opponents that it no longer beats."""
     weak_win_rate: float = Field(0.3, gt=0, lt=1)
-    """Win rate up to which a main agent plays another main agent's past instead of its current weights. Earlier
-    exploiters are played while the win rate against one of them is lower."""
+    """Up to this win rate against another main agent, a main agent plays that agent's past instead of its current
+    weights. It plays earlier exploiters while its win rate against one of them is lower than this."""
     lost_win_rate: float = Field(0.1, ge=0, lt=1)
-    """Win rate up to which a main exploiter plays a main agent's past instead of its current weights."""
+    """Up to this win rate against a main agent, a main exploiter plays the agent's past instead of its current
+    weights."""
     pfsp_share: float = Field(0.5, ge=0, le=1)
     """Share of a main agent's games against the whole history, weighted by priority."""
     verification_share: float = Field(0.15, ge=0, le=1)
@@ -67,14 +68,11 @@ class LeagueConfig(SliceConfig):
     @model_validator(mode="after")
     def _fits(self) -> LeagueConfig:
         if self.min_slices > self.max_slices:
-            raise ValueError(
-                f"min_slices: {self.min_slices} slices between checkpoints are more than max_slices: "
-                f"{self.max_slices}; swap them"
-            )
+            raise ValueError(f"min_slices: {self.min_slices} is larger than max_slices: {self.max_slices}; swap them")
         if self.pfsp_share + self.verification_share > 1:
             raise ValueError(
-                f"pfsp_share {self.pfsp_share:g} and verification_share {self.verification_share:g} are shares of one "
-                "whole; lower one"
+                f"pfsp_share {self.pfsp_share:g} and verification_share {self.verification_share:g} add up to more "
+                "than 1; lower one"
             )
         return self
 
@@ -87,14 +85,14 @@ class LeagueConfig(SliceConfig):
 def without_monotone_suffix(rates: Sequence[float]) -> int:
     """Returns the length of `rates` (oldest opponent first) without the suffix in which they never rise.
 
-    In that suffix the agent does no better against newer opponents than against older ones, so it has forgotten
-    nothing: [.9, .6, .65, .6] -> 3, [.9, .8, .7] -> 0.
+    In that suffix the agent's win rate is never higher against a newer opponent than against an older one, so it has
+    forgotten none of them: [.9, .6, .65, .6] -> 3, [.9, .8, .7] -> 0.
     """
     return next((i + 1 for i in range(len(rates) - 1, 0, -1) if rates[i - 1] < rates[i]), 0)
 
 
 def uniform_mix(names: Sequence[str]) -> Mix:
-    """Returns the uniform mixture."""
+    """Returns the uniform mixture of `names`."""
     return {name: 1 / len(names) for name in names}
 
 
@@ -102,9 +100,9 @@ def uniform_mix(names: Sequence[str]) -> Mix:
 class LeagueLearner:
     """A policy in training.
 
-    `start` is the member from which its next slice begins ("": new weights), `latest` the member that its last slice
-    produced ("": none since a reset), `parent` the frozen copy that it continues, `frozen_copies` its frozen copies,
-    oldest first.
+    `start` is the member from whose weights its next slice starts ("": new weights), `latest` the member that its last
+    slice produced ("": none since a reset), `parent` the frozen copy that it continues, `frozen_copies` its frozen
+    copies, oldest first.
     """
 
     name: str
@@ -119,8 +117,8 @@ class LeagueLearner:
 
 @dataclass
 class OpponentWeights:
-    """Weights of opponents: of the members of the history, float64 [history], oldest first, and of learners with their
-    current weights, by name."""
+    """Weights of opponents: of the members of the history, `frozen` float64 [history], oldest first, and of learners at
+    their current network weights, by name."""
 
     frozen: np.ndarray
     current: Mix = field(default_factory=dict)
@@ -136,7 +134,8 @@ class LeagueLogic:
     """The league's decisions, from the current win rates. The past of a main agent starts with the population's initial
     members.
 
-    A decision is arithmetic on arrays over the history: a league of thousands of members decides after every slice.
+    Decisions are computed on arrays over the history, since a league of thousands of members makes some after every
+    slice.
     """
 
     def __init__(self, config: LeagueConfig, learners: Sequence[LeagueLearner], population: Population) -> None:
@@ -156,7 +155,7 @@ class LeagueLogic:
         return frozen | weights.current
 
     def opponent_weights(self, learner: LeagueLearner) -> OpponentWeights:
-        """Returns `mixture` with the members of the history by number."""
+        """Returns the weights of `mixture`, with the members of the history as an array."""
         rules = {"main": self._main, "main_exploiter": self._main_exploiter, "league_exploiter": self._league_exploiter}
         rates, explore = self.history_rates(learner), self.config.explore_share
         weights = OpponentWeights(np.zeros(len(rates)))
@@ -179,8 +178,8 @@ class LeagueLogic:
         return weights
 
     def _verification(self, other: LeagueLearner, exploiters: np.ndarray, rates: np.ndarray) -> OpponentWeights | None:
-        """Returns earlier exploiters that beat the learner; else past opponents that it no longer beats; else None.
-        `rates` are the learner's against the history."""
+        """Returns earlier exploiters that beat the learner; if there are none, past opponents that it no longer beats;
+        if there are none, None. `rates` are the learner's win rates against the history."""
         if len(exploiters) and rates[exploiters].min() < self.config.weak_win_rate:
             return self._prioritised(exploiters, rates, "squared")
         past = self._numbers(self.past(other))
@@ -199,8 +198,8 @@ class LeagueLogic:
         return OpponentWeights(pfsp(rates, "capped"))
 
     def _current(self, learner: LeagueLearner, main: LeagueLearner, bar: float, rates: np.ndarray) -> OpponentWeights:
-        """Returns main agent `main` with its current weights if the learner's win rate against it is above `bar`; else
-        its past."""
+        """Returns main agent `main` at its current weights if the learner's win rate against it is above `bar`, else
+        the agent's past."""
         met = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if met and self.win_rates.rate(learner.name, main.name) > bar:
             return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
@@ -249,7 +248,7 @@ class LeagueLogic:
         return [*self.initial_members, *learner.frozen_copies]
 
     def history(self) -> list[str]:
-        """Returns all frozen members, oldest first: a list that grows with the population."""
+        """Returns all frozen members, oldest first. The list grows with the population."""
         if len(self._history) < len(self.population):
             for name in islice(self.population.members, len(self._history), None):
                 self.number_of[name] = len(self._history)

@@ -1,7 +1,7 @@
-"""Matchmakers: from a learner's history and its win rates to the mixture of opponents that it trains against.
+"""Matchmakers, which compute the mixture of opponents that a learner trains against from its history and win rates.
 
-A mixture is data. The worker draws from it once per episode: drawing at every step would create an opponent that no
-member is. The share of games against the learner's current weights is the task's `self_play`.
+A worker draws a member from the mixture once per episode: drawing at every step would create an opponent that no member
+is. The share of games against the learner's current weights is the task's `self_play`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from palestra.populations.population import Mix
 PFSPWeighting = Literal["squared", "variance", "linear", "capped"]
 
 
-UNPLAYED_WIN_RATE = 0.5  # assumed of a pair without games
+UNPLAYED_WIN_RATE = 0.5  # assumed for a pair without games
 
 
 class WinRates:
-    """Win rates from game counts that decay by the factor `decay` with each game of a pair (AlphaStar's pseudocode has
-    0.99: about 100 games)."""
+    """Win rates from game counts that decay by the factor `decay` with each game of a pair (AlphaStar's pseudocode uses
+    0.99, about the last 100 games)."""
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = decay
         self._counts: dict[str, dict[str, tuple[float, float]]] = {}  # decayed: games, and wins + draws / 2
 
     def rate(self, home: str, away: str) -> float:
-        """Returns the share of their games that `home` won, a draw counting half; 0.5 if there were none."""
+        """Returns the share of the pair's games that `home` won, a draw counting half; 0.5 if there were none."""
         return _rate(*self._counts.get(home, {}).get(away, (0.0, 0.0)))
 
     def rates_of(self, home: str) -> dict[str, float]:
-        """Returns `rate` of `home` against everyone it has played, by name."""
+        """Returns `rate` of `home` against each opponent that it has played, by name."""
         return {away: _rate(*counts) for away, counts in self._counts.get(home, {}).items()}
 
     def add(self, home: str, away: str, games: int, points: float) -> None:
-        """Adds `games` games, of which `home` won `points` (a draw is half of one), as if wins were spread evenly over
+        """Adds `games` games, of which `home` won `points` (a draw counts half), as if wins were spread evenly over
         them."""
         if not games:
             return
@@ -62,7 +62,7 @@ def _rate(games: float, wins: float) -> float:
 
 
 def combine_mixes(*parts: tuple[float, Mix]) -> Mix:
-    """Returns the mixture of mixtures, each with its weight; names with probability 0 are left out."""
+    """Returns the weighted sum of mixtures, without names of probability 0."""
     whole: Mix = {}
     for weight, mix in parts:
         for name, p in mix.items():
@@ -71,7 +71,7 @@ def combine_mixes(*parts: tuple[float, Mix]) -> Mix:
 
 
 def latest_mix(names: Sequence[str]) -> Mix:
-    """Returns the mixture of the newest member alone. Raises ValueError if `names` is empty."""
+    """Returns the mixture that has only the newest member. Raises ValueError if `names` is empty."""
     return {_some(names)[-1]: 1.0}
 
 
@@ -79,8 +79,8 @@ def delta_uniform(names: Sequence[str], delta: float) -> Mix:
     """Returns the uniform mixture over the newest fraction `delta` of the history, rounded up (Bansal et al., 2018,
     sec. 3.2).
 
-    0 is the newest member alone, 1 the whole history. The paper's delta is the position of the oldest member: 1 minus
-    ours. Raises ValueError if `names` is empty.
+    0 is only the newest member, 1 the whole history. The paper's delta is 1 minus this one: the position of the oldest
+    member. Raises ValueError if `names` is empty.
     """
     newest = _some(names)[-max(1, math.ceil(delta * len(names))) :]
     return dict.fromkeys(newest, 1 / len(newest))
@@ -90,8 +90,9 @@ def pfsp(win_rates: np.ndarray, weighting: PFSPWeighting = "squared") -> np.ndar
     """Returns opponent probabilities of prioritised fictitious self-play, float64 [opponents], from the learner's win
     rates [opponents] (Vinyals et al., 2019, "Matchmaking"); uniform if all weights are 0.
 
-    Weights, with p the win rate: `squared` (1 - p)^2 prefers opponents that win, `variance` p (1 - p) equal ones;
-    `linear` is 1 - p, `capped` min(0.5, 1 - p). Raises ValueError if there are no rates or a rate is outside [0, 1].
+    Weights, with p the win rate: `squared` (1 - p)^2 prefers opponents that beat the learner, `variance` p (1 - p)
+    those of equal strength; `linear` is 1 - p, `capped` min(0.5, 1 - p). Raises ValueError if there are no rates or a
+    rate is outside [0, 1].
     """
     p = np.asarray(win_rates, float)
     if not p.size or not ((p >= 0) & (p <= 1)).all():
@@ -114,13 +115,13 @@ class Matchmaker(StrictModel):
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
         """Returns the mixture over `names`, the possible opponents, oldest first.
 
-        `win_rates` are the learner's against them (0.5 where missing), `solution` is a meta-solver's mixture; each
-        matchmaker reads what it needs. Raises ValueError if there is no opponent.
+        `win_rates` are the learner's win rates against them (0.5 where missing), `solution` is a meta-solver's mixture;
+        a matchmaker may ignore them. Raises ValueError if there is no opponent.
         """
 
 
 class LatestMatchmaker(Matchmaker):
-    """The newest member alone: plain self-play."""
+    """Only the newest member: plain self-play."""
 
     type: Literal["latest"] = "latest"
 
@@ -129,11 +130,11 @@ class LatestMatchmaker(Matchmaker):
 
 
 class HistoryMatchmaker(Matchmaker):
-    """Uniform over the newest members; by default over all, which is fictitious self-play."""
+    """Uniform over the newest members; by default over all members, which is fictitious self-play."""
 
     type: Literal["history"] = "history"
     delta: float = Field(1.0, ge=0, le=1)
-    """Fraction of the history, the newest members first; 1: all, 0: the newest member alone."""
+    """Fraction of the history to use, newest members first; 1: all, 0: only the newest member."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
         return delta_uniform(names, self.delta)

@@ -1,4 +1,4 @@
-"""Meta-strategies, and the opponents of a response to one: its marginals, its joint distribution, or a part of it."""
+"""Meta-strategies, and the opponents of a response to one: its marginals, its joint distribution, or part of these."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIN_PROBABILITY = 1e-6  # smaller probabilities count as 0
 class MetaStrategy:
     """Meta-strategy: a joint distribution `joint` float64 [m_0, ..., m_n-1] over members.
 
-    `names` are the members by seat, `seats` the player at each. Choices are independent unless `correlated`. A player
-    with several seats uses the marginal of its first one.
+    `names` are the members by seat, `seats` the player at each seat. Players choose independently unless `correlated`.
+    A player with several seats uses the marginal of its first seat.
     """
 
     seats: tuple[Player, ...]
@@ -31,8 +31,8 @@ class MetaStrategy:
     def independent(
         cls, seats: tuple[Player, ...], names: Sequence[Sequence[str]], strategies: Sequence[np.ndarray]
     ) -> MetaStrategy:
-        """Returns the product of one distribution [m_i] for each seat; seats of one player share that of its first
-        seat."""
+        """Returns the product of one distribution [m_i] for each seat. All seats of a player use the distribution of
+        its first seat."""
         shared = [strategies[seats.index(player)] for player in seats]
         return cls(seats, tuple(map(tuple, names)), joint_distribution(shared))
 
@@ -46,14 +46,15 @@ class MetaStrategy:
         return {player: self.marginal(player) for player in dict.fromkeys(self.seats)}
 
     def best_member(self, payoffs: Sequence[np.ndarray], player: Player) -> str:
-        """Returns the player's member with the highest expected return against the others; of equals, the newest."""
+        """Returns the player's member with the highest expected return against the other players' meta-strategy; of
+        equals, the newest."""
         seat = self.seats.index(player)
         rows = np.moveaxis(payoffs[seat], seat, 0).reshape(len(self.names[seat]), -1)
         earned = rows @ self.joint.sum(axis=seat).ravel()
         return self.names[seat][int(np.flatnonzero(earned >= earned.max() - 1e-12)[-1])]
 
     def pad_to(self, names: Sequence[Sequence[str]]) -> MetaStrategy:
-        """Returns the same meta-strategy over longer lists of members; the added ones, which come last, have
+        """Returns the same meta-strategy over longer lists of members. The added members, which come last, have
         probability 0."""
         more = [(0, len(wide) - len(own)) for wide, own in zip(names, self.names, strict=True)]
         return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.correlated)
@@ -70,8 +71,8 @@ def meta_opponents(meta: MetaStrategy, player: Player, recommended: str | None =
     """Returns the opponents of `player` under the meta-strategy: line-ups if it is correlated, else a mixture of each
     player.
 
-    If `recommended` is given, only games in which the meta-strategy recommends that member count (deviation from a
-    correlated equilibrium); else all games (coarse).
+    With `recommended`, the opponents are those of games in which the meta-strategy recommends that member (deviation
+    from a correlated equilibrium); else those of all games (from a coarse one).
     """
     if not meta.correlated:
         others = [other for other in dict.fromkeys(meta.seats) if other != player]
@@ -94,11 +95,11 @@ def _lineups(meta: MetaStrategy, player: Player, recommended: str | None) -> Ite
 
 
 def beaten_opponents(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player: Player, member: str) -> Opponents:
-    """Returns the opponents of a response that continues `member`: those it beats, weighted by the meta-strategy
-    (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For games of two seats.
+    """Returns the opponents of a response that continues `member`: those that it beats, weighted by the meta-strategy
+    (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For games with two seats.
 
-    An opponent is beaten if `member` earns at least the seat's value under the meta-strategy (0 in a symmetric game). A
-    member that beats none trains against all.
+    `member` beats an opponent if its return is at least the seat's value under the meta-strategy (0 in a symmetric
+    game). A member that beats none trains against all.
     """
     seat = meta.seats.index(player)
     other = meta.seats[1 - seat]
@@ -110,11 +111,12 @@ def beaten_opponents(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player: 
 
 
 def equilibrium_gap(meta: MetaStrategy, payoffs: Sequence[np.ndarray], coarse: bool = True) -> float:
-    """Returns the sum over players of what each could gain by leaving `meta` for its best member in the payoff tensors
+    """Returns the sum over players of the gain from deviating from `meta` to the best member in the payoff tensors
     [m_0, ..., m_n-1] of each seat, in units of return.
 
-    If players choose independently this is NashConv within the table; else the gap to a coarse correlated equilibrium.
-    With `coarse=False` a player may choose after it sees its recommendation: the gap to a correlated equilibrium.
+    If players choose independently, this is NashConv within the table; if they are correlated, the gap to a coarse
+    correlated equilibrium. With `coarse=False` a player deviates after it sees its recommendation: this is the gap to a
+    correlated equilibrium.
     """
     total = 0.0
     for seat, table in enumerate(payoffs):

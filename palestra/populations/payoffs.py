@@ -1,4 +1,4 @@
-"""Payoff table of a population: statistics of games between members, and exact payoffs; it grows with the population.
+"""Payoff table of a population, which grows with it: statistics of games between members, and exact payoffs.
 
     payoffs = PayoffTable(["player_0", "player_1"])
     payoffs.add_member("player_0", "uniform")
@@ -6,8 +6,8 @@
     payoffs.add_games(("uniform", "uniform"), PayoffCell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0)))
     strategies = Nash().solve(payoffs.mean())
 
-A cell is one member for each seat. If one population plays several seats, the game is taken to be symmetric in them:
-cells that differ only in the order of its members are one cell, whose numbers follow the members.
+A cell is one member for each seat. If one population plays several seats, the game is assumed to be symmetric in them:
+cells that differ only in the order of the members are one cell, whose statistics are permuted with the members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MemberProfile = tuple[str, ...]  # the member at each seat
 
 @dataclass(frozen=True)
 class PayoffCell:
-    """Per seat: mean return, sum of squared deviations of returns (`m2`), and games won; draws of all seats together.
+    """Statistics of games. Per seat: mean return, sum of squared deviations of returns (`m2`), and games won; in all:
+    games and draws.
 
     PayoffCell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0), wins=(40, 30), draws=30)
     """
@@ -41,11 +42,11 @@ class PayoffCell:
     wins: tuple[int | float, ...]
     draws: int | float = 0
     exact: bool = False
-    """True if `mean` is exact, whatever the number of games."""
+    """True if `mean` was computed exactly, independently of games."""
 
     def merge(self, other: PayoffCell) -> PayoffCell:
-        """Returns the cell of both cells' games (Chan et al., 1979, eq. 2.1). An exact mean is kept; of two, that of
-        `other`."""
+        """Returns the cell of both cells' games (Chan et al., 1979, eq. 2.1). If one mean is exact, the result has it;
+        if both are, the mean of `other`."""
         games = self.games + other.games
         wins = _sums(self.wins, other.wins)
         if self.exact or other.exact:
@@ -100,7 +101,7 @@ class PayoffTable:
     def __init__(self, seats: Sequence[Player]) -> None:
         """Raises ValueError if `seats` is empty."""
         if not seats:
-            raise ValueError("a payoff table needs the player at each seat, for example Payoffs(['red', 'blue'])")
+            raise ValueError("a payoff table needs the player at each seat, for example PayoffTable(['red', 'blue'])")
         self.seats = tuple(seats)
         self.members: dict[Player, list[str]] = {player: [] for player in self.seats}
         self.stored: dict[MemberProfile, PayoffCell] = {}
@@ -113,12 +114,12 @@ class PayoffTable:
         if player not in self.members:
             raise ValueError(f'"{player}" plays no seat here; players are {", ".join(self.members)}')
         if (player, name) in self._place:
-            raise ValueError(f'"{name}" is a member of "{player}" already; names of members are unique')
+            raise ValueError(f'"{player}" already has a member "{name}"; names of members must be unique')
         self._place[player, name] = len(self.members[player])
         self.members[player].append(name)
 
     def add_games(self, members: Sequence[str], cell: PayoffCell) -> None:
-        """Adds games of these members, by seat. Of exact payoffs only the means are kept: no game was played.
+        """Adds games of these members, by seat. For an exact cell only the means are stored, since no game was played.
 
         Raises ValueError if a member is unknown or the numbers do not fit the seats.
         """
@@ -146,7 +147,7 @@ class PayoffTable:
         self.stored[key] = self.stored[key].merge(cell) if key in self.stored else cell
 
     def canonical(self, members: Sequence[str]) -> tuple[MemberProfile, tuple[int, ...]]:
-        """Returns the members in the order under which their cell is stored, and the seat from which each was taken."""
+        """Returns the members in the order in which their cell is stored, and the original seat of each."""
         if len(members) != len(self.seats):
             raise ValueError(f"{list(members)} are {len(members)} members for {len(self.seats)} seats")
         places = [self._place_of(player, name) for player, name in zip(self.seats, members, strict=True)]
@@ -184,7 +185,7 @@ class PayoffTable:
                 yield key
 
     def cells_below(self, games: int = 1) -> list[MemberProfile]:
-        """Returns the cells with fewer than `games` games, without exact ones."""
+        """Returns the cells with fewer than `games` games that are not exact."""
         return [key for key in self.cells() if not self.cell(key).exact and self.cell(key).games < games]
 
     @property
@@ -193,7 +194,7 @@ class PayoffTable:
         return tuple(len(self.members[player]) for player in self.seats)
 
     def members_at(self, index: Sequence[int]) -> MemberProfile:
-        """Returns the members with these numbers, by seat."""
+        """Returns the members at index `index` [n] of the table, by seat."""
         return tuple(self.members[player][number] for player, number in zip(self.seats, index, strict=True))
 
     # ---- tables
@@ -217,14 +218,14 @@ class PayoffTable:
         return [column.reshape(self.shape) for column in rows.reshape(-1, len(self.seats)).T]
 
     def pairwise_scores(self) -> tuple[list[str], np.ndarray]:
-        """Returns the members' names and `pairwise_scores` float64 [M, M]: how often the row's member beat the
-        column's, a draw counting half.
+        """Returns the members' names and `points_MM` float64 [M, M]: how often the row's member beat the column's, a
+        draw counting half.
 
         Ratings are computed from it. Games of a member against itself are left out. Raises ValueError unless there are
         two seats.
         """
         if len(self.seats) != 2:
-            raise ValueError(f"wins of one over another need a game of two; this one seats {len(self.seats)}")
+            raise ValueError(f"pairwise scores need a game with two seats; this one has {len(self.seats)}")
         names = list(dict.fromkeys(name for player in self.members for name in self.members[player]))
         number = {name: place for place, name in enumerate(names)}
         points_MM = np.zeros((len(names), len(names)))

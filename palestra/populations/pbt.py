@@ -25,7 +25,7 @@ from palestra.types import Metrics
 
 
 class SearchSpace(StrictModel):
-    """Range of a setting that is searched for."""
+    """Range of a searched setting."""
 
     low: float
     """Smallest value."""
@@ -62,31 +62,31 @@ class PBTConfig(SliceConfig):
     slices: int = Field(20, ge=1)
     """Slices that each learner trains."""
     search: dict[str, SearchSpace] = {"lr": SearchSpace(low=1e-4, high=1e-2)}
-    """Settings to search for and their ranges: names of settings of the algorithm or the policy."""
+    """Settings to search, by name (settings of the algorithm or of the policy), and their ranges."""
     rating: Literal["wins", "return"] = "wins"
-    """`wins`: mean win rate against the other learners (decayed, 0.5 where unknown). `return`: mean return at the end
-    of the last slice."""
+    """Rating of a learner. `wins`: mean win rate against the other learners (decayed, 0.5 where unknown). `return`:
+    mean return at the end of the last slice."""
     select_every: int = Field(2, ge=1)
     """Selection takes place after every so many slices of a learner."""
     truncation: float = Field(0.2, gt=0, le=0.5)
     """Share of the learners that counts as the worst, and as the best."""
     min_rating_gap: float = Field(0.0, ge=0)
-    """A learner copies a better one only if that one's rating is higher by more than this."""
+    """A learner copies a better one only if their ratings differ by more than this."""
     perturb: tuple[float, float] = (0.8, 1.2)
-    """Factors, one of which, drawn at random, multiplies each copied setting."""
+    """Two factors: each copied setting is multiplied by one of them, drawn at random."""
     resample_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a copied setting is drawn anew from its range instead of perturbed."""
     self_play: float = Field(0.2, ge=0, le=1)
-    """Share of a learner's games against its own current weights; the others are against the other learners' latest
-    members."""
+    """Share of a learner's games against its own current weights; its other games are against the other learners'
+    latest members."""
 
 
 @dataclass
 class PBTLearner:
     """A policy in training.
 
-    `copied_from` names the learner from which its next slice takes over ("": it continues its own weights);
-    `has_trained` is True once it has trained with its current settings.
+    `copied_from` names the learner whose weights and settings its next slice has copied ("": it continues its own
+    weights); `has_trained` is True once it has trained with its current settings.
     """
 
     name: str
@@ -108,8 +108,9 @@ class PBT:
     def __init__(self, config: PBTConfig, population: Population, seed: int = 0) -> None:
         if len(population.players) != 1 or not len(population):
             raise ValueError(
-                "population-based training is of one player whose members sit at every seat, and begins with a member, "
-                f"for example uniform; this one has players {', '.join(population.players)}, {len(population)} members"
+                "population-based training needs a population with one player, whose members play every seat, and with "
+                f"an initial member, for example uniform; this one has players {', '.join(population.players)} and "
+                f"{len(population)} members"
             )
         self.config, self.population, self.seed = config, population, seed
         self.win_rates = WinRates(config.win_rate_decay)
@@ -136,14 +137,14 @@ class PBT:
         return [self._slice(learner)]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
+        """Returns metrics of a slice: the learner's return, its rating, and the settings that it was trained with."""
         assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
         learner = self.learners[task.learner]
         metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
         return {learner.name: {**metrics, "rating": self.rating(learner), **task.settings}}
 
     def summary(self) -> Metrics:
-        """Progress: slices done and in all, members, env steps."""
+        """Returns progress: slices done and in all, members, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
         whole = self.config.slices * len(self.learners)
         return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
@@ -187,16 +188,16 @@ class PBT:
     # ---- exploit and explore
 
     def rating(self, learner: PBTLearner) -> float:
-        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, by `PBTConfig.rating`."""
+        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, as `PBTConfig.rating` says."""
         if self.config.rating == "return":
             return learner.score
         others = [other.name for other in self.learners.values() if other is not learner]
         return float(np.mean([self.win_rates.rate(learner.name, other) for other in others]))
 
     def _evolve(self, learner: PBTLearner) -> None:
-        """Truncation selection, once all learners have trained: if `learner` is among the worst, it may take over from
-        one of the best."""
-        ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals stay in the order of their numbers
+        """Applies truncation selection once all learners have trained: if `learner` is among the worst, it may copy one
+        of the best."""
+        ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals remain in the learners' order
         ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)
         best = [other for other in ranked[-ends:] if other.has_trained]
         if learner not in ranked[:ends] or not best or not all(other.slices for other in ranked):

@@ -19,9 +19,9 @@ class Member:
 
     name: str
     player: Player
-    """The player it belongs to; "": it is a member of every player."""
+    """The player that it belongs to; "": it is a member of every player."""
     weights: str = ""
-    """Its folder, relative to the run's; "" for a policy without weights (`uniform`)."""
+    """Its folder, relative to the run's folder; "" for a policy without weights (`uniform`)."""
     parent: str | None = None
     """The member whose weights it was trained from, or None."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Population:
     def add(self, member: Member) -> Member:
         """Adds and returns a member. Raises ValueError if the name is taken or the player is unknown."""
         if member.name in self.members:
-            raise ValueError(f'there is a member "{member.name}" already; names of members are unique in a run')
+            raise ValueError(f'there is already a member "{member.name}"; names of members must be unique in a run')
         if member.player and member.player not in self.players:
             raise ValueError(f'"{member.player}" is not a player here; there are {", ".join(self.players)}')
         self.members[member.name] = member
@@ -48,8 +48,8 @@ class Population:
         return [name for name, member in self.members.items() if member.player in ("", player)]
 
     def names_with_files(self, names: Iterable[str | None]) -> tuple[str, ...]:
-        """Returns those of the names whose policies have files, without duplicates: members with weights, and policies
-        in training, which the population does not hold yet."""
+        """Returns the names, without duplicates, of policies that have files: members with weights, and policies in
+        training, which are not yet members."""
         members = self.members
         return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
 

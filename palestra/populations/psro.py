@@ -4,8 +4,8 @@ An iteration adds to each player a best response to the meta-strategy over the c
 members fill the payoff table, from which the solver computes the next meta-strategy. With joint solvers this is JPSRO
 (Marris et al., 2021), for any number of players; with `rectified`, PSRO_rN (Balduzzi et al., 2019); with
 several `pipeline_levels`, pipeline PSRO (McAleer et al., 2020): the responses of several iterations train at once in
-slices, each against the newest snapshots of those below it. A response is frozen only after a slice against members
-that were all frozen.
+slices, each against the newest snapshots of the responses of earlier iterations. A response is frozen only after a
+slice in which all opponents were frozen.
 
 A task is created as soon as its inputs exist: a new member plays each member that exists at that moment, and later
 members play against it.
@@ -52,8 +52,8 @@ from palestra.types import TEAM, Metrics
 class PSRO:
     """Plan of PSRO. `population` holds the initial members, at least one for each player.
 
-    `seats` names the player at each seat. A population that plays every seat is named at each, and the game is taken to
-    be symmetric. `meta_strategies` are the meta-strategies by iteration, number 0 over the initial members;
+    `seats` names the player at each seat. A population that plays every seat is named at each, and the game is assumed
+    to be symmetric. `meta_strategies` are the meta-strategies by iteration; number 0 is over the initial members.
     `nash_convs` maps iterations to measured NashConv.
     """
 
@@ -94,8 +94,8 @@ class PSRO:
         return [*new, *self._slices()]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Metrics of a slice or of NashConv; after an iteration's last games, counts, and each player's mixture as
-        `mix/MEMBER`.
+        """Returns metrics of a slice, or NashConv; after an iteration's last games, counts, and each player's mixture
+        as `mix/MEMBER`.
 
         `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its NashConv if
         responses are exact, a lower bound if they are learned.
@@ -103,7 +103,7 @@ class PSRO:
         return self._metrics
 
     def summary(self) -> dict[str, float]:
-        """Progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
+        """Returns progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {
             "iteration": len(self.meta_strategies) - 1,
@@ -135,10 +135,10 @@ class PSRO:
         return games
 
     def _joined(self, response: Response, result: TrainResult) -> list[PlayTask]:
-        """Returns the games of a finished response.
+        """Adds a finished response to its player; returns the tasks of its games.
 
-        Responses to a joint distribution are added when the last of their player's is done, and only those that gain
-        something and are new, so that the order of completion does not matter.
+        Responses to a joint distribution are added once all responses of their player in the iteration are done, and
+        only those that have a gain and are new, so that the order of completion does not matter.
         """
         if not self.config.correlated:
             return self.matches.add_member(response.to_member())
@@ -154,8 +154,8 @@ class PSRO:
         return games
 
     def _gain(self, response: Response, result: TrainResult) -> float:
-        """Returns the gain of a response to a joint distribution, less its standard error if it is learned; infinity
-        if that is not known, or the player's only response is learned."""
+        """Returns the gain of a response to a joint distribution, minus its standard error if it is learned; infinity
+        if the gain is not known, or if the response is learned and is the player's only one."""
         is_exact = result.policy_digest is not None
         if result.mean_return is None or not (is_exact or response.recommended):
             return math.inf
@@ -163,7 +163,7 @@ class PSRO:
         gain = response_gain(response, result.mean_return, meta, self.matches.empirical_game.payoff_tensors(meta.names))
         if is_exact:
             return gain
-        then = tuple(slice(len(own)) for own in meta.names)  # members of this iteration may have joined already
+        then = tuple(slice(len(own)) for own in meta.names)  # without members that have joined since
         error = gain_error(response, result, meta, [table[then] for table in self.payoffs.stderr()])
         return math.inf if error is None else gain - error
 
@@ -186,8 +186,8 @@ class PSRO:
         return made and not self.matches.open_tasks
 
     def _conclude(self) -> Sequence[Task]:
-        """Ends an iteration: requests its adaptive games first; then solves for the meta-strategy and returns its
-        assessment."""
+        """Ends an iteration. Returns the tasks of its adaptive games if these are not yet played; else solves for the
+        meta-strategy and returns the task of its assessment."""
         names = [self.payoffs.members[player] for player in self.seats]
         tables = self.matches.empirical_game.payoff_tensors(names)
         meta = self._solve(names, tables)
@@ -228,8 +228,8 @@ class PSRO:
             self._metrics[player] = {"iteration": number, "value": value} | shares
 
     def _end_if_answered(self, meta: MetaStrategy, gap: float) -> None:
-        """Ends the run with joint solvers once every recommended member has a response, if these gained at most
-        `stop_nash_conv` or added no member."""
+        """With joint solvers, ends the run once every recommended member has a response, if the responses gained at
+        most `stop_nash_conv` or added no member."""
         before, players = self.meta_strategies[-1], self.population.players
         if gap <= self.config.stop_nash_conv > 0:
             self.is_done |= not any(self._unanswered(before, player) for player in players)
@@ -249,12 +249,12 @@ class PSRO:
     # ---- responses
 
     def _unanswered(self, meta: MetaStrategy, player: Player) -> list[str | None]:
-        """Returns the members that still have a response to train; [None] for one response that covers all."""
+        """Returns the members for which a response is still to be trained; [None] for one response for all members."""
         return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
 
     def _room(self, meta: MetaStrategy) -> int:
-        """Returns the most responses of each player in an iteration: with joint solvers `max_responses`, or as many as
-        the solver's table takes; 0 if it is full."""
+        """Returns the largest number of responses of each player in an iteration: `max_responses` with `ce`, 1 with
+        `cce`, fewer if the solver's table has no room for these, and no limit with other solvers."""
         solver = self.config.meta_solver.type
         if solver != "ce" and solver != "cce":
             return sys.maxsize
@@ -264,8 +264,8 @@ class PSRO:
         return count
 
     def _responses(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> Iterable[Response]:
-        """Yields the responses that can start now: those of all levels at first, then one more level for each
-        iteration."""
+        """Yields the responses that can start now: in the first iteration those of all pipeline levels, then one more
+        level per iteration."""
         done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._room(meta)
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
@@ -307,7 +307,8 @@ class PSRO:
         return task
 
     def _opponents(self, response: Response, meta: MetaStrategy) -> Opponents:
-        """Returns the opponents of a response by file name: for policies in training, their newest snapshots."""
+        """Returns the opponents of a response by member name; policies in training are named by their newest
+        snapshots."""
         if self.config.rectified and response.recommended:
             payoffs = self.matches.empirical_game.payoff_tensors(meta.names)
             return beaten_opponents(meta, payoffs, response.player, response.recommended)
@@ -323,9 +324,9 @@ class PSRO:
         )
 
     def _meanwhile(self, number: int) -> MetaStrategy:
-        """Returns the meta-strategy over iterations up to `iteration`, some of whose responses still train.
+        """Returns the meta-strategy over the iterations up to `number`, some of whose responses are still in training.
 
-        Of those, it includes the ones that have payoffs against all others.
+        Of these responses it includes those that have payoffs against all others.
         """
         game = self.matches.empirical_game
         names = {

@@ -17,14 +17,14 @@ CORRELATED_SOLVERS = ("ce", "cce")  # solvers for which responses train against 
 class PSROConfig(StrictModel):
     """Policy-space response oracles: number of iterations, the solver, and how responses are trained and evaluated.
 
-    With a joint solver, exact responses that gain almost nothing or equal another member are left out, with `ce` also
-    learned ones whose gain, by their returns in training, is within its standard error. The run ends once responses to
-    every recommended member were left out, or with a warning where the solver's table is full.
+    With a joint solver, exact responses that gain almost nothing or equal another member are left out; with `ce` also
+    learned responses whose gain, estimated from their returns in training, is within its standard error. The run ends
+    once the responses to all recommended members were left out, or with a warning when the solver's table is full.
     """
 
     type: Literal["psro"] = "psro"
     iterations: int = Field(20, ge=1)
-    """Iterations, each with one response (or more) for each player."""
+    """Iterations, each with one or more responses for each player."""
     meta_solver: MetaSolverConfig = Nash()
     """Meta-solver that computes the meta-strategy from the payoff table."""
     env_steps: int = Field(100_000, ge=1)
@@ -32,43 +32,46 @@ class PSROConfig(StrictModel):
     train_steps: int = Field(0, ge=0)
     """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     slices: int = Field(1, ge=1)
-    """Parts in which a response is trained; with `pipeline_levels` above 1, opponents are updated between them."""
+    """Number of slices in which a response is trained; with `pipeline_levels` above 1, opponents are updated between
+    them."""
     start: Literal["fresh", "last", "best"] = "fresh"
-    """Initial weights of a response: `fresh` ones, its player's `last` member, or the `best` member against the
-    meta-strategy."""
+    """Initial weights of a response: `fresh` (new weights), those of its player's `last` member, or of the `best`
+    member against the meta-strategy."""
     self_play: float = Field(0.0, ge=0, lt=1)
     """Probability that a game's opponents are the response's own current weights; needs `symmetric: true`."""
     max_responses: int = Field(4, ge=1)
-    """With `ce`, the most responses of each player in an iteration, to the members that are recommended most often; the
-    others have theirs in the next, if these add no member. Without a limit members can double in every iteration."""
+    """With `ce`, the largest number of responses of each player in an iteration, to the members that are recommended
+    most often; if these responses add no member, the next iteration trains those to the other members. Without a limit
+    the number of members can double in every iteration."""
     rectified: bool = False
-    """PSRO_rN: one response for each member of the meta-strategy, against the opponents that the member beats. Two
-    seats only."""
+    """PSRO_rN: one response for each member in the meta-strategy, against the opponents that the member beats. Only for
+    two seats."""
     pipeline_levels: int = Field(1, ge=1)
-    """Iterations whose responses train at once (pipeline PSRO)."""
+    """Number of iterations whose responses train at once (pipeline PSRO)."""
     games_per_cell: int = Field(1000, ge=1)
     """Games of each payoff cell."""
     adaptive_games: int = Field(0, ge=0)
     """Additional games per iteration, played in the cells where the meta-strategy is most uncertain."""
     cells_per_task: int = Field(16, ge=1)
-    """Payoff cells of one task of games."""
+    """Payoff cells per task of games."""
     nash_conv_every: int = Field(1, ge=0)
-    """NashConv is measured every so many iterations; 0: never. Needs a game with exact rules."""
+    """Measure NashConv every n iterations; 0: never. Needs a game with exact rules."""
     stop_nash_conv: float = Field(0.0, ge=0)
-    """The run ends once NashConv is at most this (0: never); with a joint solver, once the gap to an equilibrium that
-    responses to all recommended members find is."""
+    """The run ends once NashConv is at most this (0: never). With a joint solver: once the gap to an equilibrium, as
+    measured by responses to all recommended members, is at most this."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.pipeline_levels > 1 and (self.rectified or self.correlated):
             raise ValueError(
-                f"pipeline_levels: {self.pipeline_levels} train responses to mixtures that are not final; with "
-                f"rectified: true or meta_solver {self.meta_solver.type} their number follows from the final one, so "
-                "pipeline_levels: must be 1"
+                f"pipeline_levels: {self.pipeline_levels} trains responses before the meta-strategy is final, and with "
+                f"rectified: true or meta_solver {self.meta_solver.type} the final one determines their number: set "
+                "pipeline_levels: 1"
             )
         if self.rectified and self.correlated:
             raise ValueError(
-                f"rectified: true reads a mixture of each player; meta_solver {self.meta_solver.type} has none"
+                f"rectified: true needs a mixture of each player, which meta_solver {self.meta_solver.type} does not "
+                "give: use another meta_solver, or rectified: false"
             )
         return self
 
@@ -82,21 +85,20 @@ def check_psro(config: PSROConfig, population: Population, seats: Sequence[Playe
     """Raises ValueError if the config does not fit the seats, or a player has no member."""
     for player in population.players:
         if not population.names_of(player):
-            raise ValueError(f'player "{player}" has no member to begin with: add one, for example uniform')
+            raise ValueError(f'player "{player}" has no initial member: add one, for example uniform')
     if config.self_play and len(population.players) > 1:
         raise ValueError(
-            "self_play: a policy of one seat cannot sit at another; only a population that plays every seat "
-            "(symmetric: true) meets its own current weights"
+            "self_play: a policy of one seat cannot play another; only a population that plays every seat "
+            "(symmetric: true) can play its own current weights"
         )
     if config.rectified and len(seats) != 2:
-        raise ValueError(f"rectified: true is for games of two seats; this one has {len(seats)}")
+        raise ValueError(f"rectified: true is for games with two seats; this one has {len(seats)}")
     if config.meta_solver.type == "nash" and len(seats) != 2:
         raise ValueError(
-            f"meta_solver nash is for two seats; this game has {len(seats)}: take prd, alpha_rank, ce or cce"
+            f"meta_solver nash is for two seats; this game has {len(seats)}: use prd, alpha_rank, ce or cce"
         )
     if config.correlated and len(population.players) < len(seats):
         raise ValueError(
             f"meta_solver {config.meta_solver.type} assigns members to all seats, so every seat needs a "
-            "population: say "
-            "symmetric: false, or take another meta_solver"
+            "population: set symmetric: false, or use another meta_solver"
         )

@@ -1,4 +1,4 @@
-"""Responses of PSRO: policies in training, from their start until they become members."""
+"""Responses of PSRO: policies in training, before they become members."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from palestra.populations.psro_config import PSROConfig
 from palestra.populations.tasks import TrainResult
 from palestra.types import Metrics
 
-MIN_RELATIVE_GAIN = 1e-7  # of an exact response that is added (joint solvers), relative to the largest payoff
+MIN_RELATIVE_GAIN = 1e-7  # smaller gains count as 0 (joint solvers); relative to the largest payoff
 
 
 @dataclass
 class Response:
-    """A policy in training: the response of iteration `iteration` for `player`; `name` is that of the future member.
+    """A policy in training: the response of iteration `iteration` for `player`. `name` is its name as a member.
 
     `recommended` is the member that it deviates from or continues, if an iteration has one response for each of several
-    members. `latest` is its newest snapshot. `gain`, with joint solvers, is what it gains (less its standard error if
-    it is learned), infinite if that is not known; `digest` identifies its policy, equal for equal exact responses.
+    members. `latest` is its newest snapshot. With joint solvers, `gain` is its gain (minus the standard error if it is
+    learned), infinite if unknown; `digest` identifies its policy and is equal for equal exact responses.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Response:
         return self.latest == self.name
 
     def to_member(self) -> Member:
-        """Returns the member that the finished response is."""
+        """Returns the finished response as a member."""
         info: dict[str, Any] = {"iteration": self.iteration, "slices": self.slices}
         info |= {"recommended": self.recommended} if self.recommended else {}
         return Member(self.name, self.player, f"members/{self.name}", self.start, info)
 
 
 def recommended_members(config: PSROConfig, meta: MetaStrategy, player: Player) -> Sequence[str | None]:
-    """Returns the members that have a response of their own; [None] if one response covers all."""
+    """Returns the members for each of which a response is trained; [None] for one response for all members."""
     return list(meta.marginal(player)) if config.rectified or config.meta_solver.type == "ce" else [None]
 
 
 def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
-    """Returns the `count` members that `meta` recommends most often, of equals the oldest, in their order in
+    """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in the order of
     `members`."""
     if len(members) <= count:
         return list(members)
@@ -86,8 +86,8 @@ def start_member(
 
 
 def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs: Sequence[np.ndarray]) -> float:
-    """Returns by how much a response to `meta` that earns `value` exceeds its player's value, times the probability of
-    its recommendation; 0 if negligible."""
+    """Returns the gain of a response to `meta` with return `value` over its player's value, times the probability of
+    the recommendation that it deviates from; 0 if negligible."""
     seat = meta.seats.index(response.player)
     table, joint = payoffs[seat], meta.joint
     if response.recommended:
@@ -100,8 +100,8 @@ def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs:
 def gain_error(
     response: Response, result: TrainResult, meta: MetaStrategy, stderr: Sequence[np.ndarray]
 ) -> float | None:
-    """Returns the standard error of `response_gain` with the mean return of a learned response, by the spread of its
-    returns and the standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
+    """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
+    standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
     met, seat = list(result.opponents.values()), meta.seats.index(response.player)
     games = sum(own.games for own in met)
     if games < 2:
@@ -114,17 +114,17 @@ def gain_error(
     if response.recommended:
         place = [meta.names[seat].index(response.recommended)]
         joint, error = joint.take(place, axis=seat), error.take(place, axis=seat)
-    played = games / (len(meta.seats) - 1)  # every opponent counts a game
+    played = games / (len(meta.seats) - 1)  # `games` counts each game once per opponent
     own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
     return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))
 
 
 def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
-    """Warns that a run ends because the solver takes no larger table than that of `meta`; `metrics` are those of the
-    iteration."""
+    """Warns that a run ends because the solver's table has no room for more members than `meta` has; `metrics` are the
+    metrics of the iteration."""
     members = " x ".join(map(str, meta.joint.shape))
     gap = f", whose newest responses gained {metrics['gap']:.3g} in all" if "gap" in metrics else ""
-    fix = "; fewer members join by a lower max_responses, or with cce" if solver == "ce" else ""
+    fix = "; a lower max_responses or meta_solver cce adds fewer members" if solver == "ce" else ""
     warnings.warn(
         f"the run ends after iteration {metrics['iteration']:.0f} with {members} members{gap}, since solver {solver} "
         f"takes no larger table{fix}",

@@ -1,9 +1,9 @@
-"""Ratings of members, and measures of what a rating cannot express.
+"""Ratings of members, and measures of cycles, which ratings cannot express.
 
-Ratings order members; if each member of a group is beaten by another, there is no order. `cyclicity` measures the share
-of the payoff table that no rating can explain; Nash averaging and relative performance weight members by the opponents
-that matter instead. `points_MM[a, b]` float64 counts how often `a` has beaten `b`, a draw counting half;
-`PayoffTable.points` computes it.
+Ratings order members; if each member of a group is beaten by another member of it, there is no order. `cyclicity`
+measures the share of the results that no rating can explain; Nash averaging and relative performance do not need an
+order. `points_MM[a, b]` float64 counts how often `a` has beaten `b`, a draw counting half;
+`PayoffTable.pairwise_scores` computes it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ class SkillRating(NamedTuple):
 
 
 class Cyclicity(NamedTuple):
-    """Result of `cyclicity`.
-
-    `share` (0 to 1) of the variance of log-odds that no rating can explain; `groups` of members in which each is beaten
-    by another; and a `warning`, empty if there are no such groups.
+    """Result of `cyclicity`: the `share` (0 to 1) of the squared log-odds that no rating can explain; `groups` of
+    members in which each is beaten by another; and a `warning`, empty if there are no such groups.
 
         Cyclicity(share=1.0, groups=[["rock", "paper", "scissors"]], warning="each of rock, paper, scissors ...")
     """
@@ -55,19 +53,19 @@ def elo_update(elo_a: float, elo_b: float, score: float, k_factor: float = 32.0)
 
 
 def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float = 1.0) -> Ratings:
-    """Returns the maximum-likelihood Elo ratings of mean `mean`, independent of the order of games (Bradley & Terry,
+    """Returns the maximum-likelihood Elo ratings with mean `mean`, independent of the order of games (Bradley & Terry,
     1952).
 
     `points_MM` is float64 [M, M]. Each pair that met gets `prior_draws` additional drawn games, which keeps ratings of
-    unbeaten members finite. Standard errors are of the difference to the mean. Raises ValueError if games do not link
-    all members, or, without prior, if some group never lost to the rest.
+    unbeaten members finite. Standard errors are those of the difference from the mean. Raises ValueError if the games
+    do not connect all members, or, without a prior, if some group of members never lost to the rest.
     """
     met = points_MM + points_MM.T
     points = points_MM + np.where(met > 0, prior_draws / 2, 0)
     if len(_groups(points > 0)) > 1:
         raise ValueError(
-            "these games rate only members of one group at a time: some never met the rest, or never lost to them. "
-            "Play more pairs, or give a prior above 0"
+            "these games do not connect all members: some never met the others, or never lost to them. Play more "
+            "pairs, or set prior_draws above 0"
         )
     games = points + points.T
     worth = np.zeros(len(points))
@@ -75,7 +73,7 @@ def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float =
         odds = 1 / (1 + np.exp(worth[None, :] - worth[:, None]))
         bend = np.linalg.pinv(_laplacian(games * odds * (1 - odds)), hermitian=True)
         step = bend @ (points - games * odds).sum(axis=1)
-        worth += np.clip(step, -2, 2)  # far from the optimum the likelihood is almost linear, and Newton steps too long
+        worth += np.clip(step, -2, 2)  # Newton steps are too long where the likelihood is almost linear
         if np.abs(step).max(initial=0) < 1e-10:
             break
     return Ratings(
@@ -92,11 +90,11 @@ def log_odds(points_MM: np.ndarray, prior_draws: float = 1.0) -> np.ndarray:
 
 
 def cyclicity(names: Sequence[str], points_MM: np.ndarray, *, z_threshold: float = 2.0) -> Cyclicity:
-    """Returns how far the results [M, M] are from any order: the share of the squared log-odds, weighted by games, that
+    """Returns how far the results [M, M] are from an order: the share of the squared log-odds, weighted by games, that
     remains after the best rating is subtracted (Jiang et al., 2011: HodgeRank, eq. 28).
 
-    Sampling errors count as cycles in `share`. `groups` use only wins that are more than `z_threshold` standard errors
-    from even.
+    `share` contains sampling errors too. `groups` use only results that differ from even by more than `z_threshold`
+    standard errors.
     """
     games = points_MM + points_MM.T
     flow = log_odds(points_MM)
@@ -114,8 +112,8 @@ def _warning(share: float, groups: list[list[str]]) -> str:
         return ""
     listed = "; ".join(", ".join(group) for group in groups)
     return (
-        f"ratings are blind to cycles, and here are some: each of {listed} is beaten by another of them. "
-        f"No rating explains {share:.0%} of the results: read the payoff table, or Nash averaging"
+        f"ratings cannot express cycles, and here are some: each of {listed} is beaten by another of them. "
+        f"No rating explains {share:.0%} of the results: see the payoff table, or Nash averaging"
     )
 
 
@@ -133,11 +131,11 @@ def _laplacian(weight_MM: np.ndarray) -> np.ndarray:
 
 
 def openskill_ratings(games: Iterable[tuple[Sequence[str], Sequence[float]]]) -> dict[str, SkillRating]:
-    """Returns skills after `games`, in order; each is the members and their scores (higher is better), for any number
-    of members.
+    """Returns the members' skills after `games`, in order. A game is a list of members, of any number, and their scores
+    (higher is better).
 
-    Method of Weng & Lin (2011), by the `openskill_ratings` package's PlackettLuce. Games of a member against itself are
-    skipped.
+    The method is Weng & Lin's (2011), computed by `PlackettLuce` of the package `openskill`. Games of a member against
+    itself are skipped.
     """
     from openskill.models import PlackettLuce
 
@@ -160,19 +158,19 @@ def nash_averaging(table_MM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     antisymmetric.
     """
     if not np.allclose(table_MM, -table_MM.T):
-        raise ValueError("Nash averaging is for antisymmetric tables: what one wins the other loses; take log_odds")
+        raise ValueError("Nash averaging needs an antisymmetric table (table = -table.T), such as log_odds")
     strategy = maximin(table_MM, "entropy")
     return strategy, table_MM @ strategy
 
 
 def cross_play(payoffs: PayoffTable, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
-    """Returns mean returns, float64 [rows, columns], of members at the first of two seats against others at the second;
-    NaN for pairs that never met."""
+    """Returns mean returns, float64 [rows, columns], of the members `rows` at the first of two seats against the
+    members `columns` at the second; NaN for pairs that never met."""
     cells = [[payoffs.cell((row, column)) for column in columns] for row in rows]
     return np.array([[cell.mean[0] if cell.exact or cell.games else np.nan for cell in line] for line in cells])
 
 
 def relative_performance(table: np.ndarray) -> float:
-    """Returns the value of the zero-sum table [rows, columns] of the first population's payoffs against the second's
-    (Balduzzi et al., 2019, def. 3). Above 0, the first is ahead."""
+    """Returns the relative performance of two populations: the value of the zero-sum table [rows, columns] of the first
+    population's payoffs against the second (Balduzzi et al., 2019, def. 3). Above 0, the first is stronger."""
     return game_value(table)

@@ -1,17 +1,17 @@
 """Runs a plan: submits its tasks to a backend, stores what they produce, and logs their results.
 
-    tasks.jsonl        one line for each finished task, in the order in which the plan got them; a resume starts from it
+    tasks.jsonl        one line for each finished task, in the order in which the plan got them; read by a resume
     members/NAME/      files of the member that a task produced; valid once the task's line is in tasks.jsonl
     metrics.jsonl      the plan's metrics after each task; rebuilt from tasks.jsonl on resume
     timings.jsonl      seconds of each task
 
-A task's line is on disk before the plan gets the result. A process may therefore die at any moment: on resume a new
-plan gets the finished tasks again, and unfinished tasks are repeated.
+A task's line is on disk before the plan gets the result, so the process may die at any time: on resume a new plan gets
+the finished tasks again, and unfinished tasks are repeated.
 
 A task's result is determined by its name, and the plan gets results in the order in which it created the tasks: a
 result that arrives early waits for earlier tasks. A run is therefore identical, byte for byte, for any number of
-workers. With `as_completed` the plan gets each result at once: slow tasks delay no other, but the order of completion,
-which no seed determines, decides which policies are trained against each other.
+workers. With `as_completed` the plan gets each result immediately: slow tasks do not delay others, but the order of
+completion, which no seed determines, decides which policies are trained against each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from palestra.tracing import end_shared_span, is_tracing, shared_span
 from palestra.types import TEAM, Metrics
 
 MEMBERS_DIR = "members"
-MAX_NAMED = 8  # members that the span of a task names
+MAX_NAMED = 8  # largest number of members that the span of a task names
 STOP_POLL_INTERVAL_S = 0.2  # seconds between two checks of `stop`
 
 
@@ -97,7 +97,7 @@ def run_plan(
 
 
 def _submit(backend: Backend, task: Task) -> None:
-    """Submits a task, whose span lasts until its result is recorded and names who plays."""
+    """Submits a task. Its span lasts until its result is recorded, and names the members that play."""
     names: Sequence[str] = ()
     if is_tracing():
         names = task.opponents.names() if isinstance(task, TrainTask) else task.members
@@ -127,7 +127,7 @@ def _finish(course: PlanRun, backend: Backend, watcher: PlanCallback, grace: flo
 
 
 class PlanRun:
-    """A plan, its run, and the pending tasks in order (`open_tasks`). `done` counts finished tasks."""
+    """A plan, its run, and the pending tasks in order (`open_tasks`). `num_done` counts finished tasks."""
 
     def __init__(self, plan: Plan, run: Run, as_completed: bool) -> None:
         self.plan, self.run, self.as_completed = plan, run, as_completed
@@ -139,8 +139,8 @@ class PlanRun:
         self._add(plan.initial_tasks())
 
     def replay(self) -> list[str]:
-        """Replays the run's finished tasks to the plan and restores the run folder to that state; returns the members'
-        names.
+        """Passes the run's finished tasks to the plan again and restores the run's folder to that state; returns the
+        members' names.
 
         Raises ValueError (DamagedFile) if files are missing or changed.
         """
@@ -185,7 +185,7 @@ class PlanRun:
         return new, metrics
 
     def _replay_result(self, record: TaskRecord) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
-        """`_pass_result` for a result read from disk. Raises DamagedFile if the plan cannot process it."""
+        """Calls `_pass_result` for a result read from disk. Raises DamagedFile if the plan cannot process it."""
         place = self._place()
         try:
             return self._pass_result(self.open_tasks[record.task.name], record.result)
@@ -216,7 +216,8 @@ class PlanRun:
             self.open_tasks[task.name] = task
 
     def _record_of(self, line: Mapping[str, Any]) -> TaskRecord:
-        """Returns the record in the next line of tasks.jsonl, which must be that of a pending task."""
+        """Returns the record in the next line of tasks.jsonl. Raises ValueError (DamagedFile) if it is not the record
+        of a pending task."""
         given = line.get("task")
         name, makes = (given.get("name"), given.get("output_member")) if isinstance(given, Mapping) else (None, None)
         if line.get("number") != self.num_done or not isinstance(name, str):
@@ -232,11 +233,11 @@ class PlanRun:
             )
         record = task_record(line, self._place(), type(task))
         if not are_checksums(record.files):
-            raise DamagedFile(f"{self._place()}: files: these are no checksums; {RECOVERY_HINT}")
+            raise DamagedFile(f"{self._place()}: files: these are not checksums; {RECOVERY_HINT}")
         return record
 
     def _place(self) -> str:
-        """The next line of tasks.jsonl."""
+        """Returns the place of the next line of tasks.jsonl, for error messages."""
         return f"{self.run.path / TASKS_FILE}, line {self.num_done + 1}"
 
 

@@ -6,7 +6,7 @@ et al., 2015), `pfsp` prefers opponents that still win, `solution` is a meta-sol
 start with new weights by default: from an exact oracle, or learned for long enough, they are best responses, and the
 average of fictitious play approaches an equilibrium in two-player zero-sum games.
 
-Slice k + 1 of a player needs slice k of every other player, and nothing more.
+Slice k + 1 of a player starts once slice k of every other player is done.
 """
 
 from __future__ import annotations
@@ -51,28 +51,27 @@ class SelfPlayConfig(StrictModel):
     matchmaker: MatchmakerConfig = LatestMatchmaker()
     """Computes the mixture of opponents."""
     pool_size: int = Field(0, ge=0)
-    """Opponents are the newest so many members; 0: all."""
+    """Number of newest members that can be opponents; 0: all."""
     self_play: float = Field(0.0, ge=0, le=1)
     """Probability that a game's opponents are the learner's own current weights; needs `symmetric: true`."""
     start: Literal["last", "fresh"] | None = None
-    """A slice continues the `last` one, or starts with `fresh` weights: then it is a best response, and the average
-    under matchmaker `history` that of fictitious play. From `last`, a policy that has become nearly deterministic
-    hardly explores, and the average may stay far from an equilibrium. Default: `fresh` with matchmaker `history`,
-    else `last`."""
+    """A slice continues the `last` one, or starts with `fresh` weights. With `fresh` it is a best response, and the
+    average under matchmaker `history` is that of fictitious play. With `last`, a policy that has become nearly
+    deterministic hardly explores, and the average may stay far from an equilibrium. Default: `fresh` with matchmaker
+    `history`, else `last`."""
     games_per_cell: int = Field(0, ge=0)
     """Games of each new copy against each earlier one, for the payoff table; 0: none. Needed by matchmaker
     `solution`."""
     cells_per_task: int = Field(16, ge=1)
-    """Payoff cells of one task of games."""
+    """Payoff cells per task of games."""
     meta_solver: MetaSolverConfig = Nash()
     """Meta-solver for matchmaker `solution`."""
     win_rate_decay: float = Field(0.99, gt=0, le=1)
-    """Factor by which earlier results against an opponent are weighted down with each game; 1: all games count
-    alike."""
+    """Factor by which earlier results against an opponent decay with each game; 1: all games count equally."""
     nash_conv_every: int = Field(1, ge=0)
-    """NashConv is measured every so many slices; 0: never. Needs a game with exact rules."""
+    """Measure NashConv every n slices; 0: never. Needs a game with exact rules."""
     nash_conv_of: Literal["average", "latest"] = "average"
-    """NashConv is that of the uniform mixture over all members (`average`), or of the `latest`."""
+    """Policy whose NashConv is measured: the uniform mixture over all members (`average`), or the `latest` member."""
     stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this; 0: never."""
 
@@ -85,12 +84,13 @@ class SelfPlayConfig(StrictModel):
     def _fits(self) -> Self:
         if self.matchmaker.type == "solution" and not self.games_per_cell:
             raise ValueError(
-                "matchmaker solution reads the payoff table, which games_per_cell: 0 leaves empty; say games_per_cell: "
-                "200"
+                "matchmaker solution reads the payoff table, which games_per_cell: 0 leaves empty: set games_per_cell, "
+                "for example to 200"
             )
         if self.matchmaker.type == "solution" and self.meta_solver.is_joint:
             raise ValueError(
-                f"matchmaker solution needs a mixture for each player; meta_solver {self.meta_solver.type} has none"
+                f"matchmaker solution needs a mixture for each player, which meta_solver {self.meta_solver.type} does "
+                "not give: use another meta_solver"
             )
         return self
 
@@ -103,11 +103,11 @@ class SelfPlay:
         self.config, self.population = config, population
         self.seats = tuple(seats) or population.players
         if empty := [player for player in population.players if not population.names_of(player)]:
-            raise ValueError(f'player "{empty[0]}" has no member to begin with: add one, for example uniform')
+            raise ValueError(f'player "{empty[0]}" has no initial member: add one, for example uniform')
         if config.self_play and len(population.players) > 1:
             raise ValueError(
-                "self_play: a policy of one seat cannot sit at another; only a population that plays every seat "
-                "(symmetric: true) meets its own current weights"
+                "self_play: a policy of one seat cannot play another; only a population that plays every seat "
+                "(symmetric: true) can play its own current weights"
             )
         self.matches = MatchQueue(population, self.seats, max(config.games_per_cell, 1), config.cells_per_task)
         self.num_initial = {player: len(population.names_of(player)) for player in population.players}
@@ -137,11 +137,13 @@ class SelfPlay:
         return [*new, *self._slices()]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Metrics of a slice or of NashConv, with counts once all players have trained equally many slices."""
+        """Returns metrics of a slice, or NashConv; with counts once all players have trained the same number of
+        slices."""
         return self._metrics
 
     def summary(self) -> dict[str, float]:
-        """Progress: slices done by all players and in all, members, games, env steps, and the latest NashConv."""
+        """Returns progress: slices that every player has done, slices in all, members, games, env steps, and the latest
+        NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": self._round(), "iterations": self.config.slices, **self._counts(), **last}
 
@@ -154,7 +156,7 @@ class SelfPlay:
         return {"members": len(self.population), "games": self.matches.num_games, "env_steps": self.env_steps}
 
     def _round(self) -> int:
-        """Number of slices that every player has done."""
+        """Returns the number of slices that every player has done."""
         return min(self.slices_done.values())
 
     # ---- results
@@ -175,7 +177,7 @@ class SelfPlay:
         return new
 
     def _keep(self, task: TrainTask) -> list[PlayTask]:
-        """Adds the frozen copy; returns its games."""
+        """Adds the frozen copy to the population; returns the tasks of its games."""
         player, name = task.player, task.output_member
         info = {"iteration": self.slices_done[player]}
         member = Member(name, player, f"members/{name}", task.start, info)

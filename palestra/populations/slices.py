@@ -1,6 +1,6 @@
-"""Training slices: what leagues and population-based training have in common.
+"""Training slices, which leagues and population-based training share.
 
-A learner trains slice after slice; each slice is a `TrainTask` and makes a member.
+A learner trains slice after slice; each slice is a `TrainTask` that produces a member.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SliceConfig(StrictModel):
     train_steps: int = Field(0, ge=0)
     """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     win_rate_decay: float = Field(0.99, gt=0, le=1)
-    """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
+    """Factor by which a pair's earlier results decay with each game; 1: all games count equally."""
 
 
 class SliceLearner(Protocol):

@@ -1,8 +1,8 @@
-"""Meta-solvers by name: from a payoff table to the mixtures that responses train against.
+"""Meta-solvers by name, which compute the mixtures that responses train against from a payoff table.
 
-Every solver has both forms: `solve` returns one distribution for each player, `solve_joint` a joint distribution over
-member profiles. For solvers with independent players the joint distribution is their product; for solvers that
-correlate them (`is_joint`) the distributions are its marginals, which may not be an equilibrium.
+Every solver has two methods: `solve` returns one distribution for each player, `solve_joint` a joint distribution over
+member profiles. For solvers with independent players the joint distribution is the product of the players'; for solvers
+that correlate players (`is_joint`), `solve` returns its marginals, which may not be an equilibrium.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Nash(MetaSolver):
 
     type: Literal["nash"] = "nash"
     tie_break: Literal["vertex", "entropy"] = "vertex"
-    """Choice among several equilibria: `vertex`, the first that the simplex method finds, or `entropy`, the most
-    random."""
+    """Choice among several equilibria: `vertex` is the first that the simplex method finds, `entropy` the most random
+    one."""
 
     def solve(self, payoffs: PayoffTensors) -> list[np.ndarray]:
         return nash(check_payoffs(payoffs), ties=self.tie_break)
@@ -128,7 +128,7 @@ class AlphaRank(JointMetaSolver):
 
 
 class CorrelatedEquilibrium(JointMetaSolver):
-    """The most random correlated equilibrium: no player gains by another member than the one recommended."""
+    """The most random correlated equilibrium: no player gains by playing another member than the recommended one."""
 
     type: Literal["ce"] = "ce"
     objective: Objective = "gini"
@@ -141,7 +141,7 @@ class CorrelatedEquilibrium(JointMetaSolver):
 
 
 class CoarseCorrelatedEquilibrium(JointMetaSolver):
-    """The most random coarse correlated equilibrium: no player gains by a member chosen before recommendations."""
+    """The most random coarse correlated equilibrium: no player gains by choosing a member before recommendations."""
 
     type: Literal["cce"] = "cce"
     objective: Objective = "gini"

@@ -1,6 +1,6 @@
-"""Tasks and results as JSON: the lines of tasks.jsonl, and what passes between processes.
+"""Tasks and results as JSON: the lines of tasks.jsonl, and the messages between processes.
 
-Reading checks every value: a missing or unknown key, or a value of another type, is an error that names its place.
+Reading checks every value: a missing or unknown key, or a value of the wrong type, is an error that names its place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from palestra.populations.tasks import AssessTask, PlayTask, Result, SolveTask, 
 TASKS_FILE = "tasks.jsonl"
 CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
 TASK_TYPES: dict[str, type[Task]] = {cls.kind: cls for cls in (TrainTask, PlayTask, AssessTask, SolveTask)}
-WRITTEN_HINT = "the file was edited, or another version of palestra wrote it; bring it back from a copy"
+WRITTEN_HINT = "the file was edited, or another version of palestra wrote it; restore it from a copy"
 LINE_KEYS = ("number", "kind", "task", "files", "result")
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class TaskRecord:
     """A line of tasks.jsonl: a finished task, its result, and size and checksum of each file that it produced."""
 
     number: int
-    """Number of tasks that finished before."""
+    """Number of tasks that finished before this one."""
     task: Task
     files: dict[str, dict[str, Any]]
     result: Result
@@ -50,9 +50,9 @@ class TaskRecord:
 
 def task_record(line: Mapping[str, Any], where: str, task_type: type[Task] | None = None) -> TaskRecord:
     """Returns the record of a line at `where` ("FILE, line N"), as `TaskRecord.to_json` wrote it. The task is of
-    `task_type`, by default that of the line's kind.
+    `task_type`, by default the type that the line's kind names.
 
-    Raises DamagedFile if a key is missing or unknown, or a value is of another type.
+    Raises DamagedFile if a key is missing or unknown, or a value is of the wrong type.
     """
     try:
         _check_keys({key: value for key, value in line.items() if key != "checksum"}, LINE_KEYS)
@@ -105,7 +105,7 @@ def read_crossplay(path: Path) -> list[tuple[MemberProfile, PayoffCell]]:
 
 
 def through_json(result: Result, task: Task) -> Result:
-    """Returns a worker's result as tasks.jsonl will hold it: NumPy values become Python's, NaN becomes None.
+    """Returns a worker's result as it will be read from tasks.jsonl: NumPy values become Python's, NaN becomes None.
 
     Raises ValueError if it is not a result of the task's type, TypeError if JSON cannot hold it.
     """
@@ -115,8 +115,7 @@ def through_json(result: Result, task: Task) -> Result:
 
 
 def from_json(kind: type[T], value: Any, where: str) -> T:
-    """Returns JSON `value` as a `kind`, for example a dataclass, of which every field must be there, even one with a
-    default.
+    """Returns JSON `value` as a `kind`. If that is a dataclass, every field must be present, also those with a default.
 
     Raises ValueError, which names the place below `where`, if the value does not fit.
     """

@@ -1,7 +1,7 @@
 """Tasks of a population's training, their results, and the protocols of plan, worker and backend.
 
-A plan determines which tasks to do; a backend has workers that run them; the scheduler submits tasks and logs their
-results in the order in which the plan gets them. A plan is a function of that order alone: a killed run is resumed by
+A plan creates the tasks; a backend has workers that run them; the scheduler submits tasks and logs their results in the
+order in which the plan gets them. A plan depends only on this sequence of results, so a killed run is resumed by
 passing the finished tasks to a new plan. A task's randomness is determined by its name.
 
 Tasks and results consist of text, numbers, None, mappings, tuples and further dataclasses, so that `task_json.py` can
@@ -26,14 +26,14 @@ from palestra.populations.population import Mix, Player
 
 @dataclass(frozen=True)
 class Result:
-    """A worker's result of a task: the base of one class for each kind of task."""
+    """Base class of the results of tasks, with one subclass for each kind of task."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class OpponentResult:
-    """A learner's games against one opponent: number, mean return, mean squared return, games won and drawn."""
+    """A learner's games against one opponent: their number, mean return, mean squared return, games won and drawn."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -51,14 +51,14 @@ class OpponentResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult(Result):
-    """Result of training a policy. Games of the last part of the training count in its returns.
+    """Result of training a policy. Returns are over the games of the last part of the training.
 
     TrainResult(env_steps=4096, mean_return=0.1, opponents={"uniform": OpponentResult(512, 0.1, 2.0, 270, 0)})
     """
 
     env_steps: int
     mean_return: float | None
-    """The policy's return, averaged over its games; None if no game ended. An exact response's value."""
+    """The policy's return, averaged over its games; None if no game ended. For an exact response, its value."""
     opponents: dict[str, OpponentResult] = field(default_factory=dict)
     """By name of the opponent."""
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -67,20 +67,20 @@ class TrainResult(Result):
 
     @property
     def return_metric(self) -> float:
-        """`mean_return` as a metric: NaN, which metrics.jsonl holds as null, if no game ended."""
+        """`mean_return` as a metric; NaN if no game ended, which is written to metrics.jsonl as null."""
         return math.nan if self.mean_return is None else self.mean_return
 
 
 @dataclass(frozen=True)
 class PlayResult(Result):
-    """Games of a `PlayTask`: one payoff cell for each of its cells, in the same order."""
+    """Result of a `PlayTask`: one payoff cell for each of its cells, in the same order."""
 
     payoffs: tuple[PayoffCell, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssessResult(Result):
-    """NashConv of the behaviour that mixtures induce, exploitability (NashConv divided by the number of seats), and
+    """NashConv of the behaviour policy of mixtures, exploitability (NashConv divided by the number of seats), and
     expected returns by seat."""
 
     nash_conv: float
@@ -100,22 +100,22 @@ class SolveResult(Result):
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work: the base of one class for each kind. `name` is unique in a run."""
+    """Base class of tasks, with one subclass for each kind. `name` is unique in a run."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     kind: ClassVar[str]
-    """By it, backends reserve workers, and tasks.jsonl names the class."""
+    """Name of the kind: backends reserve workers by it, and tasks.jsonl identifies the class by it."""
     result_type: ClassVar[type[Result]]
     is_output_member: ClassVar[bool] = True
-    """True if the files that the task returns are those of its member, unchanged: a backend may then serve them to
-    other tasks without reading the member's folder."""
+    """True if the files that the task returns are the member's files, unchanged: a backend may then serve them to other
+    tasks without reading the member's folder."""
 
     name: str
     _: KW_ONLY
     members: tuple[str, ...] = ()
     """Members whose files the worker needs."""
     output_member: str = ""
-    """Name of the member whose folder the task fills; "": none."""
+    """Name of the member that the task produces; "": none."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Lineup:
 @dataclass(frozen=True)
 class Opponents:
     """Distribution of a learner's opponents: either `mixes`, from which each player's member is drawn independently, or
-    `joint`, line-ups of members of all other players."""
+    `joint`, line-ups of one member for each other player."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -166,7 +166,7 @@ class TrainTask(Task):
     train_steps: int | None = None
     """Training steps, for language agents; None: as in the oracle's config."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the algorithm or the policy, which replace those of the oracle's config."""
+    """Settings of the algorithm or the policy that replace those of the oracle's config."""
     learner: str = ""
     """In a league or population-based training, the learner whose slice this is."""
     copied_from: str = ""
@@ -186,7 +186,7 @@ class PlayTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class AssessTask(Task):
-    """Measures NashConv of a mixture for each player, after iteration `iteration`."""
+    """Measures the NashConv of `strategies`, one mixture for each player, after iteration `iteration`."""
 
     kind = "assess"
     result_type = AssessResult
@@ -214,18 +214,18 @@ def played_cells(task: Task, result: Result) -> list[tuple[MemberProfile, Payoff
     return list(zip(task.cells, result.payoffs, strict=True))
 
 
-# ---- what creates and runs them
+# ---- plan, worker and backend
 
 
 class Plan(Protocol):
-    """Determines the tasks of a run. It must be deterministic in the sequence of finished tasks."""
+    """Creates the tasks of a run. It must be a deterministic function of the sequence of finished tasks."""
 
     def initial_tasks(self) -> Sequence[Task]:
-        """Returns the tasks that need no results."""
+        """Returns the tasks that need no results of other tasks."""
         ...
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
-        """Takes the result of `task`, of type `task.result_type`; returns the tasks that this makes possible."""
+        """Records the result of `task`, of type `task.result_type`; returns the tasks that it makes possible."""
         ...
 
 
@@ -235,8 +235,9 @@ class TaskWorker(Protocol):
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         """Runs `task` and returns its result, of type `task.result_type`.
 
-        `members` are the folders of their files (read-only); `out`, if the task produces a member, is an empty folder
-        for its files, else None. All randomness must follow from the task's name and the run's seed.
+        `members` maps the task's members to the folders of their files (read-only). `out` is an empty folder for the
+        files of the member that the task produces, or None. All randomness must follow from the task's name and the
+        run's seed.
         """
         ...
 
@@ -246,7 +247,8 @@ WorkerFactory = Callable[[], TaskWorker]  # must be picklable: a backend calls i
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A finished task. `result` is the worker's after a round trip through JSON; `seconds` is the worker's time."""
+    """A finished task. `result` is the worker's result after a round trip through JSON; `seconds` is the worker's
+    time."""
 
     task: Task
     result: Result

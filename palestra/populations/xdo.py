@@ -2,9 +2,9 @@
 rules.
 
 PSRO mixes whole policies, and may need as many as there are combinations of actions. XDO mixes actions at each
-information state: each player's best response to the last solution allows the actions that it prefers, and the game
-restricted to all allowed actions is solved by CFR+. With networks as responses this is NXDO. A solution is a member
-whose policy is a table.
+information state: each player's best response to the last solution adds the actions that it prefers to the allowed
+ones, and the game restricted to the allowed actions is solved by CFR+. With networks as responses this is NXDO. A
+solution is a member whose policy is a table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class XDOConfig(StrictModel):
     cfr_iterations: int = Field(1000, ge=1)
     """Iterations of CFR+ on the restricted game."""
     nash_conv_every: int = Field(1, ge=0)
-    """NashConv is measured every so many iterations; 0: never."""
+    """Measure NashConv every n iterations; 0: never."""
     stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this; 0: never."""
 
@@ -55,11 +55,11 @@ class XDO:
         self.players = population.players
         if len(self.players) != 2 or (seats and tuple(seats) != self.players):
             raise ValueError(
-                f"xdo is for two players with a population each, and here are {', '.join(seats or self.players)}: use "
-                "psro"
+                f"xdo needs two players with one population each; this game has {', '.join(seats or self.players)}: "
+                "use psro"
             )
         if not population.members:
-            raise ValueError("xdo has no member to begin with: add one, for example uniform")
+            raise ValueError("xdo needs an initial member: add one, for example uniform")
         self.solution = next(iter(population)).name
         self.responses: dict[Player, list[str]] = {player: [] for player in self.players}
         self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
@@ -84,11 +84,13 @@ class XDO:
         return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Metrics of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
+        """Returns metrics of a response or a solution, or NashConv. `allowed` counts actions over all information
+        states."""
         return self._metrics
 
     def summary(self) -> dict[str, float]:
-        """Progress: iterations done and in all, members, env steps, allowed actions, and the latest NashConv."""
+        """Returns progress: iterations done and in all, members, env steps, allowed actions, and the latest
+        NashConv."""
         last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
         return {"iteration": self.iteration, "iterations": self.config.iterations, **self._counts(), **last}
 

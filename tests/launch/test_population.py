@@ -139,7 +139,7 @@ def test_config_survives_dump_and_parse():
     [
         (["population.type=psr"], "did you mean psro"),
         (["population.iterations=0"], "population.iterations: should be greater"),
-        (["population.meta_solver.type=cce", "population.pipeline_levels=2"], "pipeline_levels: must be 1"),
+        (["population.meta_solver.type=cce", "population.pipeline_levels=2"], "set pipeline_levels: 1"),
         (["oracle.env={type: leduc_poker}"], "is set at the top"),
         (["oracle.type=nett"], "did you mean net"),
         (["oracle.type=language"], "its oracles are of type net or exact"),

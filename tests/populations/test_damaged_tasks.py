@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a result of another type": (forge(1, result={"value": "much"}), r"line 2: result\.value: input should be a valid"),
     "no result": (forge(1, result=3), "line 2: result: input should be a dictionary or an instance of Value"),
     "forged files": (forge(0, files=["x"]), "line 1: files: input should be a valid dictionary"),
-    "forged checksums": (forge(0, files={"x": {}}), "line 1: files: these are no checksums"),
+    "forged checksums": (forge(0, files={"x": {}}), "line 1: files: these are not checksums"),
     "files outside": (forge(0, files=OUT), "is not a path inside"),
     "timings garbage": (write("timings.jsonl", b"nonsense\n"), "timings.jsonl, line 1 is not a JSON object"),
     "a byte of a member": (write(NUMBER, b"9"), f"{NUMBER} is damaged"),

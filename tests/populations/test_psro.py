@@ -425,8 +425,8 @@ def test_iteration_metrics_hold_the_meta_strategy():
 @pytest.mark.parametrize(
     ("config", "players", "seats", "words"),
     [
-        ({"pipeline_levels": 2, "rectified": True}, TWO, (), "pipeline_levels: must be 1"),
-        ({"pipeline_levels": 2, "meta_solver": {"type": "cce"}}, TWO, (), "pipeline_levels: must be 1"),
+        ({"pipeline_levels": 2, "rectified": True}, TWO, (), "set pipeline_levels: 1"),
+        ({"pipeline_levels": 2, "meta_solver": {"type": "cce"}}, TWO, (), "set pipeline_levels: 1"),
         ({"rectified": True, "meta_solver": {"type": "ce"}}, TWO, (), "meta_solver ce has none"),
         ({"rectified": True, "meta_solver": {"type": "prd"}}, THREE, (), "two seats"),
         ({}, THREE, (), "meta_solver nash is for two seats"),

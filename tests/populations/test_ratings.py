@@ -67,12 +67,12 @@ def test_undefeated_member_has_a_finite_rating():
     points = np.array([[0, 10.0], [0, 0]])
     one, other = fit_elo(points).elo_M
     assert one - other == pytest.approx(400 * np.log10(10.5 / 0.5))
-    with pytest.raises(ValueError, match="rate only members of one group"):
+    with pytest.raises(ValueError, match="do not connect all members"):
         fit_elo(points, prior_draws=0)
 
 
 def test_disconnected_members_are_refused():
-    with pytest.raises(ValueError, match="some never met the rest"):
+    with pytest.raises(ValueError, match="some never met the others"):
         fit_elo(np.kron(np.eye(2), np.array([[0, 5.0], [5, 0]])))
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from palestra.populations.normal_form.payoff_tensors import PayoffTensors
 
-MAX_PROFILES = 6000  # profiles: the chain's matrix has their square of entries, here 288 MB
+MAX_PROFILES = 6000  # the chain's matrix has MAX_PROFILES^2 entries, 288 MB
 MIN_FIXATION = 1e-100  # lower bound of fixation probabilities: keeps the chain irreducible under very strong selection
-RTOL, ATOL = 1e-5, 1e-8  # as in OpenSpiel: tolerances at which a sweep counts as converged
+RTOL, ATOL = 1e-5, 1e-8  # tolerances at which a sweep counts as converged, as in OpenSpiel
 BLOCK_SIZE = 64
 
 
@@ -38,9 +38,9 @@ def alpha_rank(
     In the chain, a player's population of `m` individuals switches to another member with the probability of fixation
     under selection of intensity `alpha` (eq. 2 and 3 of the paper).
 
-    `infinite` takes every deviation that gains and, in the limit of rare mistakes, those that lose (Rowland et al.,
-    2019, sec. 2); it does not depend on the payoffs' units. `sweep` doubles alpha until the distribution no longer
-    changes. Raises ValueError for a table of more than 6000 profiles.
+    With `infinite`, every gaining deviation is taken and losing ones are rare mistakes, in the limit of rarity (Rowland
+    et al., 2019, sec. 2); this does not depend on the units of payoffs. `sweep` doubles alpha until the distribution no
+    longer changes. Raises ValueError for a table of more than 6000 profiles.
     """
     return _rank(_moves(payoffs), alpha, m).reshape(payoffs[0].shape)
 
@@ -62,8 +62,8 @@ def _moves(payoffs: PayoffTensors) -> Deviations:
 def _rank(moves: Deviations, alpha: float | str, m: int) -> np.ndarray:
     if moves.num_profiles > MAX_PROFILES:
         raise ValueError(
-            f"alpha-rank of {moves.num_profiles} profiles takes a matrix of {moves.num_profiles**2 * 8 / 1e9:.1f} GB; "
-            f"the most is {MAX_PROFILES} profiles: take another solver, prd or cce"
+            f"alpha-rank of {moves.num_profiles} profiles needs a matrix of {moves.num_profiles**2 * 8 / 1e9:.1f} GB; "
+            f"the limit is {MAX_PROFILES} profiles: use another solver, prd or cce"
         )
     scale = float(np.abs(moves.gain_E).max(initial=0.0))
     if scale == 0:
@@ -76,7 +76,8 @@ def _rank(moves: Deviations, alpha: float | str, m: int) -> np.ndarray:
 
 
 def _limit(moves: Deviations, chances: Iterable[np.ndarray]) -> np.ndarray:
-    """Returns the stationary distribution of the first chain that agrees with the one before it; else of the last."""
+    """Returns the stationary distribution of the first chain whose distribution equals the previous chain's within
+    tolerance, or else of the last chain."""
     share = np.zeros(0)
     for chance_E in chances:
         before, chain = share, np.zeros((moves.num_profiles, moves.num_profiles))

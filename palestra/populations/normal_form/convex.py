@@ -2,7 +2,7 @@
 
 A distribution is returned only after its constraints were checked. It is first computed by Newton's method on the dual,
 which is fast and accurate but fails on degenerate tables (near ties, zero-sum games). If that fails, a second method is
-used, each step of which is a mean of solutions of linear programs, so that it always meets the constraints.
+used. Each of its iterates is a mean of solutions of linear programs and therefore meets the constraints.
 
 Shapes: `R` rows (constraints), `N` entries of the distribution, `K` points. All arrays are float64.
 """
@@ -28,8 +28,8 @@ CONSTRAINT_TOLERANCE = 1e-8  # allowed violation of a constraint, in its unit
 RANDOMNESS_TOLERANCE = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
 
 MAX_NEWTON_STEPS = 100  # iterations of Newton's method; about ten are typical
-NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, in a row's unit, or its largest entry if that is less
-ROUNDING = 1e-9  # entries below this count as rounding errors, relative to the same
+NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, relative to min(a row's unit, its largest entry)
+ROUNDING = 1e-9  # entries below this count as rounding errors, relative to the same minimum
 
 FRANK_WOLFE_GAP = 1e-7  # target of the second method, in place of `RANDOMNESS_TOLERANCE`
 MAX_CORNERS = 150  # maximum number of linear programs in the second method
@@ -78,8 +78,8 @@ def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
 
 
 def _gain(share: np.ndarray, corner: np.ndarray, objective: Objective) -> float:
-    """Upper bound on how much more random than `share` a distribution can be, given the `corner` with the lowest cost
-    by its slope."""
+    """Returns an upper bound on how much more random than `share` a distribution can be. `corner` is the distribution
+    with the lowest cost under the slope at `share`."""
     return float(_slope(share, objective) @ (share - corner))
 
 
@@ -110,7 +110,8 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
 
 
 def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    """Returns the distribution [N] nearest to `share`, on the way to `inside`, that meets the constraints.
+    """Returns the distribution [N] on the line from `share` to `inside` that is nearest to `share` and meets the
+    constraints.
 
     Between near ties HiGHS returns corners that violate a row by a little more than its tolerance.
     """
@@ -123,10 +124,10 @@ def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np
 
 
 def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
-    """Returns the weights [K] of points [N, K] whose mean is most random: Newton steps, each by non-negative least
-    squares.
+    """Returns the weights [K] of points [N, K] whose mean is most random, by Newton steps that each solve a
+    non-negative least-squares problem.
 
-    The last point may be new: the first step goes towards it.
+    The last point may be new, so the first step goes towards it.
     """
     toward = np.eye(len(weights))[-1]
     for number in range(MAX_WEIGHT_STEPS):
@@ -151,13 +152,14 @@ def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.nd
             np.vstack([np.sqrt(bend)[:, None] * points, np.full(points.shape[1], heavy)]),
             np.r_[np.sqrt(bend) * aim, heavy],
         )
-    except RuntimeError:  # too many iterations: stay
+    except RuntimeError:  # too many iterations: no step
         return np.zeros(0)
     return found / found.sum()
 
 
 def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objective: Objective) -> np.ndarray:
-    """Returns the most random weights between two, by golden-section search; `weights` if nothing is gained."""
+    """Returns the most random weights on the line from `weights` to `toward`, by golden-section search; `weights` if
+    that gains nothing."""
     if not len(toward):
         return weights
     here, there = points @ weights, points @ toward
@@ -293,8 +295,8 @@ class _DualPoint(NamedTuple):
         return (rows * self.share) @ rows.T - np.outer(mean, mean)
 
     def worse_than(self, other: _DualPoint) -> bool:
-        """True if the step to `other` lowers the value sufficiently (Armijo) or, where rounding hides that, lowers the
-        error."""
+        """True if the step to `other` lowers the value sufficiently (Armijo) or, where rounding hides a change of the
+        value, lowers the error."""
         promised = 1e-4 * float(self.slope @ (self.prices - other.prices))
         alike = abs(other.value - self.value) <= 1e-13 * (1 + abs(self.value))
         return 0 < promised <= self.value - other.value or (alike and other.error < 0.9 * self.error)

@@ -2,7 +2,7 @@
 any number of players, in which each player is recommended its member.
 
 There are many correlated equilibria. The most random one is unique, has the largest support, and treats players and
-members alike (Marris et al., 2021: JPSRO).
+members equally (Marris et al., 2021: JPSRO).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from palestra.populations.normal_form.payoff_tensors import (
     own_axis_first,
 )
 
-GAIN_TOLERANCE = 1e-7  # most that a player may gain by leaving a Nash equilibrium, in its payoffs' spread
-CONSTANT_SUM_TOLERANCE = 1e-6  # most that the players' payoffs may add up to differently, in the smaller spread
+GAIN_TOLERANCE = 1e-7  # largest gain by leaving a Nash equilibrium, relative to the spread of the player's payoffs
+CONSTANT_SUM_TOLERANCE = 1e-6  # largest variation of the sum of payoffs, relative to the smaller spread
 MAX_UNIT_RATIO, MIN_UNIT = 100.0, 1.0  # see `gain_units`; the latter in units of return
 ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to a player's largest
-MAX_BYTES = 10**9  # bytes of the constraint matrices of a correlated equilibrium
+MAX_BYTES = 10**9  # largest size of the constraint matrices of a correlated equilibrium
 
 CorrelatedSolver = Literal["ce", "cce"]
 
@@ -37,13 +37,13 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
     1951).
 
     If there are several, `vertex` returns the one at which the simplex method ends: deterministic, but equal members
-    may get different probabilities; `entropy` returns each player's most random strategy, which treats equal members
-    alike. Raises ValueError unless there are two players and their payoffs add up to a constant, up to
-    `CONSTANT_SUM_TOLERANCE`, or if a player gains more than `GAIN_TOLERANCE` by another strategy. Both are relative to
-    the spread of a player's own payoffs, their largest minus their smallest, however far they lie from 0.
+    may get different probabilities; `entropy` returns each player's most random strategy, in which equal members have
+    equal probabilities. Raises ValueError unless there are two players and their payoffs add up to a constant, up to
+    `CONSTANT_SUM_TOLERANCE`, or if a player gains more than `GAIN_TOLERANCE` by another strategy. Both tolerances are
+    relative to the spread of a player's payoffs, the largest minus the smallest.
     """
     if len(payoffs) != 2:
-        raise ValueError(f"nash is for two players, this table has {len(payoffs)}: take prd, alpha_rank, ce or cce")
+        raise ValueError(f"nash is for two players, this table has {len(payoffs)}: use prd, alpha_rank, ce or cce")
     total = payoffs[0] + payoffs[1]
     sizes = [float(np.abs(table).max()) for table in payoffs]
     spreads = np.array([np.ptp(table) for table in payoffs])
@@ -51,7 +51,7 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
     if unequal > CONSTANT_SUM_TOLERANCE * spreads.min() + rounding:
         raise ValueError(
             f"nash is for payoffs that add up to a constant; these add up to {total.min():.8g} to {total.max():.8g}: "
-            f"take prd, alpha_rank, ce or cce"
+            f"use prd, alpha_rank, ce or cce"
         )
     tables = [  # centred and scaled: a large constant would hide differences of payoffs from the linear program
         (table - table.mean()) / spread if spread > 0 else np.zeros_like(table)
@@ -65,7 +65,7 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
         player = int(excess.argmax())
         raise ValueError(
             f"no equilibrium of these payoffs was found: in the best one, player {player} gains {gains[player]:.1g} by "
-            f"leaving it, and its payoffs differ by up to {spreads[player]:.4g}: take prd, alpha_rank, ce or cce"
+            f"leaving it, and its payoffs differ by up to {spreads[player]:.4g}: use prd, alpha_rank, ce or cce"
         )
     return strategies
 
@@ -96,12 +96,12 @@ def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") ->
 def correlated_equilibrium(
     payoffs: PayoffTensors, *, objective: Objective = "gini", epsilon: float = 0.0
 ) -> np.ndarray:
-    """Returns the correlated equilibrium, float64 [m_0, ..., m_n-1], of largest Gini impurity (Marris et al., 2021,
-    sec. 4) or entropy (Ortiz et al., 2007).
+    """Returns the correlated equilibrium, float64 [m_0, ..., m_n-1], with the largest Gini impurity (Marris et al.,
+    2021, sec. 4) or entropy (Ortiz et al., 2007).
 
     Given its recommendation, a player gains at most `epsilon` by another member, weighted by the probability of the
-    recommendation. That holds up to 1e-8 in the units of `gain_units`. Raises ValueError if the table is too large, or
-    its payoffs differ too much in size for that.
+    recommendation, up to a tolerance of 1e-8 in the units of `gain_units`. Raises ValueError if the table is too large,
+    or its payoffs differ too much in size for this tolerance.
     """
     _check_memory("ce", payoffs[0].shape)
     return _most_random("ce", payoffs, ce_gains(payoffs) - epsilon, objective)
@@ -110,10 +110,10 @@ def correlated_equilibrium(
 def coarse_correlated_equilibrium(
     payoffs: PayoffTensors, *, objective: Objective = "gini", epsilon: float = 0.0
 ) -> np.ndarray:
-    """Returns the coarse correlated equilibrium, float64 [m_0, ..., m_n-1], of largest Gini impurity or entropy.
+    """Returns the coarse correlated equilibrium, float64 [m_0, ..., m_n-1], with the largest Gini impurity or entropy.
 
     A player gains at most `epsilon` by a member chosen before recommendations (Moulin & Vial, 1978). Tolerance and
-    errors are those of `correlated_equilibrium`.
+    errors are as in `correlated_equilibrium`.
     """
     _check_memory("cce", payoffs[0].shape)
     return _most_random("cce", payoffs, cce_gains(payoffs) - epsilon, objective)
@@ -130,17 +130,17 @@ def _most_random(
     except ValueError as error:
         spread = max(float(np.ptp(table)) for table in payoffs)
         raise ValueError(
-            f"solver {solver} found no equilibrium of this table, whose payoffs differ by up to {spread:.3g}: where a "
-            f"few are far larger than the others, clip them ({error})"
+            f"solver {solver} found no equilibrium of this table, whose payoffs differ by up to {spread:.3g}: if a few "
+            f"are far larger than the others, clip them ({error})"
         ) from error
 
 
 def gain_units(payoffs: PayoffTensors) -> np.ndarray:
     """Returns the unit of each player's gains by deviation, float64 [players].
 
-    It is the largest difference of payoffs between two members of any player; or `MAX_UNIT_RATIO` times the median of
-    the player's own differences if that is less, so that one payoff far from the others does not hide gains in all of
-    them. In a table of near ties the median may be next to nothing: the unit is `MIN_UNIT` at least.
+    It is the largest difference of payoffs between two members of any player, or `MAX_UNIT_RATIO` times the median of
+    the player's own differences if that is smaller, so that one extreme payoff does not hide gains in all others. In a
+    table of near ties the median may be close to 0, so the second bound is at least `MIN_UNIT`.
     """
     gaps = []
     for table in own_axis_first(payoffs):
@@ -159,22 +159,22 @@ def constraint_counts(solver: CorrelatedSolver, shape: Sequence[int]) -> list[in
 
 
 def fits_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> bool:
-    """Returns whether the solver takes a table of `shape`."""
+    """Returns whether the solver's matrices for a table of `shape` fit into `MAX_BYTES`."""
     return _num_bytes(solver, shape) <= MAX_BYTES
 
 
 def _num_bytes(solver: CorrelatedSolver, shape: Sequence[int]) -> int:
-    """Returns the bytes of the constraints and of the matrix over their rows."""
+    """Returns the size in bytes of the constraint matrix and of the square matrix over its rows."""
     rows = sum(constraint_counts(solver, shape))
     return 8 * rows * (rows + math.prod(shape))
 
 
 def _check_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> None:
-    """Raises ValueError unless the solver takes a table of `shape`."""
+    """Raises ValueError unless the solver's matrices for a table of `shape` fit into `MAX_BYTES`."""
     if not fits_memory(solver, shape):
         members, rows = " x ".join(map(str, shape)), sum(constraint_counts(solver, shape))
-        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or take cce" if solver == "ce" else "")
+        fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
         raise ValueError(
-            f"solver {solver} on a table of {members} members has {rows} constraints and takes "
-            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the most is {MAX_BYTES / 1e9:g} GB: {fix}"
+            f"solver {solver} on a table of {members} members has {rows} constraints and needs "
+            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the limit is {MAX_BYTES / 1e9:g} GB: {fix}"
         )

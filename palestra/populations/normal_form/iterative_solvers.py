@@ -1,8 +1,8 @@
 """Iterative meta-solvers for any number of players and general-sum payoffs.
 
-They return averages over rounds. In two-player zero-sum tables these approach a Nash equilibrium; in other games they
-need not: for regret matching, the average of the joint play approaches a coarse correlated equilibrium, not its
-marginals.
+They return each player's average over rounds. In two-player zero-sum tables these averages approach a Nash equilibrium;
+in other games they need not: with regret matching, the average joint play approaches a coarse correlated equilibrium,
+but the averages returned are only its marginals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from palestra.populations.normal_form.payoff_tensors import PayoffTensors, membe
 
 Strategies = list[np.ndarray]
 
-INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel: round one is uniform
+INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel, so that the first round is uniform
 
 
 def uniform_strategies(payoffs: PayoffTensors) -> Strategies:
@@ -24,10 +24,10 @@ def uniform_strategies(payoffs: PayoffTensors) -> Strategies:
 
 
 def fictitious_play(payoffs: PayoffTensors, *, iterations: int = 10_000) -> Strategies:
-    """Returns how often each member was the best response to the others' averages (Brown, 1951), float64 [m_i] for each
-    player.
+    """Returns the share of rounds in which each member was the best response to the others' averages (Brown, 1951),
+    float64 [m_i] for each player.
 
-    Players respond simultaneously, at first to uniform play; of equal responses, the oldest member is taken.
+    Players respond simultaneously, at first to uniform play; of equal responses, the oldest member is chosen.
     """
     fronts, averages = own_axis_first(payoffs), uniform_strategies(payoffs)
     counts = [np.zeros_like(average) for average in averages]
@@ -71,7 +71,9 @@ def projected_replicator(
     need a smaller `dt`. Raises ValueError if `gamma` is too large for a distribution.
     """
     if gamma * max(payoffs[0].shape) > 1:
-        raise ValueError(f"{max(payoffs[0].shape)} members of probability at least {gamma} are no distribution")
+        raise ValueError(
+            f"{max(payoffs[0].shape)} members cannot each have a probability of at least {gamma}: lower gamma"
+        )
 
     def step(strategies: Strategies, earned: Strategies) -> Strategies:
         moved = [

@@ -19,7 +19,7 @@ HIGHS_SETTINGS = (  # method, and tolerances of primal and dual feasibility
     ("highs-ipm", 1e-9, 1e-7),
     ("highs-ds", 1e-7, 1e-7),
 )
-MAX_ITERATIONS_PER_SIZE = 20  # iterations for each row and variable: between near ties the simplex method may cycle
+MAX_ITERATIONS_PER_SIZE = 20  # iterations per row and variable, since the simplex method may cycle between near ties
 
 HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
 LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
@@ -44,8 +44,8 @@ def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
 
 def column_units(rows: np.ndarray) -> np.ndarray:
     """Returns the unit [N] of each entry of a distribution in linear programs: the inverse of its largest coefficient
-    if that is above 1. Where one payoff is far larger than the others its probability is that much smaller, and in
-    units of 1 would be lost in the tolerances of HiGHS."""
+    if that is above 1. An entry with a far larger payoff than others has a far smaller probability, which in units of 1
+    would be lost in the tolerances of HiGHS."""
     return 1 / np.maximum(np.abs(rows).max(axis=0, initial=0.0), 1.0)
 
 
@@ -79,8 +79,9 @@ def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 
 def _corrected(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Returns the distribution [N] under the constraints nearest to one that almost meets them: a step of iterative
-    refinement (Gleixner et al., 2016), whose linear program is scaled up, and with it what HiGHS's tolerance means."""
+    """Returns the distribution [N] under the constraints that is nearest to `share`, which almost meets them. It is a
+    step of iterative refinement (Gleixner et al., 2016): a linear program for the correction, scaled up so that HiGHS's
+    tolerance is finer."""
     count, units = len(share), column_units(rows)
     found = linear_program(  # how much each entry rises, then how much each falls
         np.r_[units, units],

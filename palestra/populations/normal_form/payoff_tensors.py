@@ -19,12 +19,12 @@ def check_payoffs(payoffs: PayoffTensors) -> list[np.ndarray]:
     tables = [np.asarray(table, float) for table in payoffs]
     if not tables or any(table.shape != tables[0].shape for table in tables) or tables[0].ndim != len(tables):
         shapes = [table.shape for table in tables]
-        raise ValueError(f"payoffs of shapes {shapes} are no game: n players need n arrays, each with n axes")
+        raise ValueError(f"payoffs of shapes {shapes} are not a game: n players need n arrays, each with n axes")
     if 0 in tables[0].shape:
         raise ValueError(f"payoffs of shape {tables[0].shape}: a player has no member to choose")
     if not all(np.isfinite(table).all() for table in tables):
         raise ValueError(
-            "some payoffs are not finite: a cell without games is NaN; play it first, or fill it with mean(0.0)"
+            "some payoffs are not finite: a cell without games is NaN; play its games first, or use mean(0.0)"
         )
     return tables
 
@@ -63,7 +63,8 @@ def member_returns(fronts: Sequence[np.ndarray], strategies: Sequence[np.ndarray
 
 
 def cce_gains(payoffs: PayoffTensors) -> np.ndarray:
-    """Returns gains from committing to a member in advance, float64 [rows, cells]: one row for each player and member.
+    """Returns the gains from committing to a member in advance, float64 [rows, cells], one row for each player and
+    member.
 
     A joint distribution [cells] is a coarse correlated equilibrium if every row's expected value is at most 0.
     """
@@ -75,7 +76,7 @@ def cce_gains(payoffs: PayoffTensors) -> np.ndarray:
 
 
 def ce_gains(payoffs: PayoffTensors) -> np.ndarray:
-    """Returns gains from playing another member than the one recommended, float64 [rows, cells]: one row for each
+    """Returns the gains from playing another member than the recommended one, float64 [rows, cells], one row for each
     player and pair of members.
 
     A joint distribution [cells] is a correlated equilibrium if every row's expected value is at most 0 (Aumann, 1974).

@@ -251,7 +251,7 @@ def test_payoffs_too_far_apart_are_refused_where_they_cannot_be_solved(solve):
         try:
             assert most_gained(solve, payoffs, solve(payoffs)) <= 1e-6
         except ValueError as error:
-            assert "differ by up to 1e+11: where a few are far larger than the others, clip them" in str(error)
+            assert "differ by up to 1e+11: if a few are far larger than the others, clip them" in str(error)
             refused += 1
     assert refused or solve is CCE
 
@@ -259,7 +259,7 @@ def test_payoffs_too_far_apart_are_refused_where_they_cannot_be_solved(solve):
 @BOTH
 def test_too_large_table_is_refused(solve):
     payoffs = [np.zeros((3000, 3000))] * 2
-    with pytest.raises(ValueError, match=r"on a table of 3000 x 3000 members .* the most is 1 GB"):
+    with pytest.raises(ValueError, match=r"on a table of 3000 x 3000 members .* the limit is 1 GB"):
         solve(payoffs)
 
 

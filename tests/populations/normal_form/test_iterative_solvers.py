@@ -155,5 +155,5 @@ def test_member_payoffs_by_hand():
 
 
 def test_infeasible_gamma_is_refused():
-    with pytest.raises(ValueError, match=r"at least 0\.5 are no distribution"):
+    with pytest.raises(ValueError, match=r"a probability of at least 0\.5"):
         projected_replicator(tables(0, (3, 3)), gamma=0.5)

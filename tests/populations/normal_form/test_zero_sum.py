@@ -112,5 +112,5 @@ def test_maximin_is_deterministic():
 def test_games_that_are_not_constant_sum_are_refused():
     with pytest.raises(ValueError, match="two players, this table has 3"):
         nash([np.zeros((1, 1, 1))] * 3)
-    with pytest.raises(ValueError, match="add up to 2 to 6: take prd"):
+    with pytest.raises(ValueError, match="add up to 2 to 6: use prd"):
         nash([np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])])
