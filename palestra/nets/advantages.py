@@ -18,10 +18,10 @@ from palestra.jit import jit
 
 @dataclass
 class AdvantageInputs:
-    """Inputs of the advantage estimators. `values [T+1, B, N]` of each observation; `bootstrap [T, B, N]` the value
-    after a step that ended the game for a seat: 0 where the seat terminated, the value of its final observation where
-    it was truncated; `done [T, B, N]` (bool) marks such steps, and after a seat's own end all steps until the game ends
-    for the others; agent mask `agent_mask [T+1, B, N]` (bool); `rewards [T, B, N]`. Floats are float32."""
+    """Inputs of the advantage estimators: `rewards [T, B, N]`, `values [T+1, B, N]` of each observation and the seats
+    that act, `agent_mask [T+1, B, N]` (bool). `done [T, B, N]` (bool) marks steps that ended the game for a seat, and
+    all later steps until the game ends for the others. `bootstrap [T, B, N]` is the value after such a step: 0 where
+    the seat terminated, the value of its final observation where it was truncated. Floats are float32."""
 
     rewards: Tensor
     values: Tensor
@@ -34,8 +34,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float, gae_lambda: float) -> tuple[Te
     """Returns generalised advantage estimates [T, B, N] (Schulman et al., 2016, eq. 16), in units of reward, and a mask
     of the known ones [T, B, N].
 
-    `gae_lambda=0` trusts the critic and gives one-step TD errors, `gae_lambda=1` trusts the rewards. Unknown are
-    advantages of seats that did not act, and of actions whose next own decision lies beyond the last step.
+    `gae_lambda=0` gives one-step TD errors, which rely on the critic; `gae_lambda=1` relies on the rewards. Advantages
+    are unknown for seats that did not act, and for actions whose seat decides again only after the last step.
     """
     ones = torch.ones_like(inputs.rewards)
     advantages, known, _ = _backwards(inputs, ones, ones * gae_lambda, gamma)
@@ -71,8 +71,8 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
 def _backwards_on_device(
     inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `_backwards` by operations of PyTorch, all games and seats at once: for GPUs, where the compiled scan
-    over columns would wait for the values and send the results back."""
+    """Returns what `_backwards` does, by PyTorch operations over all games and seats at once: for GPUs, where the
+    compiled scan would wait for the values to be copied to the CPU and its results back."""
     value, certain = inputs.values[-1], inputs.agent_mask[-1]
     correction = reward = torch.zeros_like(value)
     found = []

@@ -1,8 +1,7 @@
-"""Attention layers of several networks of one shape (Vaswani et al., 2017), for sequences of a few seats or entities,
-and retention in their place (Sun et al., 2023).
+"""Attention layers (Vaswani et al., 2017) of several networks of one shape, for sequences of a few seats or entities,
+and retention layers as a replacement (Sun et al., 2023).
 
-Shapes: `P` members, `G` sequences, `S` positions that ask, `K` positions that are asked, `H` units, `D` of them per
-head.
+Shapes: `P` members, `G` sequences, `S` query positions, `K` key positions, `H` units, `D` units of a head.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ AttentionType = Literal["softmax", "retention"]
 
 
 class Attention(nn.Module):
-    """Multi-head attention: queries [P, G, S, H] and what they attend to [P, G, K, H] -> [P, G, S, H]. Raises
-    ValueError if the heads do not divide the units."""
+    """Multi-head attention: queries [P, G, S, H] and the context that they attend to [P, G, K, H] -> [P, G, S, H].
+    Raises ValueError if the heads do not divide the units."""
 
     def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -32,9 +31,9 @@ class Attention(nn.Module):
         self.out = Linear(units, units, 1.0, generators)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> Tensor:
-        """Returns the attended values. `mask` [P, G, S, K] is true where a position may be attended to, one at least
-        for each query; None allows all. `past` holds keys and values of earlier positions, to which those of `context`
-        are appended."""
+        """Returns the attended values [P, G, S, H]. `mask` [P, G, S, K] is true where a query may attend to a position,
+        and needs at least one such position for each query; None allows all. `past` holds the keys and values of
+        earlier positions; the keys and values of `context` are appended to it."""
         P, G, S, H = x.shape
         queries = rowwise(self.query, x).view(P * G, S, self.heads, -1)
         keys_values = rowwise(self.key_value, context).view(P * G, -1, 2, self.heads, H // self.heads)
@@ -50,19 +49,19 @@ class Attention(nn.Module):
 
 
 class Retention(nn.Module):
-    """Multi-head retention without decay, with the arguments and result of `Attention`: queries weigh values by their
-    products with keys, without a softmax; each head's sum is normalised (mean 0, deviation 1) and multiplied with the
+    """Multi-head retention without decay, which takes the same arguments as `Attention`. Queries weigh values by their
+    products with keys, without a softmax; each head's sum is normalised (mean 0, deviation 1) and multiplied by the
     swish of a gate (Sun et al., 2023, eq. 5 and 8). The positions of a sequence are seats of one step, which Sable does
-    not decay (Mahjoub et al., 2024); as in its authors' code the gate is computed from what the keys are. Raises
-    ValueError if the heads do not divide the units, or have a single unit each."""
+    not decay (Mahjoub et al., 2024). As in its authors' code, the gate is computed from `context`, like the keys.
+    Raises ValueError if the heads do not divide the units, or have a single unit each."""
 
     def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
         _check_heads(units, heads)
         if units == heads:
             raise ValueError(
-                f"attention_heads: attention_type: retention normalises the units of each head, and {heads} heads have "
-                "one unit each: set fewer heads"
+                "attention_heads: attention_type: retention normalises over the units of each head, and "
+                f"{heads} heads have one unit each: set fewer heads"
             )
         self.heads = heads
         self.query = Linear(units, units, 1.0, generators)
@@ -72,8 +71,8 @@ class Retention(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> Tensor:
         """Returns the retained values [P, G, S, H]; `context` has as many positions as `x`. `mask` [P, G, S, K] is true
-        where a position counts; None counts all. With `past` (empty before the first position) the recurrent form: `x`
-        and `context` are the next position, and the memory does not grow with their number."""
+        where a position counts; None counts all. With `past` (empty before the first position) it computes the
+        recurrent form: `x` and `context` are the next position only, and `past` does not grow with the positions."""
         P, G, S, H = x.shape
         queries = rowwise(self.query, x).view(P * G, S, self.heads, -1).transpose(1, 2)
         keys, values = (
@@ -91,10 +90,10 @@ class Retention(nn.Module):
 
 
 def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
-    """Returns the state of retention [P*G, heads, D, D] that a position reads: the sum of the products of key and value
-    of the earlier positions that count, and its `own`. `mask` [P, G, 1, K] has a column for each position so far; the
-    last one is always true. `past`, which is updated, holds the state before the last position, and its product: only
-    the next row of the mask tells whether that counts."""
+    """Returns the state of retention [P*G, heads, D, D] that a position reads: the sum of the key-value products of the
+    earlier positions that count, and of its `own` product. `mask` [P, G, 1, K] has a column for each position so far;
+    the last one is always true. `past`, which is updated in place, holds the state before the previous position, and
+    the product of the previous position: only the current mask tells whether the previous position counts."""
     if past:
         state, last = past
         state = state + (last if mask is None else last * mask[..., -2].reshape(-1, 1, 1, 1))
@@ -107,15 +106,15 @@ def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
 def make_attention(
     kind: AttentionType, units: int, heads: int, generators: Sequence[torch.Generator]
 ) -> Attention | Retention:
-    """Returns a layer of attention, with a softmax or as retention. Raises ValueError for heads that do not fit."""
+    """Returns a layer of attention or of retention. Raises ValueError if the number of heads does not fit."""
     return (Retention if kind == "retention" else Attention)(units, heads, generators)
 
 
 def _check_heads(units: int, heads: int) -> None:
     if units % heads:
         raise ValueError(
-            f"attention_heads: {heads} heads do not divide {units} units: make the last of policies' hidden layers a "
-            "multiple of the heads"
+            f"attention_heads: {heads} heads do not divide {units} units: make the units of the policies' last hidden "
+            "layer a multiple of the heads"
         )
 
 

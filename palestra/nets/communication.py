@@ -24,7 +24,8 @@ class Communication(nn.Module):
         self.rounds = nn.ModuleList(Linear(2 * units, units, GAIN[activation], generators) for _ in range(rounds))
 
     def forward(self, x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
-        """`acts` [P, R] bool are the seats that act (None: all); the others send nothing."""
+        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act (None: all); the
+        others send nothing."""
         for layer in self.rounds:
             x = layer(torch.cat([x, mean_of_others(x, acts, team_size)], -1), self.activation)
         return x

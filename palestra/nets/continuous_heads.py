@@ -1,8 +1,8 @@
 """Differentiable actions (tanh-squashed Gaussian, deterministic, Gumbel-softmax) and the action encoding for critics.
 
 Shapes: outputs `[..., O]`, actions `[..., D]`; `P` members of a stack, `M` transitions, `S` seats of a member, `N`
-seats, `A` numbers of a seat's encoded action. A unit is an action in half-widths of its space around its middle: -1 to
-1.
+seats, `A` numbers of a seat's encoded action, `J` numbers of the joint action. A unit is an action scaled so that the
+bounds of its space are -1 and 1.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class BoundedHead(ActionHead):
         return self.middle + self.half_width * unit
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Returns actions [..., D] as units, the inverse of `from_unit`; those outside the space as the bound to which
-        the env clips them."""
+        """Returns actions [..., D] as units, the inverse of `from_unit`. Actions outside the space are clamped to its
+        bounds, as the env does."""
         return ((action - self.middle) / self.half_width).clamp(-1, 1)
 
     @abstractmethod
@@ -58,8 +58,7 @@ class BoundedHead(ActionHead):
 
 class SquashedHead(BoundedHead):
     """Independent Gaussians squashed by tanh into the space (Haarnoja et al., 2018, appendix C). Log-probabilities are
-    densities of units: they differ from those of the action by a constant, so that one entropy target fits every
-    space."""
+    log-densities of units, which do not depend on the width of the space: one entropy target fits every space."""
 
     LOG_STD_BOUNDS = (-5.0, 2.0)
     NODES = 32
@@ -95,8 +94,8 @@ class SquashedHead(BoundedHead):
         return self._logp(raw, (raw - mean) / log_std.exp(), log_std), self.entropy(out)
 
     def entropy(self, out: Tensor) -> Tensor:
-        """Returns the entropy of units [...] in nats: that of the Gaussian plus the mean log-slope of tanh, by
-        Gauss-Hermite quadrature."""
+        """Returns the entropy of units [...] in nats: the Gaussian's entropy plus the mean log-slope of tanh, which is
+        computed by Gauss-Hermite quadrature."""
         mean, log_std = self.mean_and_log_std(out)
         lost = (_log_slope(mean[..., None] + log_std.exp()[..., None] * self.nodes) * self.weights).sum(-1)
         return (log_std + 0.5 * math.log(2 * math.pi * math.e) + lost).sum(-1)
@@ -107,8 +106,8 @@ class SquashedHead(BoundedHead):
 
 
 class TanhHead(BoundedHead):
-    """Deterministic actions, tanh of the outputs; they explore with Gaussian `noise`, in half-widths, clipped at the
-    bounds."""
+    """Deterministic actions, tanh of the outputs. For exploration, Gaussian noise of deviation `noise` (in units) is
+    added and the sum is clipped at the bounds."""
 
     def __init__(self, space: Continuous, noise: float = 0.1) -> None:
         super().__init__(space)
@@ -140,7 +139,7 @@ def _log_slope(raw: Tensor) -> Tensor:
 
 def gumbel_softmax(logits: Tensor, generator: torch.Generator, *, temperature: float = 1.0) -> Tensor:
     """Returns one-hot samples [..., A] of softmax(logits) with the gradient of a softmax of the same noisy logits:
-    straight-through Gumbel-softmax (Jang et al., 2017, eq. 2 and section 2.2). A logit of NEVER is never sampled."""
+    straight-through Gumbel-softmax (Jang et al., 2017, eq. 2 and section 2.2). Masked logits are never sampled."""
     noise = -exponential_like(logits, generator).log()  # Gumbel noise
     noisy = logits + noise
     soft = torch.softmax(noisy / temperature, -1)
@@ -153,8 +152,9 @@ def one_hot(action: Tensor, choices: int) -> Tensor:
 
 
 class ActionEncoder:
-    """Encodes actions as vectors, those of all seats that learn concatenated: one-hot, or units from -1 to 1. `heads`
-    maps seats to heads. A seat that does not act has the code of its first action, or zeros."""
+    """Encodes the joint action of all seats that learn as one vector, the concatenation of each seat's encoded action:
+    one-hot, or units from -1 to 1. `heads` maps seats to heads. A seat that does not act is encoded as action 0 if its
+    actions are discrete, otherwise as zeros."""
 
     def __init__(self, heads: Mapping[int, ActionHead]) -> None:
         self.heads = dict(sorted(heads.items()))

@@ -1,5 +1,5 @@
-"""Dense layers of several networks of one shape, one autograd node for all layers in a row, computed by oneDNN where
-that is faster; and multilayer perceptrons of them.
+"""Dense layers and multilayer perceptrons of several networks of one shape. Consecutive layers are one autograd node;
+large ones are computed by oneDNN, where it is faster than PyTorch.
 
 Shapes: `P` members, `R` rows, `H` units.
 """
@@ -18,16 +18,17 @@ from palestra.onednn import Product, onednn_product
 
 Activation = Literal["tanh", "relu"]
 GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activation function
-# Multiplications of a member's layer from which oneDNN computes it: its fixed cost, 12 us, counts more in smaller ones.
-# A hyperbolic tangent counts like 64, and up to 16 columns alike, since PyTorch takes as long for them.
+# oneDNN computes a member's layer of at least this many multiplications (rows x inputs x outputs); in smaller layers
+# its fixed cost of 12 us outweighs the gain. A tanh layer counts as having at least 64 inputs, and every layer as
+# having at least 16 outputs, since PyTorch takes as long for fewer.
 MIN_PRODUCTS = 2**19
 TANH_PRODUCTS, SMALLEST_COLUMNS = 64, 16
-MIN_WIDTH = 64  # of the wider side of a layer; narrower ones keep the numbers of PyTorch's products to the last bit
+MIN_WIDTH = 64  # least number of inputs or outputs for oneDNN; in narrower layers results equal PyTorch's to the bit
 
 
 def dense_layers(x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor) -> Tensor:
-    """Returns the output of dense layers, activation(x W + b) one after another, for P members: [P, R, in], then a
-    weight [P, in, out] and a bias [P, 1, out] of every layer -> [P, R, out]."""
+    """Returns the output [P, R, out] of consecutive dense layers activation(x W + b) of P members for inputs [P, R,
+    in]. `parameters` are each layer's weight [P, in, out] and bias [P, 1, out]."""
     if not torch.is_grad_enabled():
         return _outputs(x, activations, parameters)[-1]
     out: Tensor = DenseLayers.apply(x, activations, *parameters)[-1]
@@ -35,8 +36,8 @@ def dense_layers(x: Tensor, activations: Sequence[Activation | None], *parameter
 
 
 class DenseLayers(torch.autograd.Function):
-    """`dense_layers` as one autograd node, where PyTorch creates five with copies for every layer. Returns the outputs
-    of all layers; those of inner ones are for second derivatives, and without a member dimension if P is 1."""
+    """`dense_layers` as one autograd node; PyTorch would create five nodes with copies for every layer. Returns the
+    outputs of all layers. Those of inner layers are for second derivatives; if P is 1 they have no member dimension."""
 
     @staticmethod
     def forward(
@@ -69,8 +70,8 @@ class DenseLayers(torch.autograd.Function):
 
 
 def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs of all layers; of inner ones without the member dimension if P is 1, since plain matrix
-    products are faster than batched ones."""
+    """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member dimension, since plain
+    matrix products are faster than batched ones."""
     product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
     x, outputs = _unstacked(x), []
     for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):
@@ -88,8 +89,8 @@ def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Se
 
 
 def _is_large(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
-    """Returns whether oneDNN computes a layer faster than PyTorch: its products are faster if there are few columns
-    (but for a single one), and so are its tangents."""
+    """Returns whether oneDNN computes a layer faster than PyTorch. It does for products with few outputs, though not
+    with a single one, and for tanh."""
     _, inputs, outputs = weight.shape
     each = max(inputs, TANH_PRODUCTS) if activation == "tanh" else inputs
     large = x.shape[-2] * each * max(outputs, SMALLEST_COLUMNS) >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
@@ -107,7 +108,8 @@ def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activa
 
 
 def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in_place: bool) -> Tensor:
-    """Returns the gradient before the activation function from that after it, which `in_place` overwrites."""
+    """Returns the gradient with respect to the input of the activation function. `g` is the gradient with respect to
+    its output; `in_place` overwrites `g` with the result."""
     if activation is None:
         return g
     operation: Any = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
@@ -117,7 +119,8 @@ def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in
 
 
 def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
-    """Returns x' g [..., in, out], as the product with more columns: PyTorch takes five times as long for a few."""
+    """Returns x' g [..., in, out], computed as the transpose of g' x if x has more columns than g: PyTorch takes five
+    times as long for a product with few columns."""
     return _product(x.mT, g) if x.shape[-1] <= g.shape[-1] else _product(g.mT, x).mT
 
 
@@ -126,12 +129,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unstacked(x: Tensor) -> Tensor:
-    """Returns a stack of one without its member dimension; others as they are."""
+    """Returns a stack of one member without its member dimension; returns other stacks unchanged."""
     return x.squeeze(0) if x.dim() == 3 else x
 
 
 def _stacked(x: Tensor) -> Tensor:
-    """Returns a matrix as a stack of one; stacks as they are."""
+    """Returns a matrix as a stack of one member; returns stacks unchanged."""
     return x.unsqueeze(0) if x.dim() == 2 else x
 
 
@@ -171,8 +174,8 @@ class LayerNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
-    of `outputs`; with `layer_norm` its inputs are normalised."""
+    """P multilayer perceptrons [P, R, in] -> [P, R, out]. Every hidden layer has the activation function, with
+    `layer_norm` after a layer normalisation. `outputs` adds a linear last layer."""
 
     def __init__(
         self,
@@ -193,7 +196,7 @@ class MLP(nn.Module):
         self.active, self.activation = len(hidden), activation
 
     def forward(self, x: Tensor, last: Linear | None = None) -> Tensor:
-        """Returns the output [P, R, out]; with `last` that of another layer after these, without activation."""
+        """Returns the output [P, R, out]; with `last`, the output of that linear layer after the others."""
         layers: list[Any] = list(self.layers)
         norms = list(self.norms)
         for norm, layer in zip(norms, layers, strict=False):  # the last layer may have no norm

@@ -1,5 +1,6 @@
 """Attention over the entities of an observation, such as other agents and landmarks (Zambaldi et al., 2019), or over
-those that are near (DGN; Jiang et al., 2020): their order does not matter, and their number may differ between seats.
+the nearest entities (DGN; Jiang et al., 2020). The order of entities does not matter, and their number may differ
+between seats.
 
 Shapes: `P` members, `R` rows, `D` numbers of an arranged observation, `E` entities, `H` units.
 """
@@ -20,10 +21,10 @@ from palestra.nets.on_device import all_known, constant, identity
 
 @dataclass(frozen=True)
 class EntityLayout:
-    """Arrangement of observations: `own` numbers of the seat itself, then for each kind `counts[k]` entities of
-    `widths[k]` numbers. `columns[seat]` are the columns of these numbers in the seat's observation, -1 for those of
-    entities that it lacks; None for a seat that sees other kinds, or more. `positions[k]` are those of the `widths[k]`
-    numbers that are an entity's position relative to the seat (empty: unknown)."""
+    """Arrangement of observations: `own` numbers of the seat itself, then for each kind k `counts[k]` entities of
+    `widths[k]` numbers. `columns[seat]` are the columns of these numbers in the seat's observation, -1 for entities
+    that it does not see. It is None for a seat that sees entities of other kinds, or more of them. `positions[k]` are
+    the indices, among the `widths[k]` numbers, of an entity's position relative to the seat (empty: unknown)."""
 
     own: int
     counts: tuple[int, ...]
@@ -33,12 +34,12 @@ class EntityLayout:
 
     @property
     def size(self) -> int:
-        """The numbers of an arranged observation, D."""
+        """Length of an arranged observation, D."""
         return self.own + sum(count * width for count, width in zip(self.counts, self.widths, strict=True))
 
     def arrange(self, obs: Tensor, seats: Tensor) -> Tensor:
-        """Returns observations [..., *seats.shape, any] of the seats with numbers `seats` as [..., *seats.shape, D],
-        with zeros for entities that are missing."""
+        """Returns arranged observations [..., *seats.shape, D], with zeros for missing entities, from observations
+        [..., *seats.shape, any] of the seats numbered `seats`."""
         lost = (-1,) * self.size
         columns = constant(tuple(lost if own is None else own for own in self.columns), obs.device)[seats]
         padded = nn.functional.pad(obs, (0, 1))
@@ -47,12 +48,12 @@ class EntityLayout:
 
 
 def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
-    """Returns the arrangement for some seats of an env. Raises ValueError if the env does not say where entities are,
-    or if the seats see different kinds."""
+    """Returns the arrangement for some seats of an env. Raises ValueError if the env does not say which columns of
+    observations are entities, or if the seats see entities of different kinds."""
     if not env.observation_entities:
         raise ValueError(
-            f'encoder: attention and graph need to know the entities in observations, and env "{env.name}" does not '
-            "say where they are (VectorEnv.observation_entities): use encoder: flat"
+            f'encoder: attention and graph need the entities in observations, and env "{env.name}" does not say where '
+            "they are (VectorEnv.observation_entities): use encoder: flat"
         )
     kinds = {_kinds(env, seat) for seat in seats}
     if len(kinds) > 1:
@@ -92,12 +93,12 @@ def _columns(env: VectorEnv, seat: int, counts: Sequence[int]) -> tuple[int, ...
 
 class EntityEncoder(nn.Module):
     """Encodes arranged observations: [P, R, D] -> [P, R, H]. The seat itself and each entity are embedded, by kind, and
-    attend to each other; the result is what becomes of the seat itself. An entity whose numbers are all zero is absent.
-    Numbers after the arranged ones, such as a one-hot seat, are the seat's own.
+    attend to each other; the result is the seat's own features after the last block. An entity whose numbers are all
+    zero is absent. Numbers after the arranged ones, such as a one-hot seat, belong to the seat itself.
 
-    With `neighbours` the seat and each entity attend to themselves and to that many of the others, the nearest (more
-    where distances are equal): a graph, along whose edges a block passes messages once. Raises ValueError if the
-    positions are unknown then."""
+    With `neighbours` the seat and each entity attend only to themselves and to that many nearest others (more where
+    distances are equal). These are the edges of a graph, along which each block passes messages once. Raises ValueError
+    if `neighbours` is set and the positions are unknown."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class EntityEncoder(nn.Module):
         dimensions = {len(position) for position in layout.positions}
         if neighbours is not None and (len(dimensions) != 1 or 0 in dimensions):
             raise ValueError(
-                "graph_neighbours: which entities are near is known from their positions, and the env does not say "
-                "which numbers of every entity these are (Entities.position): leave graph_neighbours out"
+                "graph_neighbours: the nearest entities are found by position, and the env does not say which numbers "
+                "of every entity are its position (Entities.position): leave graph_neighbours out"
             )
         self.layout, self.units, self.activation, self.neighbours = layout, units, activation, neighbours
         self.own = Linear(inputs - layout.size + layout.own, units, GAIN[activation], generators)
@@ -146,9 +147,9 @@ class EntityEncoder(nn.Module):
 
 
 def nearest(places: Tensor, present: Tensor, neighbours: int) -> Tensor:
-    """Returns whom each node of a graph attends to [P, R, E, E] bool: itself, and those of the others `present`
-    [P, R, E] bool whose squared distance is at most that of its `neighbours`-th nearest. `places` are the positions of
-    the nodes [P, R, E, any]."""
+    """Returns which nodes of a graph each node attends to [P, R, E, E] bool: itself, and every other node `present`
+    [P, R, E] bool that is no farther away than its `neighbours`-th nearest. `places` are the positions of the nodes
+    [P, R, E, any]."""
     E = places.shape[2]
     itself = identity(E, places.device).bool()
     distances = (places[:, :, :, None] - places[:, :, None]).square().sum(-1)

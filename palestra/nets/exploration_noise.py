@@ -1,8 +1,8 @@
 """Exploration noise for continuous actions that is correlated from decision to decision.
 
-Independent noise averages out over the steps that a sluggish system needs to move, so that it never leaves the place
-where it began. Noise that stays on one side for some decisions moves it (Lillicrap et al., 2016, section 3; Eberhard et
-al., 2023).
+Independent noise averages out over the steps that a slow system needs to move, so the system stays near its initial
+state. Noise that keeps its sign for several decisions moves it (Lillicrap et al., 2016, section 3; Eberhard et al.,
+2023).
 
 Shapes: `P` members of a stack, `R` = games times seats rows, `O` outputs, `D` numbers of an action.
 """
@@ -21,15 +21,15 @@ from palestra.nets.on_device import normal_like
 
 class CorrelatedNoise:
     """Standard normal noise whose correlation over k decisions is `correlation` to the power of k: a first-order
-    autoregressive process, the Ornstein-Uhlenbeck process at whole steps, begun in its stationary distribution. Each
-    decision alone has independent noise's distribution. With `correlation` 0 no state is kept."""
+    autoregressive process (an Ornstein-Uhlenbeck process at whole steps), started in its stationary distribution. Each
+    decision's noise is standard normal. With `correlation` 0 the noise is independent and no state is stored."""
 
     def __init__(self, correlation: float) -> None:
         self.correlation = correlation
         self.last: Tensor | None = None
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the noise of the next decisions in the shape of `like` [P, R, D]; begins anew for another shape."""
+        """Returns the noise of the next decisions in the shape of `like` [P, R, D]; restarts if the shape changes."""
         noise = normal_like(like, generator)
         if not self.correlation:
             return noise

@@ -77,8 +77,8 @@ class CategoricalHead(ActionHead):
 
 
 class CategoricalScore(torch.autograd.Function):
-    """`CategoricalHead.evaluate_actions` as one autograd node, where its operations would create twelve: over so few
-    numbers those take most of the time of a policy's loss. First derivatives only."""
+    """`CategoricalHead.evaluate_actions` as one autograd node. PyTorch would create twelve nodes, which take most of
+    the time of a policy's loss when there are few actions. Supports first derivatives only."""
 
     @staticmethod
     def forward(
@@ -124,14 +124,14 @@ class MultiCategoricalHead(ActionHead):
 
 
 def half_widths(low: Tensor, high: Tensor) -> Tensor:
-    """Returns half the width of each number of a space [D]; 1 for a number with a single value, to which the env clips
-    whatever is played."""
+    """Returns half the width of each number of a space [D]; 1 where `low` equals `high`, so that nothing is divided by
+    0 (the env clips such an action to its only value)."""
     return torch.where(high > low, (high - low) / 2, 1.0)
 
 
 class GaussianHead(ActionHead):
-    """Independent Gaussians in half-widths of the space (1 around 0 where it is unbounded); the env clips actions
-    outside."""
+    """Independent Gaussians in units of half the space's width around its middle; unbounded numbers are not scaled. The
+    env clips actions outside the space."""
 
     LOG_STD_BOUNDS = (-5.0, 2.0)
 
@@ -168,7 +168,7 @@ class GaussianHead(ActionHead):
         return self._logp(noise, log_std), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
     def _logp(self, noise: Tensor, log_std: Tensor) -> Tensor:
-        """Returns log-densities before scaling to the space: they differ from those of the action by a constant."""
+        """Returns log-densities before scaling to the space, which differ from the action's by a constant."""
         return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
@@ -180,8 +180,8 @@ def make_head(space: Space) -> ActionHead:
 
 
 def encode_actions(space: Space, actions: Tensor) -> Tensor:
-    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous ones half-widths around the middle
-    of the space, clamped to its bounds."""
+    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous actions scaled to -1 to 1 and
+    clamped to the bounds of the space."""
     if isinstance(space, Discrete):
         return torch.nn.functional.one_hot(actions.long(), space.n).float()
     if isinstance(space, MultiDiscrete):
@@ -199,8 +199,8 @@ def encoding_size(space: Space) -> int:
 
 
 def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Returns the Kullback-Leibler divergence [...] in nats from the distribution with outputs `old` [..., O] to that
-    with outputs `new`. Raises ValueError for a head without one in closed form."""
+    """Returns the Kullback-Leibler divergence KL(old || new) [...] in nats of two distributions with the outputs `old`
+    and `new` [..., O]. Raises ValueError for a head whose divergence has no closed form."""
     if isinstance(head, CategoricalHead):
         before, after = head.logits(old, action_mask), head.logits(new, action_mask)
         return (before.exp() * (before - after)).sum(-1)
@@ -211,4 +211,4 @@ def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tenso
         (mean, log_std), (new_mean, new_log_std) = head.mean_and_log_std(old), head.mean_and_log_std(new)
         spread = (2 * (log_std - new_log_std)).exp() + ((mean - new_mean) / new_log_std.exp()).square()
         return (new_log_std - log_std + 0.5 * (spread - 1)).sum(-1)
-    raise ValueError(f"the divergence of {type(head).__name__} has no closed form")
+    raise ValueError(f"the Kullback-Leibler divergence of {type(head).__name__} has no closed form")

@@ -1,4 +1,4 @@
-"""Small networks, several of one shape computed together: a stack of `P` members costs one call, not P.
+"""Small networks. Several networks of one shape are computed together, as a stack of `P` members in one call.
 
 Shapes: `P` members, `T` time, `R` rows (games times seats), `H` units. Members are independent; each is initialised
 from its own generator, so that it is the same network in any stack. Floats are float32.
@@ -36,26 +36,26 @@ class NetConfig(StrictModel):
     """Layer normalisation (Ba et al., 2016) of the hidden layers, before the activation function. null: on for `pqn`,
     which needs it, otherwise off."""
     gru_units: int = Field(0, ge=0, le=65_536)
-    """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
+    """Units of a GRU after the hidden layers; 0: a feed-forward network."""
     communication_rounds: int = Field(0, ge=0, le=64)
     """Rounds in which the seats that a policy plays send each other the mean of their hidden features before they act
     (CommNet; Sukhbaatar et al., 2016); 0: none. For `ppo`, `a2c` and `trpo`."""
     encoder: Literal["flat", "attention", "graph"] = "flat"
-    """How an observation enters the hidden layers: all its numbers at once (`flat`), or after attention between the
-    seat and the entities that it sees (`attention`), whose order then does not matter and whose number may differ
-    between seats; the env must say where they are. `graph`: the same along the edges of `graph_neighbours`, as in DGN
+    """Input of the hidden layers. `flat`: all numbers of the observation. `attention`: the result of attention between
+    the seat and the entities that it sees; their order does not matter, their number may differ between seats, and the
+    env must say which numbers are entities. `graph`: attention only along the edges of `graph_neighbours`, as in DGN
     (Jiang et al., 2020); each of `attention_blocks` passes messages along one edge."""
     graph_neighbours: int | None = Field(None, ge=1)
-    """Edges of `encoder: graph`: the seat and each entity attend to themselves and to so many nearest others; the env
-    must say which numbers are positions. null: all attend to all, which is `encoder: attention`."""
+    """Edges of `encoder: graph`: the seat and each entity attend to themselves and to this number of nearest others;
+    the env must say which numbers are positions. null: all attend to all, as with `encoder: attention`."""
     attention_blocks: int = Field(1, ge=1, le=64)
-    """Blocks of attention layers: of `encoder: attention` and `graph`, and of the encoder and the decoder of `mat`."""
+    """Number of attention blocks in `encoder: attention` or `graph`, and in both encoder and decoder of `mat`."""
     attention_heads: int = Field(1, ge=1, le=1024)
     """Heads of every attention layer; they must divide the units of the last hidden layer."""
     attention_type: AttentionType = "softmax"
     """Layers of the encoder and the decoder of `mat`: attention with a `softmax`, or `retention` (Sun et al., 2023) as
-    in Sable (Mahjoub et al., 2024), whose work for a seat that acts does not grow with the team. It spans the seats of
-    one step: Sable's memory of earlier steps is not implemented."""
+    in Sable (Mahjoub et al., 2024). The cost of retention per acting seat does not grow with the team. It spans the
+    seats of one step: Sable's memory of earlier steps is not implemented."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""
@@ -66,8 +66,8 @@ class NetConfig(StrictModel):
 
 class Convolutions(nn.Module):
     """Convolutions over pixels [P, R, height, width, channels], uint8 or floats in 0 to 1, then a linear layer -> [P,
-    R, units]: three and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al., 2013). Computed in
-    `dtype`; returns float32. Raises ValueError if the pixels are too few."""
+    R, units] float32: three convolutions and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al.,
+    2013). Computed in `dtype`. Raises ValueError if the pixels are too few."""
 
     LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
     SMALL = ((16, 8, 4), (32, 4, 2))
@@ -103,7 +103,7 @@ class Convolutions(nn.Module):
         return dense_layers(features, ("relu",), weight, bias).float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
-        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel: smaller than x
+        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel, which is smaller than x
         x = x.permute(0, 3, 1, 2).to(self.dtype)
         for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
             weight = (kernel[p] * scale).to(self.dtype)
@@ -139,9 +139,9 @@ class GRU(nn.Module):
 
 
 class Team(NamedTuple):
-    """Inputs of a network that plays all seats of a team, besides their observations: the seats that act `acts` [P, T,
-    R] bool, and where it must know them the actions `actions` [P, T, R, ...]. The seats of a team are consecutive
-    rows."""
+    """Inputs, besides observations, of a network that plays all seats of a team: the seats that act `acts` [P, T, R]
+    bool, and their `actions` [P, T, R, ...] for a network whose outputs depend on them. The seats of a team are
+    consecutive rows."""
 
     acts: Tensor
     actions: Tensor | None = None
@@ -290,9 +290,9 @@ def member_weights(module: nn.Module, p: int) -> dict[str, Tensor]:
 
 
 def with_member_weights(module: M, weights: Mapping[str, np.ndarray | Tensor], prefix: str = "") -> M:
-    """Returns a copy of `module`, a stack of one member, with its own parameters, which are the weights that
-    `member_weights` returned. Nothing is initialised, and what is not a parameter is shared: this takes a fifteenth of
-    the time of building a small network. Raises ValueError if names or shapes do not match."""
+    """Returns a copy of `module`, a stack of one member, with its own parameters, set to weights that `member_weights`
+    returned. Everything that is not a parameter is shared with `module`, and nothing is initialised: the copy takes a
+    fifteenth of the time of building a small network. Raises ValueError if names or shapes do not match."""
     twin: M = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     parameters = module._parameters.items()
@@ -308,12 +308,14 @@ def with_member_weights(module: M, weights: Mapping[str, np.ndarray | Tensor], p
 
 
 def _stack_of_one(parameter: nn.Parameter, name: str, weights: Mapping[str, np.ndarray | Tensor]) -> nn.Parameter:
-    """Returns the weights called `name`, which must have the shape of a member of `parameter`, as a parameter."""
+    """Returns the weights called `name` as a parameter [1, ...]. Raises ValueError if they are missing or do not have
+    the shape of a member of `parameter`."""
     own = weights.get(name)
     if own is None or tuple(own.shape) != tuple(parameter.shape[1:]):
-        have = "nothing" if own is None else tuple(own.shape)
+        have = "none" if own is None else tuple(own.shape)
         raise ValueError(
-            f"the weights are of another network: {name} should be {tuple(parameter.shape[1:])} and is {have}"
+            f"the weights belong to another network: {name} should have shape {tuple(parameter.shape[1:])} and has "
+            f"{have}"
         )
     value = torch.as_tensor(own, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(value[None].clone(memory_format=torch.contiguous_format), parameter.requires_grad)

@@ -19,8 +19,8 @@ STATE_SHARE = 0.3  # initial gain of the state in mixing weights, relative to th
 
 @dataclass(frozen=True)
 class SeatValues:
-    """Inputs of a mixer: values `q [R, J]` of the seats' actions, and the values `best [R, J]` of their best legal
-    actions and the one-hot `actions [R, J * A]`, which only QPLEX reads. A seat that does not act has zeros."""
+    """Inputs of a mixer: values `q [R, J]` of the seats' actions. Only QPLEX reads `best [R, J]`, the values of the
+    best legal actions, and the one-hot `actions [R, J * A]`. A seat that does not act has zeros."""
 
     q: Tensor
     best: Tensor | None = None
@@ -36,20 +36,21 @@ class VDNMixer(nn.Module):
 
 
 def fill_bias(net: nn.Module, value: float) -> None:
-    """Sets the last bias of a network that makes mixing weights, so that a mixer begins near VDN. Without it the
-    weights are 0 in a state of zeros and pass no gradient."""
+    """Sets the last bias of a network that generates mixing weights, so that an untrained mixer is near VDN. With a
+    bias of 0 the weights in a state of zeros would be 0 and pass no gradient."""
     assert isinstance(net, MLP) and isinstance(net.layers[-1], Linear)
     nn.init.constant_(net.layers[-1].bias, value)
 
 
 class QMIXMixer(nn.Module):
     """QMIX mixer (Rashid et al., 2018, section 4): a network with one hidden layer of `units` ELUs whose weights are
-    generated from the state. The weights are nonnegative, so the team value never decreases in a seat's value and each
-    seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer. With
-    `monotonic=False` the weights may be any number too (FACMAC-nonmonotonic, Peng et al., 2021, section 4.2).
+    generated from the state. The weights are nonnegative, so the team value never decreases in a seat's value and the
+    seats' best actions form the best joint action. Biases may have any sign; the last one comes from a network with a
+    ReLU layer. With `monotonic=False` the weights may have any sign too (FACMAC-nonmonotonic, Peng et al., 2021,
+    section 4.2).
 
-    It begins near the sum of the seats' values. With `near_sum=False` it begins as steep as the state's numbers are
-    large. Parameters have a leading dimension of one member, as in stacks.
+    Before training, the team value is near the sum of the seats' values. With `near_sum=False` its slope grows with the
+    size of the state's numbers. Parameters have a leading dimension of one member, as in stacks.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class QMIXMixer(nn.Module):
 
 
 class QPLEXMixer(nn.Module):
-    """QPLEX mixer (Wang et al., 2021, eqs. 9 to 11): the sum of the seats' values, scaled and shifted by the state, and
-    of their advantages weighted by the state and the joint action. The weights are positive, so each seat's best action
-    is the team's, and any team value with that property can be represented.
+    """QPLEX mixer (Wang et al., 2021, eqs. 9 to 11): the sum of the seats' values, scaled and shifted by the state,
+    plus the sum of their advantages, weighted by the state and the joint action. The weights are positive, so the
+    seats' best actions form the best joint action. Any team value with that property can be represented.
 
     As in the authors' code, advantages pass no gradient to the seats' networks. Parameters have a leading dimension of
     one member, as in stacks.
@@ -97,7 +98,7 @@ class QPLEXMixer(nn.Module):
         self.by_seat = MLP(state, [units], "relu", own, heads * seats)
         self.by_action = MLP(state + seats * actions, [units], "relu", own, heads * seats)
         fill_bias(self.scale, 1)
-        fill_bias(self.key, 4 / heads)  # both sigmoids begin near 0.5
+        fill_bias(self.key, 4 / heads)  # both sigmoids are near 0.5 before training, so the weights are near 1
 
     def forward(self, values: SeatValues, state: Tensor) -> Tensor:
         """Returns team values [R] in states [R, S]."""

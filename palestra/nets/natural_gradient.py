@@ -1,4 +1,4 @@
-"""Natural gradients of stacked networks by conjugate gradients, without ever building a Fisher matrix.
+"""Natural gradients of stacked networks by conjugate gradients, without building a Fisher matrix.
 
 Shapes: `P` members of a stack, `D` parameters of a member. Members are independent. Floats are float32.
 """
@@ -26,9 +26,9 @@ def flat_gradient(
 def fisher_product(divergence_P: Tensor, parameters: Sequence[nn.Parameter]) -> Product:
     """Returns the function that multiplies vectors [P, D] by the Fisher matrix of each member.
 
-    `divergence_P` is the mean Kullback-Leibler divergence of the policy from itself, as a function of the parameters of
-    the second argument: 0, without a slope, and the Fisher matrix is its second derivative (Schulman et al., 2015,
-    appendix C).
+    `divergence_P` [P] is the mean Kullback-Leibler divergence of the policy from itself, differentiable in the
+    parameters of its second argument only. Its value and its gradient are 0, and the Fisher matrix is its second
+    derivative (Schulman et al., 2015, appendix C).
     """
     slope = flat_gradient(divergence_P.sum(), parameters, create_graph=True)
 
@@ -40,8 +40,8 @@ def fisher_product(divergence_P: Tensor, parameters: Sequence[nn.Parameter]) -> 
 
 def conjugate_gradient(product: Product, b: Tensor, steps: int, tolerance: float = 1e-10) -> Tensor:
     """Returns approximate solutions x [P, D] of A x = `b` [P, D], one for each member; `product` multiplies by the
-    positive definite matrices A. A member ends after `steps` iterations, or once the squared residual is at most
-    `tolerance` times that of x = 0 (Hestenes & Stiefel, 1952)."""
+    positive definite matrices A (Hestenes & Stiefel, 1952). A member stops after `steps` iterations, or once its
+    squared residual is at most `tolerance` times the squared norm of its `b`."""
     x, residual = torch.zeros_like(b), b.clone()
     direction, size = residual.clone(), dot(residual, residual)
     enough = tolerance * size

@@ -12,9 +12,10 @@ SumOverProcesses = Callable[[Tensor], Tensor]  # sums a tensor over all training
 
 
 class RunningNorm(nn.Module):
-    """Running mean and variance (float64) for each of P members and D numbers (Chan et al., 1983, for merging parts).
-    With `decay` below 1 older rows fade, for returns that change with the policy (van Hasselt et al., 2016; PopArt's
-    correction of the last layer is `rescale_outputs`). Normalised values are clamped to `clip` deviations."""
+    """Running mean and variance (float64) for each of P members and D numbers (merged as by Chan et al., 1983). With
+    `decay` below 1 each update multiplies the weight of older rows by `decay`, for returns that change with the policy
+    (van Hasselt et al., 2016; `rescale_outputs` is PopArt's correction of the last layer). Normalised values are
+    clamped to `clip` deviations."""
 
     def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
@@ -28,8 +29,9 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor, weight: Tensor, total: SumOverProcesses = lambda x: x) -> None:
-        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes. Those of a member whose rows
-        are not finite stay as they are: its loss is not finite either, and raises an error before anything changes."""
+        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes. Statistics of a member whose
+        rows are not finite do not change: its loss is not finite either, which raises an error before the weights
+        change."""
         rows, weight = rows.double(), weight.double()[..., None]
         size = rows.shape[-1]
         sums = torch.cat([(rows * weight).sum(1), (rows.square() * weight).sum(1), weight.sum(1)], -1)
@@ -67,8 +69,8 @@ class RunningNorm(nn.Module):
 
 @torch.no_grad()
 def rescale_outputs(weight: Tensor, bias: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-    """Changes a last layer (weight [P, H, D], bias [P, 1, D]) in place so that its denormalised outputs stay as they
-    are when mean and deviation ([P, D] each) move from `old` to `new` (PopArt; Hessel et al., 2019, eq. 9)."""
+    """Changes a last layer (weight [P, H, D], bias [P, 1, D]) in place so that its denormalised outputs do not change
+    when mean and deviation ([P, D] each) change from `old` to `new` (PopArt; Hessel et al., 2019, eq. 9)."""
     (old_mean, old_std), (new_mean, new_std) = ([x[:, None] for x in pair] for pair in (old, new))
     weight.copy_(weight * (old_std / new_std))
     bias.copy_((old_std * bias + old_mean - new_mean) / new_std)

@@ -1,6 +1,6 @@
-"""Tensors on the device of a run: constants that are made once, random numbers, and a rollout as tensors.
+"""Tensors on the device of a run: cached constants, random numbers, and a rollout as tensors.
 
-Nothing here waits for the device, but for `to_arrays` and `numbers_of`, which bring results back in one copy.
+Only `to_arrays` and `numbers_of` wait for the device: they copy results to the CPU, all at once.
 
 Shapes: `T` steps, `B` games, `N` seats, `F` ended games, `A` actions, `S` numbers of state.
 """
@@ -23,13 +23,13 @@ CPU = torch.device("cpu")
 
 @cache
 def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Returns nested tuples of integers as an int64 tensor, which must not be changed: it is made once."""
+    """Returns nested tuples of integers as an int64 tensor. It is cached and must not be changed."""
     return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 @cache
 def identity(size: int, device: torch.device) -> Tensor:
-    """Returns the identity matrix [size, size] float32, which must not be changed: it is made once."""
+    """Returns the identity matrix [size, size] float32. It is cached and must not be changed."""
     return torch.eye(size).to(device)
 
 
@@ -40,14 +40,14 @@ def as_tensor(x: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """Returns an array of zeros in page-locked memory, which goes to a GPU faster and without waiting for it."""
+    """Returns an array of zeros in page-locked memory, which is copied to a GPU faster and without waiting for it."""
     found: np.ndarray = torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, dtype)).dtype, pin_memory=True).numpy()
     return found
 
 
 def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns actions [B, S, ...] (integers or float32) and log-probabilities [B, S] float32 (None: none) as arrays.
-    From another device than the CPU both come in one copy, as 32 bits each, and integers as int32."""
+    From a device other than the CPU both are copied at once, 32 bits per number, and integers become int32."""
     if actions.is_cpu:
         return actions.numpy(), None if logp is None else logp.numpy()
     bits = (actions if actions.is_floating_point() else actions.int()).view(torch.int32)
@@ -64,8 +64,8 @@ def _with_dtype_of(actions: Tensor, bits: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns the lines with numbers in place of scalar tensors of another device, brought back in one copy; as they
-    are if there is none in the first."""
+    """Returns `lines` of metrics with numbers in place of scalar tensors on another device, copied all at once. Returns
+    `lines` itself if the first line has no such tensor."""
     if not lines or not any(isinstance(value, Tensor) and not value.is_cpu for value in lines[0].values()):
         return lines
     places = [(i, key) for i, line in enumerate(lines) for key, value in line.items() if isinstance(value, Tensor)]
@@ -77,16 +77,17 @@ def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
 
 
 def all_known(mask: Tensor) -> bool:
-    """Returns whether a mask is known to be true everywhere. On the CPU it is looked at, which on other devices would
-    wait for what computes it: there the answer is False, at the cost of a mask that changes nothing."""
+    """Returns whether a mask is known to be true everywhere. On devices other than the CPU this is False, since reading
+    the mask would wait for the device: the caller then applies a mask that may change nothing."""
     return mask.is_cpu and bool(mask.all())
 
 
-# ---- random numbers: drawn on the device of their generator, returned on that of `x`
+# ---- random numbers: drawn on the generator's device, returned on the device of `x`
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Returns a seeded generator: of a GPU for tensors there, else of the CPU. Both draw other numbers from a seed."""
+    """Returns a seeded generator, on `device` if it is a GPU and otherwise on the CPU. The same seed gives different
+    numbers on the two."""
     return torch.Generator(device if device.type == "cuda" else CPU).manual_seed(seed)
 
 
@@ -114,8 +115,8 @@ def uniform(shape: Sequence[int], generator: torch.Generator, device: torch.devi
 
 @dataclass(frozen=True)
 class RolloutTensors:
-    """A `RolloutBatch` as tensors of one device, with its shapes and dtypes. `end_index` are the step and the game of
-    every end [F]; `seats_terminated` and `seats_done` [T, B, N] are those of the batch."""
+    """A `RolloutBatch` as tensors on one device, with the same names, shapes and dtypes. `end_index` are the step and
+    the game of every game end [F]."""
 
     obs: Tensor
     agent_mask: Tensor

@@ -1,9 +1,9 @@
 """Transition replay buffer with n-step returns, counted in each seat's own decisions.
 
 As in `palestra.nets.advantages`, the steps of others between two of a seat's actions cost no discount, and rewards in
-between belong to the earlier action. A row enters the ring buffer at once; a seat's part of it gets weight once its
-next own decision, or the end of the game, is known, which may be many batches later. So no transition is lost between
-two batches, however short they are.
+between belong to the earlier action. A row is added to the ring buffer at once. A seat's part of it gets weight once
+its next own decision, or the end of the game, is known, which may be many batches later. So no transition is lost at
+the end of a batch, however short batches are.
 
 Shapes: `T` steps, `B` parallel games, `N` seats, `A` actions, `S` numbers of state, `M` transitions sampled, `C` rows
 of the ring buffer, `F` ended games, `E` events, `n_step` decisions of lookahead.
@@ -34,10 +34,12 @@ class ReplayBatch:
     `rewards [M, N]` is the discounted sum over the next n decisions, `discounts [M, N]` the factor of the value after
     them: gamma ** n, with a smaller exponent if the game was truncated earlier, 0 if it terminated. `weight [M, N]` is
     0 for a seat that did not act or whose credit is not known yet, otherwise its importance weight (1 without
-    priorities). Agent mask `agent_mask [M, N]` (bool). `next_agent_mask`, `next_action_mask [M, N, A]` (bool) and
-    `next_state [M, S]` belong to each seat's own next decision; for a seat that did not act, and in `next_state`, to
-    the first of these. Where a game was truncated, action masks are those of a seat's last decision, and the seats of
-    the last step act unless they have terminated. `index [M]` (int64) is for `update_priorities`. Floats are float32.
+    priorities). `agent_mask [M, N]` and `action_mask [M, N, A]` are bool.
+
+    `next_agent_mask` and `next_action_mask` belong to each seat's own next decision. For a seat that did not act they
+    belong to the earliest next decision of any seat, as `next_state [M, S]` does. Where a game was truncated,
+    `next_action_mask` is that of the seat's last decision, and `next_agent_mask` marks the seats that acted in the last
+    step and have not terminated. `index [M]` (int64) is for `update_priorities`. Floats are float32.
     """
 
     actions: Tensor  # int64 or float32
@@ -53,7 +55,8 @@ class ReplayBatch:
     index: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """Returns the batch on a device, but for `index`, which the buffer reads; on the CPU the batch itself."""
+        """Returns the batch on a device, except `index`, which the buffer reads. On the CPU returns the batch
+        itself."""
         if device.type == "cpu":
             return self
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
@@ -61,7 +64,7 @@ class ReplayBatch:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Returns tensors, alone or in a tuple or dict, on a device; None stays None."""
+    """Returns a tensor, or a tuple or dict of tensors, on a device; None stays None."""
     if isinstance(value, dict):
         return {key: _moved(part, device) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -71,19 +74,20 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass
 class TransitionBatch(ReplayBatch):
-    """M joint transitions sampled from a `ReplayBuffer`: `obs [M, N, *view]`, and `next_obs` of each seat's own next
-    decision, or the final observation of its game."""
+    """M joint transitions sampled from a `ReplayBuffer`: `obs [M, N, *view]`, and `next_obs [M, N, *view]` of each
+    seat's own next decision, or the final observation of its game."""
 
     obs: Tensor
     next_obs: Tensor
 
 
 class ReplayBuffer:
-    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n_step` is the number
-    of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for uniform.
+    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all transitions). `n_step` is
+    the number of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for
+    uniform sampling.
 
     With `count_env_steps` every step of the env counts as a decision of every seat, for algorithms that evaluate all
-    seats at once. The seats of a `team` share one future, which is worth 0 only once the last of them has terminated.
+    seats at once. The seats of a `team` share one future, whose value is 0 only once all of them have terminated.
     Raises ValueError for `n_step` or `capacity` below 1 or a negative `priority`.
     """
 
@@ -198,7 +202,7 @@ def rows_as_tensor(column: np.ndarray, places: np.ndarray) -> Tensor:
 def powers(gamma: float, n: int) -> np.ndarray:
     """Returns gamma ** k for k from 0 to n, float64 [n+1]. Raises ValueError for `n` below 1."""
     if n < 1:
-        raise ValueError(f"n_step: looking {n} decisions ahead sees no reward, use 1 or more")
+        raise ValueError(f"n_step: a return over {n} decisions contains no reward: use 1 or more")
     return gamma ** np.arange(n + 1)
 
 
@@ -206,21 +210,21 @@ def powers(gamma: float, n: int) -> np.ndarray:
 
 
 class CreditColumns(NamedTuple):
-    """Arrays that credit is written to: numbers of open rows [B, N, n] int64, and columns of the ring buffer."""
+    """Arrays that credit is written to: the numbers of open rows [B, N, n] int64, and columns of the ring buffer.
+    `when` is the first time at which a part of a row's credit was known, as 2 * env steps (odd: the end of a game);
+    -1: none is known yet."""
 
     open_rows: np.ndarray
     rewards: np.ndarray  # [C, N]
     discounts: np.ndarray  # [C, N]
     known: np.ndarray  # [C, N]
-    when: (
-        np.ndarray
-    )  # [C] the first moment at which some of it was known: 2 * steps, odd for the end of a game; -1: none
+    when: np.ndarray  # [C] int64
 
 
 class RolloutArrays(NamedTuple):
     """Arrays of a batch that credit is computed from. `number [T, B]` is the row of each step or -1, `deciding [T+1, B,
-    N]` marks decisions that count, `terminated [T, B, N]` seats whose future is worth 0, `over [T, B]` the last steps
-    of games, `is_first [T+1, B]` the first."""
+    N]` marks decisions that count, `terminated [T, B, N]` seats whose future has value 0, `done [T, B]` the last steps
+    of games, `is_first [T+1, B]` the first steps."""
 
     number: np.ndarray
     deciding: np.ndarray
@@ -231,8 +235,8 @@ class RolloutArrays(NamedTuple):
 
 
 class CreditEvents(NamedTuple):
-    """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL), time in the batch (T + 1 +
-    t: the final observation of the game that step t ended), and game."""
+    """Next steps that have become known, [E] int64 each: row of the columns, seat (or ALL_SEATS), time in the batch
+    (T + 1 + t: the final observation of the game that step t ended), and game."""
 
     row: np.ndarray
     seat: np.ndarray
@@ -243,8 +247,8 @@ class CreditEvents(NamedTuple):
 def rollout_arrays(
     batch: RolloutBatch, number: np.ndarray, count_env_steps: bool, team: Sequence[int] = ()
 ) -> RolloutArrays:
-    """Returns the arrays of a batch that credit is computed from; with `team` a seat's future ends when the last team
-    member terminates."""
+    """Returns the arrays of a batch that credit is computed from. With `team` a seat's future ends when the last seat
+    of the team terminates."""
     deciding = np.ones_like(batch.agent_mask) if count_env_steps else batch.agent_mask
     terminated = batch.seats_terminated
     if len(team):
@@ -266,7 +270,8 @@ def assign_credit(
 
 @jit
 def _close_slot(book: CreditColumns, events: CreditEvents, count: int, where: tuple, discount: float, at: tuple) -> int:
-    """Closes slot k of seat s in game b; returns the new number of events."""
+    """Closes slot k of seat s in game b, `where` = (b, s, k): its credit is complete. Returns the new number of events.
+    `at` is the time as in `CreditColumns.when`, the time as in `CreditEvents`, and the oldest stored row."""
     b, s, k = where
     when, moment, oldest = at
     number = book.open_rows[b, s, k]
@@ -300,7 +305,7 @@ def _assign_credit(
                         book.open_rows[b, s, k] = -1
                 if rollout.deciding[t, b, s]:
                     count = _close_slot(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
-                    if t < steps:  # the last step comes again, as the first of the next batch
+                    if t < steps:  # step T is the first step of the next batch, which opens its row
                         for k in range(n - 1, 0, -1):
                             book.open_rows[b, s, k] = book.open_rows[b, s, k - 1]
                         book.open_rows[b, s, 0] = rollout.number[t, b]
@@ -321,14 +326,13 @@ def _assign_credit(
 
 # ---- next observations, masks and states
 
-NextValues = dict[
-    str, tuple[np.ndarray, np.ndarray]
-]  # by column: values at every step [T+1, B, ...] and at ends of games [F, ...]
+# by column: values at every step [T+1, B, ...] and at ends of games [F, ...]
+NextValues = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def next_values(batch: RolloutBatch, masks: np.ndarray) -> tuple[NextValues, np.ndarray]:
-    """Returns next agent masks, action masks and states, at every step and at the ends of games, and the action masks
-    of each seat's last decision [B, N, A]. `masks` are the latter before the batch."""
+    """Returns next agent masks, action masks and states, at every step and at the ends of games; and the action masks
+    [B, N, A] of each seat's last decision. `masks` [B, N, A] are those of the last decisions before the batch."""
     times, games = batch.end_index
     after: NextValues = {
         "next_agent_mask": (batch.agent_mask, batch.agent_mask[times, games] & ~batch.seats_terminated[times, games])
@@ -340,7 +344,7 @@ def next_values(batch: RolloutBatch, masks: np.ndarray) -> tuple[NextValues, np.
         last = np.maximum.accumulate(np.where(batch.agent_mask[:-1], np.arange(T)[:, None, None], -1), 0)  # [T, B, N]
 
         def of(time: np.ndarray, game: np.ndarray) -> np.ndarray:
-            """Returns the action masks of the last decisions up to given steps [F, N, A]."""
+            """Returns the action masks [F, N, A] of the seats' last decisions up to given steps of given games."""
             assert batch.action_mask is not None
             at = last[time, game]
             own = batch.action_mask[at, game[:, None], np.arange(N)]

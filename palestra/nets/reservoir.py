@@ -21,8 +21,8 @@ class Reservoir:
         return min(self.seen, self.capacity)
 
     def add(self, rows: Mapping[str, np.ndarray], rng: np.random.Generator) -> None:
-        """Adds rows [M, ...] of each column: the first `capacity` fill the reservoir; after that the i-th replaces a
-        random row with probability capacity / i."""
+        """Adds rows [M, ...] of each column. The first `capacity` rows fill the reservoir; after that the i-th row
+        replaces a random one with probability capacity / i."""
         count = len(next(iter(rows.values())))
         numbers = self.seen + np.arange(count)
         places = np.where(numbers < self.capacity, numbers, rng.integers(0, numbers + 1))

@@ -22,9 +22,9 @@ class RingBuffer:
 
     def __init__(self, capacity: int, alpha: float = 0.0) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity: {capacity} rows hold nothing, use 1 or more")
+            raise ValueError(f"capacity: {capacity} rows cannot store anything: use 1 or more")
         if alpha < 0:
-            raise ValueError(f"priority: {alpha} would prefer what is known best, use 0 (all alike) or more")
+            raise ValueError(f"priority: {alpha} would sample rows with small errors most: use 0 (uniform) or more")
         self.capacity, self.alpha, self.total = capacity, alpha, 0
         self.columns: Arrays = {}
         self.tree = SumTree(capacity) if alpha else None
@@ -39,8 +39,8 @@ class RingBuffer:
         return len(self) > 0 and (self.tree is None or self.tree.total > 0)
 
     def write(self, numbers: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Writes the newest rows, numbered `numbers` [M] int64; returns their positions. Rows that the batch itself
-        overwrites are dropped."""
+        """Writes the newest rows, numbered `numbers` [M] int64; returns the positions of the rows written. Rows that
+        later rows of the same call would overwrite are left out."""
         self.total = max(self.total, int(numbers.max(initial=-1)) + 1)
         kept = numbers >= self.total - self.capacity
         places = numbers[kept] % self.capacity
@@ -61,12 +61,12 @@ class RingBuffer:
     def sample(self, count: int, rng: np.random.Generator, beta: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """Returns positions [M] int64 of sampled rows and their importance weights [M] float64, at most 1.
 
-        By priority rows are sampled from `count` equal parts of the total priority, with weights (1 / probability) **
-        beta divided by the largest of them (Schaul et al., 2016, section 3.4). Raises ValueError if no row can be
-        sampled.
+        With priorities, one row is sampled from each of `count` equal parts of the total priority. Its weight is (1 /
+        probability) ** beta, divided by the largest weight of the sample (Schaul et al., 2016, section 3.4). Raises
+        ValueError if no row can be sampled.
         """
         if not len(self):
-            raise ValueError("nothing is remembered yet: add a batch before you draw")
+            raise ValueError("the replay buffer is empty: add a batch before you sample")
         if self.tree is None:
             return rng.integers(len(self), size=count), np.ones(count)
         places = self.tree.sample(count, rng)
@@ -96,7 +96,8 @@ class RingBuffer:
         total, capacity = (int(number) for number in arrays["ring"])
         if capacity != self.capacity:
             raise ValueError(
-                f"what was kept has room for {capacity} rows and this for {self.capacity}: use the same capacity"
+                f"the saved buffer has a capacity of {capacity} rows and this one of {self.capacity}: use the same "
+                "capacity"
             )
         self.total = total
         self.columns = {}
@@ -130,7 +131,7 @@ class SumTree:
         return found
 
     def set_values(self, places: np.ndarray, numbers: np.ndarray) -> None:
-        """Sets values [M]; of duplicate positions the last wins."""
+        """Sets values [M]. If a position is given twice, its last value counts."""
         node = self.leaves + places
         self.sums[node] = numbers
         for _ in range(self.depth):
@@ -151,5 +152,5 @@ class SumTree:
         """Returns positions sampled in proportion to their values, one from each of `count` equal parts of the total.
         Raises ValueError if all values are 0."""
         if not self.total > 0:
-            raise ValueError("no row can be drawn yet: none of them is complete; play on before you learn")
+            raise ValueError("no row can be sampled yet, because none is complete: add more steps before you sample")
         return self.find_prefix_sums((np.arange(count) + rng.random(count)) * (self.total / count))

@@ -16,10 +16,10 @@ from palestra.nets.on_device import constant, identity
 
 @dataclass(frozen=True)
 class SeatMapping:
-    """`P` members (`names`), each at `S` of `num_seats` = N seats: `seats[p]`. All these seats have the same
-    observation shape `observation_shape` and action space `action_space`. With `seat_id` a one-hot seat is appended to
-    the observation. With `entities` observations are arranged by it, and `observation_shape` is the shape after
-    that."""
+    """The `P` members (`names`) of a stack and their seats: member p plays the `S` seats `seats[p]` of `num_seats` = N.
+    All these seats have the same `observation_shape` and `action_space`. With `seat_id` a one-hot seat is appended to
+    the observation. `entities` is the arrangement of observations (None: unchanged); `observation_shape` is the shape
+    of an arranged observation."""
 
     names: tuple[str, ...]
     seats: tuple[tuple[int, ...], ...]
@@ -83,7 +83,7 @@ class SeatMapping:
         return rows.unflatten(2, (-1, len(self.seats[0]))).movedim(0, 2).flatten(2, 3)
 
     def repeat_games(self, x: Tensor) -> Tensor:
-        """Repeats what is known of each game for every row: [T, B] -> [P, T, B*S]."""
+        """Repeats each game's value for all of its rows: [T, B] -> [P, T, B*S]."""
         rows = x.repeat_interleave(len(self.seats[0]), 1)
         return rows.expand(len(self.names), *rows.shape)
 
@@ -93,8 +93,8 @@ class SeatMapping:
 
 
 def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict[str, object]) -> list[SeatMapping]:
-    """Groups policies (name -> the seats it plays) into as few stacks as possible: those with equal observation shape,
-    action space, number of seats and `configs` value share one.
+    """Groups policies (name -> the seats it plays) into as few stacks as possible: policies with equal observation
+    shape, action space, number of seats and `configs` value share one.
 
     Raises ValueError if a policy's seats differ in observation shape or action space.
     """
@@ -106,8 +106,8 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
         kinds = {((layout.size,) if layout else env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
         if len(kinds) > 1:
             raise ValueError(
-                f"policy {name} plays {', '.join(env.seats[s] for s in own)}, which differ in what they see or may do "
-                f"({'; '.join(map(str, kinds))}): give each kind of seat a policy of its own"
+                f"policy {name} plays {', '.join(env.seats[s] for s in own)}, which differ in observation shape or "
+                f"action space ({'; '.join(map(str, kinds))}): give each kind of seat a policy of its own"
             )
         arranged = layout and (layout.own, layout.counts, layout.widths)
         stacks.setdefault((*kinds.pop(), len(own), repr(configs[name]), arranged), []).append(name)

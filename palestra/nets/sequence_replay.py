@@ -1,9 +1,9 @@
 """Sequence replay buffer, for recurrent networks.
 
 Each sequence is one game's part of one batch and starts with the recurrent states of its players (the stored state of
-R2D2, Kapturowski et al., 2019). These come from older networks: the first `burn_in` steps only update the recurrent
-state and are not trained on, except steps after the start of a game within the sequence. Credit is that of
-`palestra.nets.replay`, within the sequence.
+R2D2, Kapturowski et al., 2019). These were computed by older networks. So the first `burn_in` steps only update the
+recurrent state and are not trained on, except steps after the start of a game within the sequence. Credit is computed
+as in `palestra.nets.replay`, within the sequence.
 
 Shapes: `T` steps, `B` parallel games, `N` seats, `M` sequences sampled, `P` members, `S` seats of a member, `H` units
 of the recurrent state, `F` truncated games.
@@ -41,10 +41,10 @@ class SequenceBatch(ReplayBatch):
     """M sequences sampled from `SequenceReplay`. Fields of `ReplayBatch` are `[T, M, ...]` here instead of `[M, ...]`,
     except `index`.
 
-    `obs [T+1, M, N, *view]` and `is_first [T+1, M]` (bool) have one more step. `moment [T, M, N]` (int64) is the time
-    of each seat's own next decision; T + 1 + t is the final observation of a game that step t ended. Final observations
-    of truncated games are `final_obs [F, N, *view]`, of step `truncations[0]` and sequence `truncations[1]`. `memory`
-    is the initial recurrent state of each player [P, M*S, H].
+    `obs [T+1, M, N, *view]` and `is_first [T+1, M]` (bool) have one more step. `step_index [T, M, N]` (int64) is the
+    step of each seat's own next decision; T + 1 + t is the final observation of a game that step t ended. `final_obs
+    [F, N, *view]` are the final observations of truncated games, at steps `truncations[0]` of sequences
+    `truncations[1]`. `recurrent_states` are the initial states of each player [P, M*S, H].
     """
 
     obs: Tensor
@@ -57,7 +57,8 @@ class SequenceBatch(ReplayBatch):
 
 class SequenceReplay:
     """Replay buffer of the last `capacity` sequences, all of one length. `recurrent_players` are the players whose
-    recurrent states are stored; other arguments are as in `Replay`."""
+    recurrent states are stored, `burn_in` the number of steps that only update them; the other arguments are as in
+    `ReplayBuffer`."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class SequenceReplay:
         )
 
     def _counted(self, is_first: Tensor) -> Tensor:
-        """Returns a mask of the steps to train on [T, M, 1]."""
+        """Returns a mask [T, M, 1] of the steps to train on: after `burn_in`, or after the start of a game."""
         steps = torch.arange(len(is_first) - 1)[:, None, None]
         begun = is_first[:-1].int().cummax(0).values.bool()
         return (steps >= self.burn_in) | begun[..., None]

@@ -1,11 +1,11 @@
-"""The multi-agent transformer (MAT; Wen et al., 2022): an encoder over the observations of a team gives values, and a
-decoder chooses the actions of its seats one after another, each given those before it.
+"""The multi-agent transformer (MAT; Wen et al., 2022): an encoder over the observations of a team computes values, and
+a decoder chooses the actions of the seats one after another, each given the actions before it.
 
 Seats that do not act (dead units, or seats that wait for their turn) are left out: the others attend neither to them
 nor to their actions, as if the team were smaller.
 
-With `attention_type: retention` retention replaces attention in both, as in Sable (Mahjoub et al., 2024) but over the
-seats of one step only: there is no memory of earlier steps.
+With `attention_type: retention`, retention replaces attention in encoder and decoder, as in Sable (Mahjoub et al.,
+2024). It spans the seats of one step only: there is no memory of earlier steps.
 
 Shapes: `P` members (teams of a stack), `T` steps, `R` = G*S rows, `G` games, `S` seats of a team, `H` units, `O`
 outputs, `A` numbers of an encoded action.
@@ -31,8 +31,8 @@ SeatSelector = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
 class DecoderBlock(nn.Module):
-    """Attention over the actions before a seat, then of the seat's encoding to them, then a feed-forward layer, each
-    added to its input and normalised (Wen et al., 2022, section 3.2)."""
+    """A block of the decoder: self-attention over the actions before a seat, then attention of the seat's encoding to
+    its result, then a feed-forward layer, each added to its input and normalised (Wen et al., 2022, section 3.2)."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x: Tensor, encoded: Tensor, mask: Tensor | None, past: tuple[list[Tensor], list[Tensor]] | None = None
     ) -> Tensor:
-        """Returns the next features [P, G, S, H] from those of the actions `x` and the encodings of the seats
-        `encoded`; `past` is what both layers keep of earlier seats, in sequential decoding."""
+        """Returns the next features [P, G, S, H] from features of the actions `x` and encodings of the seats `encoded`,
+        both [P, G, S, H]. `past` is what both attention layers store of earlier seats, in sequential decoding."""
         first, second = (None, None) if past is None else past
         x = rowwise(self.norms[0], x + self.to_actions(x, x, mask, first))
         x = rowwise(self.norms[1], encoded + self.to_encoding(encoded, x, mask, second))
@@ -60,9 +60,9 @@ class DecoderBlock(nn.Module):
 
 
 class MultiAgentTransformer(Net):
-    """P transformers of teams of `team_size` seats: from observations to each seat's outputs, given
-    the actions of the seats before it, and to values. The hidden layers of `config` embed observations; the last one
-    has as many units as the transformer. Raises ValueError for a memory or rounds of communication."""
+    """P transformers of teams of `team_size` seats: from observations to values, and to each seat's outputs given the
+    actions of the seats before it. The hidden layers of `config` embed observations; the last one sets the units of the
+    transformer. Raises ValueError if `config` sets a GRU or rounds of communication."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class MultiAgentTransformer(Net):
     ) -> None:
         if config.gru_units or config.communication_rounds:
             raise ValueError(
-                "gru_units, communication_rounds: the transformer of algorithm mat has no memory, and its seats attend "
-                "to each other: leave these settings out"
+                "gru_units, communication_rounds: the transformer of algorithm mat is not recurrent, and its seats "
+                "exchange information by attention: leave these settings out"
             )
         super().__init__(
             observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
@@ -114,8 +114,8 @@ class MultiAgentTransformer(Net):
     # ---- decoder
 
     def decode(self, encoded: Tensor, actions: Tensor, acts: Tensor) -> Tensor:
-        """Returns the outputs [P, G, S, O] of all seats at once, given the actions [P, G, S, ...] of those before
-        each."""
+        """Returns the outputs [P, G, S, O] of all seats at once, each given the `actions` [P, G, S, ...] of the seats
+        before it."""
         tokens = self._previous(encode_actions(self.action_space, actions), acts)
         x, mask = self._embed(tokens), _mask(acts, causal=True)
         for block in self.decoder:
@@ -143,8 +143,8 @@ class MultiAgentTransformer(Net):
         )
 
     def _previous(self, codes: Tensor, acts: Tensor) -> Tensor:
-        """Returns for each seat the encoded action of the last acting seat before it, and a 0; or the start token
-        [P, G, S, A+1]."""
+        """Returns each seat's input token [P, G, S, A+1]: the encoded action of the last acting seat before it and a 0,
+        or the start token if no seat acts before it."""
         numbers = torch.arange(codes.shape[2], device=codes.device)
         last = torch.where(acts, numbers, -1).cummax(2).values.roll(1, 2)  # the last acting seat up to each, shifted
         last[:, :, 0] = -1
@@ -152,7 +152,7 @@ class MultiAgentTransformer(Net):
         return torch.where((last < 0)[..., None], self._start(codes), taken)
 
     def _start(self, like: Tensor) -> Tensor:
-        """Returns the start token, which stands for no action [P, G, 1, A+1]."""
+        """Returns the start token [P, G, 1, A+1], which means that no seat has acted yet."""
         token = like.new_zeros(*like.shape[:2], 1, self.action_embedding.weight.shape[1])
         token[..., -1] = 1
         return token
@@ -168,7 +168,7 @@ class MultiAgentTransformer(Net):
     # ---- as a network of rows
 
     def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
-        """Returns the outputs of seats without a team: [P, R, *view] -> [P, R, O]; those of a team are `play`'s."""
+        """Returns the outputs of seats that each play alone: [P, R, *view] -> [P, R, O]. For a team use `play`."""
         alone = torch.ones(*obs.shape[:2], 1, dtype=torch.bool, device=obs.device)
         encoded = self.encode(obs[:, :, None], alone)
         x = self._embed(self._start(encoded))
@@ -195,15 +195,15 @@ class MultiAgentTransformer(Net):
         return self.values(self._encoded(obs, team)[0]).view(obs.shape[:3])
 
     def _encoded(self, obs: Tensor, team: Team) -> tuple[Tensor, Tensor]:
-        """Returns encodings [P, G, S, H] and who acts [P, G, S], for all steps."""
+        """Returns encodings [P, T*G, S, H] and the seats that act [P, T*G, S], for all steps."""
         shape = (len(obs), -1, self.team_size)
         acts = team.acts.reshape(shape)
         return self.encode(obs.reshape(*shape, *obs.shape[3:]), acts), acts
 
 
 def _mask(acts: Tensor, causal: bool) -> Tensor | None:
-    """Returns whom each seat may attend to [P, G, S, S]: itself and the seats that act, with `causal` those before it;
-    None for everyone."""
+    """Returns a mask [P, G, S, S] of the seats that each seat may attend to: itself and the seats that act, with
+    `causal` only those before it. None allows all."""
     S = acts.shape[2]
     if all_known(acts):
         return torch.ones(S, S, dtype=torch.bool).tril().expand(*acts.shape, S) if causal else None

@@ -281,7 +281,7 @@ def test_learners_train_the_encoder(kind: str) -> None:
 
 def test_incompatible_settings_are_refused() -> None:
     near = {"encoder": "graph", "graph_neighbours": 1}
-    with pytest.raises(ValueError, match="the env does not say which numbers of every entity these are"):
+    with pytest.raises(ValueError, match="the env does not say which numbers of every entity are its position"):
         PPO().build_learner(Foraging(2), {"a": [0]}, {"a": NetPolicyConfig(**near)}, {"a": 0})
     with pytest.raises(ValueError, match="graph_neighbours sets the edges of encoder: graph"):
         NetPolicyConfig(encoder="attention", graph_neighbours=1)

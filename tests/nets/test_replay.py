@@ -358,17 +358,17 @@ def test_empty_buffer_state_can_be_loaded() -> None:
 def test_invalid_settings_are_explained() -> None:
     with pytest.raises(ValueError, match="capacity: 0 rows"):
         ReplayBuffer(0)
-    with pytest.raises(ValueError, match="n_step: looking 0 decisions ahead"):
+    with pytest.raises(ValueError, match="n_step: a return over 0 decisions"):
         ReplayBuffer(5, n_step=0)
     with pytest.raises(ValueError, match=r"priority: -0.5"):
         ReplayBuffer(5, priority=-0.5)
-    with pytest.raises(ValueError, match="nothing is remembered"):
+    with pytest.raises(ValueError, match="replay buffer is empty"):
         ReplayBuffer(5).sample(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="same capacity"):
         ReplayBuffer(5).load(ReplayBuffer(6).arrays())
     replay = ReplayBuffer(5, n_step=3, priority=1.0)
     replay.add(game([[1.0], [2.0]]))
-    with pytest.raises(ValueError, match="none of them is complete"):
+    with pytest.raises(ValueError, match="none is complete"):
         replay.sample(1, np.random.default_rng(0))
 
 

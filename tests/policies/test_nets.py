@@ -87,7 +87,9 @@ def test_policies_of_different_shape_do_not_share_a_stack() -> None:
 
 def test_policy_cannot_play_seats_of_different_spaces() -> None:
     env = RandomObservations([4, 6], [FOUR] * 2)
-    with pytest.raises(ValueError, match="policy both plays seat0, seat1, which differ in what they see or may do"):
+    with pytest.raises(
+        ValueError, match="policy both plays seat0, seat1, which differ in observation shape or action space"
+    ):
         group_into_stacks(env, {"both": [0, 1]}, {"both": NetConfig()})
 
 
