@@ -165,7 +165,8 @@ class Net(nn.Module):
         entities: EntityLayout | None = None,
     ) -> None:
         super().__init__()
-        self.observation_shape, self.gru_units, self.team_size = observation_shape, config.gru_units, team_size
+        self.observation_shape, self.team_size = observation_shape, team_size
+        self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
@@ -270,7 +271,7 @@ class Net(nn.Module):
 
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
-        return self.head.weight.new_zeros(members, rows, self.gru_units)
+        return self.head.weight.new_zeros(members, rows, self.recurrent_units)
 
 
 def _rowwise(layer: Linear, x: Tensor) -> Tensor:

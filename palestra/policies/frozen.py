@@ -139,7 +139,7 @@ class NetGroup:
     def __init__(self, members: Sequence[NetMember]) -> None:
         first = members[0]
         self.seat_mapping, self.head, self.greedy, self.norm = first.seat_mapping, first.head, first.greedy, first.norm
-        self.recurrent_units, self.single_member = first.net.gru_units, len(members) == 1
+        self.recurrent_units, self.single_member = first.net.recurrent_units, len(members) == 1
         self.net = first.net
         if not self.single_member:
             self.weights = {name: torch.cat([member.weights[name] for member in members]) for name in first.weights}

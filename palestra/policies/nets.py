@@ -47,7 +47,7 @@ class NetVectorPolicy:
 
     def initial_state(self, num_envs: int) -> Tensor | None:
         P, S = len(self.seat_mapping.names), len(self.seat_mapping.seats[0])
-        return self.net.initial_state(P, num_envs * S) if self.net.gru_units else None
+        return self.net.initial_state(P, num_envs * S) if self.net.recurrent_units else None
 
     @torch.no_grad()
     def act(

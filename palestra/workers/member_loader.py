@@ -98,7 +98,7 @@ class MemberLoader:
                 "past), so it cannot play from observations"
             )
         net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
-        if not self.tables or net.net.gru_units:
+        if not self.tables or net.net.recurrent_units:
             return net
         policy = _kept(self._policies, name, lambda: action_probabilities(net, self._tree))
         return self._table(policy, seats) or net
@@ -150,7 +150,7 @@ class MemberLoader:
         """Returns a network's action probabilities at every information state."""
         tree = self._tree
         member, _ = read_frozen_member(folder, self.env, [0], best=self.greedy)
-        if member.net.gru_units:
+        if member.net.recurrent_units:
             raise ValueError(f"member {name} is recurrent, so its play is not a table over information states")
         return action_probabilities(member, tree)
 

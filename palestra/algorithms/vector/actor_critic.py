@@ -251,7 +251,7 @@ class ActorCriticLearner(NetLearner):
         mapping, net = critic.seat_mapping, critic.net
         rows = CriticRows(
             self._critic_observations(critic, batch)[:, :-1],
-            mapping.repeat_games(batch.is_first)[:, :-1] if net.gru_units else None,
+            mapping.repeat_games(batch.is_first)[:, :-1] if net.recurrent_units else None,
             mapping.select_seats(batch.agent_mask[:-1], 2).flatten(2, 3) if net.plays_team else None,
             critic.normalise(target),
             weight,
@@ -364,7 +364,7 @@ class ActorCriticLearner(NetLearner):
             weight,
             epochs=config.epochs,
             minibatches=config.minibatches,
-            recurrent=bool(net.gru_units),
+            recurrent=bool(net.recurrent_units),
             generator=self.shuffle,
             team_size=net.team_size if net.plays_team else 1,
         )

@@ -95,7 +95,7 @@ class ValueCritic:
             loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.detach())
-        if self.net.gru_units:  # computed with the trained weights, which evaluate the next batch
+        if self.net.recurrent_units:  # computed with the trained weights, which evaluate the next batch
             memories = self._unroll(*inputs)[1]
             assert memories is not None
             self.recurrent_states[rows.worker] = memories[:, -1]

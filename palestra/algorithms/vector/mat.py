@@ -60,7 +60,7 @@ class MAT(PPO):
 class EncoderValues(nn.Module):
     """The values of a transformer as a critic network."""
 
-    gru_units = 0
+    recurrent_units = 0
 
     def __init__(self, net: MultiAgentTransformer) -> None:
         super().__init__()

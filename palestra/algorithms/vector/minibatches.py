@@ -65,7 +65,7 @@ class PolicyRows(NamedTuple):
         C]."""
         return cls(
             stack.observations(batch.obs)[:, :-1],
-            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1] if stack.net.gru_units else None,
+            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1] if stack.net.recurrent_units else None,
             stack.actions(batch),
             stack.rows(batch.logp),
             None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1],

@@ -103,7 +103,7 @@ class NFSPLearner(DQNLearner):
 
     def __init__(self, config: NFSP, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
-        if any(stack.net.gru_units for stack in self.stacks):
+        if any(stack.net.recurrent_units for stack in self.stacks):
             raise ValueError("nfsp does not train recurrent policies: leave out gru_units in policies")
         self.averages = [self._average(stack) for stack in self.stacks]
         self.reservoirs = {name: Reservoir(self.config.reservoir_size) for name in self.names}

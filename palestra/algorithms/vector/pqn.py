@@ -109,7 +109,7 @@ class PQNLearner(NetLearner):
             known[..., constant(tuple(self.seats), self.device)].any(-1)[None].float(),
             epochs=self.config.epochs,
             minibatches=self.config.minibatches,
-            recurrent=any(stack.net.gru_units for stack in self.stacks),
+            recurrent=any(stack.net.recurrent_units for stack in self.stacks),
             generator=make_generator(self.device, seed),
         )
         lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}

@@ -159,7 +159,7 @@ class QLearner(NetLearner):
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
         """Builds the replay buffer."""
         config = self.config
-        remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.gru_units]
+        remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
         if not remembered:
             return ReplayBuffer(
                 config.buffer_size,
