@@ -56,10 +56,15 @@ class NetPolicyConfig(NetConfig):
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
     @model_validator(mode="after")
-    def _entities_look_alike(self) -> Self:
+    def _settings_fit(self) -> Self:
         if self.graph_neighbours is not None and self.encoder != "graph":
             raise ValueError(
                 "graph_neighbours sets the edges of encoder: graph: set encoder: graph, or leave graph_neighbours out"
+            )
+        if self.retention_decay and self.attention_type != "retention":
+            raise ValueError(
+                "retention_decay: only attention_type: retention has a memory of earlier steps, and this policy has "
+                f"attention_type: {self.attention_type}: set retention (with type: mat), or leave retention_decay out"
             )
         if self.encoder != "flat" and self.normalize_observations:
             raise ValueError(

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
+from palestra.nets.retention import StepMemory
 
 AttentionType = Literal["softmax", "retention"]
+# What a layer keeps: keys and values of earlier positions, or the state of retention over them; or of earlier steps.
+Past = list[Tensor] | StepMemory | None
 
 
 class Attention(nn.Module):
@@ -49,11 +52,12 @@ class Attention(nn.Module):
 
 
 class Retention(nn.Module):
-    """Multi-head retention without decay, which takes the same arguments as `Attention`. Queries weigh values by their
-    products with keys, without a softmax; each head's sum is normalised (mean 0, deviation 1) and multiplied by the
-    swish of a gate (Sun et al., 2023, eq. 5 and 8). The positions of a sequence are seats of one step, which Sable does
-    not decay (Mahjoub et al., 2024). As in its authors' code, the gate is computed from `context`, like the keys.
-    Raises ValueError if the heads do not divide the units, or have a single unit each."""
+    """Multi-head retention, which takes the same arguments as `Attention`. Queries weigh values by their products with
+    keys, without a softmax; each head's sum is normalised (mean 0, deviation 1) and multiplied by the swish of a gate
+    (Sun et al., 2023, eq. 5 and 8). The positions of a sequence are seats of one step, which Sable does not decay
+    (Mahjoub et al., 2024); with a `StepMemory` queries also read earlier steps. As in its authors' code, the gate is
+    computed from `context`, like the keys. Raises ValueError if the heads do not divide the units, or have a single
+    unit each."""
 
     def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -69,10 +73,12 @@ class Retention(nn.Module):
         self.gate = Linear(units, units, 1.0, generators)
         self.out = Linear(units, units, 1.0, generators)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None, past: Past = None) -> Tensor:
         """Returns the retained values [P, G, S, H]; `context` has as many positions as `x`. `mask` [P, G, S, K] is true
-        where a position counts; None counts all. With `past` (empty before the first position) it computes the
-        recurrent form: `x` and `context` are the next position only, and `past` does not grow with the positions."""
+        where a position counts; None counts all. With a `StepMemory` of N = P*games teams the sequences of a member are
+        the T steps of its first game, then of the next; the memory is set to the state after the last step. With a list
+        as `past` (empty before the first position, or with the state of earlier steps) it computes the recurrent form:
+        `x` and `context` are the next position only, and `past` does not grow with the positions."""
         P, G, S, H = x.shape
         queries = rowwise(self.query, x).view(P * G, S, self.heads, -1).transpose(1, 2)
         keys, values = (
@@ -80,11 +86,13 @@ class Retention(nn.Module):
             for part in rowwise(self.key_value, context).view(P * G, S, 2, self.heads, H // self.heads).unbind(2)
         )
         keys = keys * (H // self.heads) ** -0.5
-        if past is None:
+        if isinstance(past, list):
+            retained = queries @ _next_state(keys.mT @ values, mask, past)
+        else:
             scores = queries @ keys.mT
             retained = (scores if mask is None else scores * mask.flatten(0, 1)[:, None]) @ values
-        else:
-            retained = queries @ _next_state(keys.mT @ values, mask, past)
+            if past is not None:
+                retained = retained + past.read(queries, keys, values)
         normed = nn.functional.layer_norm(retained, retained.shape[-1:]).transpose(1, 2).reshape(P, G, S, H)
         return rowwise(self.out, nn.functional.silu(rowwise(self.gate, context)) * normed)
 
@@ -93,12 +101,13 @@ def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
     """Returns the state of retention [P*G, heads, D, D] that a position reads: the sum of the key-value products of the
     earlier positions that count, and of its `own` product. `mask` [P, G, 1, K] has a column for each position so far;
     the last one is always true. `past`, which is updated in place, holds the state before the previous position, and
-    the product of the previous position: only the current mask tells whether the previous position counts."""
-    if past:
+    the product of the previous position: only the current mask tells whether the previous position counts. Before the
+    first position it holds the state of earlier steps, or nothing."""
+    if len(past) == 2:
         state, last = past
         state = state + (last if mask is None else last * mask[..., -2].reshape(-1, 1, 1, 1))
     else:
-        state = torch.zeros_like(own)
+        state = past[0] if past else torch.zeros_like(own)
     past[:] = [state, own]
     return state + own
 
@@ -133,8 +142,8 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionBlock(nn.Module):
-    """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S, H] -> [P, G, S,
-    H]."""
+    """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S, H] -> [P, G, S, H].
+    With retention `memory` lets it read earlier steps."""
 
     def __init__(
         self,
@@ -149,8 +158,8 @@ class SelfAttentionBlock(nn.Module):
         self.feed_forward = FeedForward(units, activation, generators)
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(2))
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = rowwise(self.norms[0], x + self.attention(x, x, mask))
+    def forward(self, x: Tensor, mask: Tensor | None, memory: StepMemory | None = None) -> Tensor:
+        x = rowwise(self.norms[0], x + self.attention(x, x, mask, memory))
         return rowwise(self.norms[1], x + self.feed_forward(x))
 
 

@@ -55,7 +55,11 @@ class NetConfig(StrictModel):
     attention_type: AttentionType = "softmax"
     """Layers of the encoder and the decoder of `mat`: attention with a `softmax`, or `retention` (Sun et al., 2023) as
     in Sable (Mahjoub et al., 2024). The cost of retention per acting seat does not grow with the team. It spans the
-    seats of one step: Sable's memory of earlier steps is not implemented."""
+    seats of one step, and with a `retention_decay` above 0 the earlier steps of the episode, too."""
+    retention_decay: float = Field(0.0, ge=0, le=1)
+    """Memory of `attention_type: retention`: the share of its state that each step of an episode leaves to the next is
+    this number times 1 - 1/32 in the first head, and up to 1 - 1/512 in the last. 0: no memory; 1: that of Sable, the
+    longest."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""

@@ -62,7 +62,9 @@ class NetVectorPolicy:
         acts = mapping.select_seats(as_tensor(vector_step.agent_mask, device), 1) if self.net.plays_team else None
         if isinstance(self.net, MultiAgentTransformer):
             assert acts is not None
-            actions, logp = self.net.play(obs, acts, self._seat_selector(masks))
+            choose, rows = self._seat_selector(masks), acts.flatten(1)
+            begun = as_tensor(is_first, device).repeat_interleave(acts.shape[2]).expand(rows.shape)
+            actions, logp, recurrent_state = self.net.play(obs, acts, choose, recurrent_state, begun)
         else:
             actions, logp, recurrent_state = self._act_at_once(obs, acts, masks, recurrent_state, is_first)
         by_seat = mapping.in_seat_order(actions), None if logp is None else mapping.in_seat_order(logp)

@@ -158,6 +158,14 @@ def test_resume_after_twenty_kills_is_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resume_after_kill_with_the_memory_of_a_transformer_is_bit_identical(tmp_path: Path) -> None:
+    policy = {"type": "net", "hidden": [16], "attention_type": "retention", "retention_decay": 0.9}
+    algorithm = {"type": "mat", "rollout_length": 5, "epochs": 1, "minibatches": 4}
+    tree = config(policies={"agent": policy}, algorithm=algorithm)
+    assert contents(kill_at_random(tmp_path / "killed", tree, 2)) == contents(train(tmp_path / "whole", tree))
+
+
+@pytest.mark.slow
 def test_processes_train_one_network_and_reproduce(tmp_path: Path) -> None:
     tree = config(num_processes=2, name="two")
     run = train(tmp_path, tree)

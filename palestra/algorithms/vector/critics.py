@@ -55,12 +55,20 @@ class ValueCritic:
         values = mapping.by_seat(self.values(out))
         if not len(times):
             return values, values[0, :0]
-        gone = mapping.select_seats(batch.seat_terminated, 2) if batch.seat_terminated is not None else None
-        last = acts[:, times, games] if gone is None else acts[:, times, games] & ~gone[:, times, games]
+        last = self.acts_at_end(acts, batch)
         at_end = None if memories is None else memories.unflatten(2, acts.shape[2:])[:, times, games].flatten(1, 2)
         team = Team(last.flatten(1)[:, None])
         ends, _ = self.net.unroll(final_observations.flatten(1, 2)[:, None], at_end, None, team)
         return values, self.values(ends[:, 0]).view(last.shape).movedim(0, 1).flatten(1)
+
+    def acts_at_end(self, acts: Tensor, batch: RolloutTensors) -> Tensor:
+        """Returns which seats the final observations of episodes [P, F, S] are of: those that acted, `acts` [P, T+1, B,
+        S], and have not terminated."""
+        times, games = batch.end_index
+        if batch.seat_terminated is None:
+            return acts[:, times, games]
+        gone = self.seat_mapping.select_seats(batch.seat_terminated, 2)
+        return acts[:, times, games] & ~gone[:, times, games]
 
     def normalise(self, target: Tensor) -> Tensor:
         """Returns targets [P, ...] in the units of the network's outputs."""

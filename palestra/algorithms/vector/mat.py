@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Self, cast
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from palestra.types import Metrics
 class MAT(PPO):
     """MAT: PPO with a transformer for each team (the seats of one policy), which chooses their actions in order. The
     policy's hidden layers embed observations; `attention_blocks`, `attention_heads` and `attention_type` shape the
-    transformer."""
+    transformer, and `retention_decay` gives it a memory of earlier steps."""
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
     """Selects MAT."""
@@ -60,8 +61,6 @@ class MAT(PPO):
 class EncoderValues(nn.Module):
     """The values of a transformer as a critic network."""
 
-    recurrent_units = 0
-
     def __init__(self, net: MultiAgentTransformer) -> None:
         super().__init__()
         self.net = net
@@ -76,7 +75,54 @@ class EncoderValues(nn.Module):
         self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team
     ) -> tuple[Tensor, None]:
         """Returns values [P, T, R, 1] of observations [P, T, R, *view]."""
-        return self.net.unroll_values(obs, team)[..., None], None
+        return self.net.unroll_values(obs, team, recurrent_state, is_first)[..., None], None
+
+
+class EncoderCritic(ValueCritic):
+    """The critic of a transformer. With memory it starts from the recurrent state of its policy at the start of a
+    rollout, and evaluates the last observation of an episode as one more step of it, in the same pass."""
+
+    @torch.no_grad()
+    def evaluate(
+        self, observations: Tensor, final_observations: Tensor, batch: RolloutTensors
+    ) -> tuple[Tensor, Tensor]:
+        state = batch.recurrent_state.get("+".join(self.seat_mapping.names))
+        if state is None:
+            return super().evaluate(observations, final_observations, batch)
+        mapping, steps = self.seat_mapping, StepsWithEnds(batch)
+        acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
+        whole = steps.insert(observations.unflatten(2, acts.shape[2:]), final_observations)
+        whole_acts = steps.insert(acts, self.acts_at_end(acts, batch))
+        is_first = mapping.repeat_games(steps.insert(batch.is_first[None], batch.is_first.new_zeros(()))[0])
+        team = Team(whole_acts.flatten(2, 3))
+        out, _ = self.net.unroll(whole.flatten(2, 3), state, is_first, team)
+        values, ends = steps.split(self.values(out).unflatten(2, acts.shape[2:]))
+        return mapping.by_seat(values.flatten(2, 3)), ends.movedim(0, 1).flatten(1)
+
+
+class StepsWithEnds:
+    """The T+1 steps of a rollout of B games with the last observation of every episode [F] as a step after those of its
+    episode: L steps of every game, the last of those with fewer ends empty."""
+
+    def __init__(self, batch: RolloutTensors) -> None:
+        times, self.end_games = batch.end_index
+        ended = torch.zeros_like(batch.is_first, dtype=torch.int64)  # [T+1, B]
+        ended[times, self.end_games] = 1
+        steps = torch.arange(len(ended), device=ended.device)[:, None]
+        self.place, self.games = steps + ended.cumsum(0) - ended, torch.arange(ended.shape[1], device=ended.device)
+        self.end_place = self.place[times, self.end_games] + 1
+        self.num_steps = len(ended) + int(ended.sum(0).max())
+
+    def insert(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Returns [P, L, B, ...], zeros where there is no step, from `x` [P, T+1, B, ...] and `ends` [P, F, ...]."""
+        whole = x.new_zeros(len(x), self.num_steps, *x.shape[2:])
+        whole[:, self.place, self.games] = x
+        whole[:, self.end_place, self.end_games] = ends
+        return whole
+
+    def split(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [P, T+1, B, ...] and [P, F, ...] of what `insert` returned."""
+        return whole[:, self.place, self.games], whole[:, self.end_place, self.end_games]
 
 
 class MATLearner(ActorCriticLearner):
@@ -100,7 +146,7 @@ class MATLearner(ActorCriticLearner):
         stack = next(stack for stack in self.stacks if stack.seat_mapping == seat_mapping)
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
         values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
-        return ValueCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
+        return EncoderCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
 
     def _train_critic(
         self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float

@@ -222,10 +222,11 @@ def test_policy_loss_equals_a_reference_implementation(turns: bool) -> None:
     assert figures["clip_fraction"] > 0.2 and figures["value_loss"] > 0
 
 
-@pytest.mark.parametrize("normed", [False, "popart"])
-def test_resume_from_state_arrays_is_bit_identical(normed: Any) -> None:
+@pytest.mark.parametrize(("normed", "decay"), [(False, 0.0), ("popart", 0.0), ("popart", 0.8)])
+def test_resume_from_state_arrays_is_bit_identical(normed: Any, decay: float) -> None:
     env = Countdown(4, seats=4, turns=True)
-    policy = NetPolicyConfig(hidden=[6], normalize_observations=True)
+    attention: Any = "retention" if decay else "softmax"
+    policy = NetPolicyConfig(hidden=[6], normalize_observations=True, attention_type=attention, retention_decay=decay)
     seats = {"a": [0, 1], "b": [2, 3]}
     made, again = (learner(env, seats, policy, rollout_length=9, value_norm=normed) for _ in range(2))
     sweeper = VectorRollout(env, np.arange(4))
