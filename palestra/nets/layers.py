@@ -171,6 +171,7 @@ class Net(nn.Module):
         super().__init__()
         self.observation_shape, self.team_size = observation_shape, team_size
         self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
+        self.settings = tuple(str(getattr(config, name)) for name in NetConfig.model_fields)
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None

@@ -57,7 +57,7 @@ class NetMember:
             self.seat_mapping.entities,
             self.norm is None,
         )
-        return sizes, self.net.body.activation, type(self.head), self.greedy, seen
+        return sizes, self.net.settings, type(self.head), self.greedy, seen
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,9 @@ def test_extracted_weights_are_copies() -> None:
 
 def test_weights_of_another_network_are_refused() -> None:
     net, other = Net((4,), 3, CONFIGS[0], make_generators([1])), Net((5,), 3, CONFIGS[0], make_generators([1]))
-    with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is \(5, 8\)"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight should have shape \(4, 8\) and has \(5, 8\)"):
         with_member_weights(net, member_weights(other, 0))
-    with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is nothing"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight should have shape \(4, 8\) and has none"):
         with_member_weights(net, {})
 
 

@@ -154,6 +154,7 @@ def test_group_key_separates_incompatible_networks() -> None:
     one = net(0)
     assert one.group_key == net(1).group_key
     others = [net(0, NetConfig(hidden=[9])), net(0, NetConfig(hidden=[8], activation="relu")), net(0, norm=True)]
+    others += [net(0, NetConfig(hidden=[8], attention_heads=2))]  # the same weights, used in another way
     others += [net(0, space=Discrete(4)), net(0, seat_id=True), NetMember(one.seat_mapping, one.net, one.head)]
     assert one.group_key not in {other.group_key for other in others}
 
