@@ -427,7 +427,7 @@ def test_iteration_metrics_hold_the_meta_strategy():
     [
         ({"pipeline_levels": 2, "rectified": True}, TWO, (), "set pipeline_levels: 1"),
         ({"pipeline_levels": 2, "meta_solver": {"type": "cce"}}, TWO, (), "set pipeline_levels: 1"),
-        ({"rectified": True, "meta_solver": {"type": "ce"}}, TWO, (), "meta_solver ce has none"),
+        ({"rectified": True, "meta_solver": {"type": "ce"}}, TWO, (), "which meta_solver ce does not give"),
         ({"rectified": True, "meta_solver": {"type": "prd"}}, THREE, (), "two seats"),
         ({}, THREE, (), "meta_solver nash is for two seats"),
         ({"meta_solver": {"type": "cce"}}, ("agent",), ("agent", "agent"), "symmetric: false"),
@@ -443,7 +443,7 @@ def test_invalid_configs_are_refused_with_the_fix(config, players, seats, words)
 def test_every_player_needs_an_initial_member():
     lonely = Population(TWO)
     lonely.add(Member("uniform", "player_0"))
-    with pytest.raises(ValueError, match='"player_1" has no member'):
+    with pytest.raises(ValueError, match='"player_1" has no initial member'):
         PSRO(PSROConfig(), lonely)
 
 

@@ -137,7 +137,7 @@ def test_metrics_count_members_and_env_steps():
         (
             {"matchmaker": {"type": "solution"}, "games_per_cell": 9, "meta_solver": {"type": "cce"}},
             TWO,
-            "meta_solver cce has none",
+            "which meta_solver cce does not give",
         ),
         ({"self_play": 0.5}, TWO, "symmetric: true"),
         ({"matchmaker": {"type": "pfps"}}, TWO, "did you mean pfsp"),
@@ -149,5 +149,5 @@ def test_invalid_configs_are_refused_with_the_fix(config, players, words):
 
 
 def test_every_player_needs_an_initial_member():
-    with pytest.raises(ValueError, match='"player_0" has no member'):
+    with pytest.raises(ValueError, match='"player_0" has no initial member'):
         SelfPlay(SelfPlayConfig(), Population(TWO))

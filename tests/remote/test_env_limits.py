@@ -117,7 +117,7 @@ def test_client_messages_stay_within_the_limit(server: EnvServer) -> None:
         word = "x" * 2**20
         steps = await asyncio.gather(*(env.step({"a": word}) for env in envs))
         assert all(step.info["heard"] == {"a": word} for step in steps)
-        with pytest.raises(ValueError, match="more than the 16,777,216"):
+        with pytest.raises(ValueError, match="exceeds the limit of 16,777,216"):
             await envs[0].step({"b": "x" * (MAX_REQUEST_BYTES + 1)})
 
     asyncio.run(games())

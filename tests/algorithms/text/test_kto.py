@@ -238,5 +238,5 @@ def test_losses_without_a_reference_ask_for_none():
     assert DPO(loss_type="simpo").loss_options["target_margin"] == 1.0
     with pytest.raises(ValueError, match="target_margin applies only to loss_type: simpo"):
         DPO(target_margin=0.5)
-    with pytest.raises(ValueError, match="orpo has none"):
+    with pytest.raises(ValueError, match="not to orpo"):
         DPO(loss_type="orpo", label_smoothing=0.1)

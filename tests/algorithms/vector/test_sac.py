@@ -201,7 +201,7 @@ def test_unsupported_settings_are_refused():
         made(SAC(), env)
     with pytest.raises(ValueError, match="share of the maximum entropy"):
         made(SAC(target_entropy=-1.0), Countdown())
-    with pytest.raises(ValueError, match="learning_starts is 1000, but only 10"):
+    with pytest.raises(ValueError, match="learning_starts is 1000, but the replay buffer holds only 10"):
         SAC(buffer_size=10, learning_starts=1000)
 
 

@@ -169,7 +169,7 @@ def test_invalid_tools_are_refused():
     for function, message in (
         (silent, "no docstring"),
         (untyped, "type hint"),
-        (starred, "no \\*"),
+        (starred, "must not be \\* or positional"),
         (odd, "cannot represent"),
     ):
         with pytest.raises(ValueError, match=message):
