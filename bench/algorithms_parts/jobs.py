@@ -11,8 +11,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from algorithms_parts.methods import UNTRAINED, Method, Task, find_method, tuned_rates
-from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, needed_run
+from algorithms_parts.methods import UNTRAINED, Method, Task, tuned_rates
+from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, needed_runs
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
@@ -58,8 +58,7 @@ class Schedule:
         """Returns the runs that others wait for, and the scores of the untrained bases."""
         jobs = [Job(task.name, UNTRAINED.name, 0.0, 0) for task in self.tasks]
         for task, method in self.pairs():
-            if method.needs:
-                jobs.append(needed_run(Job(task.name, method.name, 0.0, 0)))
+            jobs += needed_runs(Job(task.name, method.name, 0.0, 0))
             if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
                 jobs += tuning_jobs(task, method)
         return list(dict.fromkeys(jobs))
@@ -70,7 +69,7 @@ class Schedule:
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and True if others may begin later."""
         done = self.have.keys() | self.failed.keys() | self.running
-        needed = {needed_run(Job(task.name, method.name, 0.0, 0)) for task, method in self.pairs() if method.needs}
+        needed = {run for task, method in self.pairs() for run in needed_runs(Job(task.name, method.name, 0.0, 0))}
         again = {job for job in needed & self.have.keys() if not has_weights(job, self.place)}
         jobs, waiting = [], False
         for job in self.first():
@@ -91,13 +90,11 @@ class Schedule:
         return jobs, waiting
 
     def _can_begin(self, job: Job) -> tuple[bool, bool]:
-        """Returns two flags of the run that `job` needs: its weights are here; it has not failed. Both are True for a
+        """Returns two flags of the runs that `job` needs: their weights are here; none has failed. Both are True for a
         job that needs none."""
-        task = next(task for task in self.tasks if task.name == job.task)
-        if job.method == UNTRAINED.name or not find_method(task, job.method).needs:
-            return True, True
-        needed = needed_run(job)
-        return needed in self.have and has_weights(needed, self.place), needed not in self.failed
+        runs = needed_runs(job)
+        is_here = all(run in self.have and has_weights(run, self.place) for run in runs)
+        return is_here, not any(run in self.failed for run in runs)
 
     def _lost(self, task: Task, method: Method) -> bool:
         """True if tuning failed: the method has no rate and never will."""

@@ -52,7 +52,8 @@ class Method:
     """A method by its published name, and its settings. `lines` is the number of trajectories from one instance: a step
     plays that many times fewer instances than with a method of one. `policies` are further settings of the learners.
     `teacher` is the method whose run on the same task, with the first tuning seed, is the teacher; `judge` is the one
-    whose run is the reward model. `one_policy`: the first learner of the task plays all learners' seats."""
+    whose run is the reward model, and `data` the one whose run recorded the episodes to learn from. `one_policy`: the
+    first learner of the task plays all learners' seats."""
 
     name: str
     algorithm: dict[str, Any]
@@ -60,13 +61,14 @@ class Method:
     policies: dict[str, Any] = field(default_factory=dict)
     teacher: str | None = None
     judge: str | None = None
+    data: str | None = None
     one_policy: bool = False
     tasks: Sequence[str] = ("sums", "duel")
 
     @property
     def needs(self) -> str | None:
-        """The method that must run first: that of the teacher or of the reward model. None if there is none."""
-        return self.teacher or self.judge
+        """The method that must run first: that of the teacher, the reward model or the data. None if there is none."""
+        return self.teacher or self.judge or self.data
 
 
 TASKS = [
@@ -100,9 +102,10 @@ CRITIC = {"entropy_coef": 0.01, "critic": "separate"}
 DAPO = group(clip_high=0.28, flat_groups="refill", refill_attempts=3, overlong="penalty")
 # with 4 siblings, `all` gives the pairs that CoMLRL's default uses: at most 16 of a group
 MADPO = {"type": "madpo", "group_size": 4, "continue_from": "all", "pairs": "all", "beta": 0.1}
-# A reward model for all seats. It is not a row of the tables: it learns to score answers, not to give them.
+# A reward model for all seats. It is not a row of the tables: it learns to score answers, not to give them. On pairs of
+# its own play it would learn to recognise what its drifting adapter says.
 PAIRS = {"type": "reward_model", "branch_at": "root", "group_size": GROUP, "pairs": "all"}
-JUDGE = Method("reward model", PAIRS, one_policy=True)
+JUDGE = Method("reward model", PAIRS, one_policy=True, data="GRPO")
 METHODS = [
     Method("GRPO", group(), tasks=ALL),
     Method("Dr. GRPO", group(scale="none", loss_aggregation="constant"), tasks=ALL),

@@ -103,6 +103,8 @@ def config_of(job: Job, place: Place) -> Tree:
         weights = list_checkpoints(place.folder(needed_run(job)))[-1].path
         for name in task.learners:
             tree["policies"][f"teacher_of_{name}"]["path"] = str(weights / name)
+    if method.data:
+        tree["data"] = str(place.folder(needed_run(job)))
     if method.judge:
         tree["reward_model"] = {"path": str(place.folder(needed_run(job)))}
     return shorten(tree) if place.quick else tree
@@ -118,10 +120,18 @@ def placed(task: Task, tree: Tree, place: Place) -> Tree:
 
 
 def needed_run(job: Job) -> Job:
-    """Returns the run whose weights `job` uses as its teacher or reward model."""
+    """Returns the run that `job` needs: its teacher, its reward model or its data."""
     task, method = _parts(job)
     assert method.needs is not None
     return Job(job.task, method.needs, tuned_rates()[task.name][method.needs], TUNING[0])
+
+
+def needed_runs(job: Job) -> list[Job]:
+    """Returns the runs that must come before `job`, in order."""
+    if not _parts(job)[1].needs:
+        return []
+    needed = needed_run(job)
+    return [*needed_runs(needed), needed]
 
 
 def has_weights(job: Job, place: Place) -> bool:
