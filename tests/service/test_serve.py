@@ -18,7 +18,7 @@ class Server:
     """`palestra serve` on a free port."""
 
     def __init__(self, data: Path, *options: str) -> None:
-        self.process = start_palestra("serve", "--port", "0", "--data", data, *options, with_stderr=False)
+        self.process = start_palestra("serve", "--port", "0", "--data", data, *options, with_stderr=False, forked=False)
         self.line = self.process.stdout.readline()
         found = re.search(r"TINKER_BASE_URL=(\S+)", self.line)
         assert found, self.line + self.process.stdout.read()
