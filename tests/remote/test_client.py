@@ -250,7 +250,7 @@ def test_nondeterministic_env_is_detected_on_replay(killable):
         await asyncio.to_thread(killable.start)
         await env.step({"b": "x"})
 
-    with pytest.raises(RuntimeError, match=r"not a function of its seed and the actions: .* joint step 0 is another"):
+    with pytest.raises(RuntimeError, match=r"not a function of its seed and the actions: .* joint step 0 differs"):
         asyncio.run(game())
 
 
