@@ -120,19 +120,22 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
 
 
 def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str, float]]:
-    """Yields (node, seat, share) for each node and each seat of `policy` that does not act there. The share is the
-    number of sibling answers in the seat's last decision, divided by the number of the node's siblings."""
-    seats = [seat for seat, name in episode.seats.items() if member_name(name) == policy]
-    siblings: dict[int | None, list[Node]] = {}
-    for node in episode.nodes:
-        siblings.setdefault(node.parent, []).append(node)
-    for node in episode.nodes:
-        for seat in seats:
+    """Yields each node at which a seat of `policy` does not act, that seat, and the number of its answers that the node
+    stands for: those in its last group, of which play continued from one, divided by the number of the node's
+    siblings."""
+    siblings = Counter(node.parent for node in episode.nodes)
+    for seat in (seat for seat, name in episode.seats.items() if member_name(name) == policy):
+        groups: dict[int | None, set[int]] = {}
+        for node in episode.nodes:
             if seat in node.answers:
-                continue
-            last = next((past for past in reversed(episode.trajectory(node)) if seat in past.answers), None)
-            given = {id(tried.answers[seat]) for tried in siblings[last.parent]} if last else {0}
-            yield node, seat, len(given) / len(siblings[node.parent])
+                groups.setdefault(node.parent, set()).add(id(node.answers[seat]))
+        given: dict[int | None, int] = {None: 1}  # answers in the seat's last group, by node; parents come first
+        for node in episode.nodes:
+            if seat in node.answers:
+                given[node.id] = len(groups[node.parent])
+            else:
+                given[node.id] = given[node.parent]
+                yield node, seat, given[node.id] / siblings[node.parent]
 
 
 def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
