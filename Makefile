@@ -112,8 +112,8 @@ $(TRL)/installed:
 	$(TRL)/bin/pip install --quiet trl==1.16.0 peft==0.21.2 transformers==5.23.0
 	touch $@
 
-test-trl: $(INSTALLED) $(TRL)/installed ## our losses beside TRL's
-	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py
+test-trl: $(INSTALLED) $(TRL)/installed ## our losses, and bench/real.py, beside TRL's
+	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py tests/test_bench_real.py
 
 # verl's estimators and losses alone, without the packages that it trains and samples by (and bounds on versions for them).
 VERL := bench/.venv-verl
