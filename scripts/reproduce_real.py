@@ -106,7 +106,8 @@ TASKS = {
 # Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
 NO_EXAMPLE = Method(None, env={"shots": 0})
 # The best number of examples on split dev (--prompts), on tasks where it differs from the config's.
-BEST_PROMPT = Method(None, env={"shots": 8}, tasks=["story"])
+BEST_PROMPT = Method(None, env={"shots": 8}, tasks=["story", "tools"])
+TRAINED_WITH_BEST = replace(BEST_PROMPT, algorithm={}, tasks=["story"])
 NO_EXAMPLE_LONG = replace(NO_EXAMPLE, sampling={"max_tokens": 64}, tasks=["story", "sums"])
 METHODS = {
     "single agent, no example": replace(NO_EXAMPLE, is_team=False),
@@ -125,6 +126,8 @@ METHODS = {
     "team + GRPO": Method(GRPO),
     "team + AT-GRPO, shared": Method({}, is_shared=True),
     "team + AT-GRPO": Method({}),
+    "team + GRPO, 8 examples": replace(TRAINED_WITH_BEST, algorithm=GRPO),
+    "team + AT-GRPO, 8 examples": TRAINED_WITH_BEST,
 }
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reproduce_real_rates import CONFIG_RATE, read_rates
-from reproduce_report import COLOURS, T95, moving_mean, table
+from reproduce_real_rates import CONFIG_RATE, chosen_rate, read_rates
+from reproduce_report import T95, moving_mean, table
 
+from palestra.report.charts import curve_style
 from palestra.runs.series import wilson_interval
 
 Result = dict[str, Any]
@@ -30,7 +31,9 @@ last answer ends before its token limit and states a number (with tools: a numbe
 the success among these; "–" where it was not counted. *Answers* are those trained on (with SFT, the expert's). CPU
 minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy
 machine takes more of them for the same work.{gpu}"""
-TUNED = "by method, the best of three on split dev (scripts/reproduce_real_rates.yaml)"
+TUNED = """by method, the best of three on split dev (scripts/reproduce_real_rates.yaml), in brackets where
+the runs have another"""
+PARTLY_TUNED = "on {tasks} {tuned}; elsewhere {rate:g}, not tuned"
 GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
@@ -79,8 +82,7 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
-    tuned = TUNED if read_rates() else f"{CONFIG_RATE:g}, not tuned"
-    lines = HEAD.format(episodes=scored[0]["episodes"], tuned=tuned, gpu=gpu).splitlines()
+    lines = HEAD.format(episodes=scored[0]["episodes"], tuned=rates_text(), gpu=gpu).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
@@ -99,6 +101,16 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
 
 
+def rates_text() -> str:
+    """How the learning rates were chosen."""
+    tasks = [task for task in TITLES if task in read_rates()]
+    if not tasks:
+        return f"{CONFIG_RATE:g}, not tuned"
+    if len(tasks) == len(TITLES):
+        return TUNED
+    return PARTLY_TUNED.format(tasks=" and ".join(tasks), tuned=TUNED, rate=CONFIG_RATE)
+
+
 def figures(results: Sequence[Result]) -> list[str]:
     """The table cells of a method; `results` has one for each seed."""
     trained = [r for r in results if r.get("curve")]
@@ -108,8 +120,16 @@ def figures(results: Sequence[Result]) -> list[str]:
     answers = f"{np.mean([r['answers'] for r in trained]):,.0f}" if trained else "–"
     minutes = f"{np.mean([r['train_cpu_minutes'] for r in on_cpu]):.0f}" if on_cpu else "–"
     runs = f"{len(on_cpu)} / {len(trained) - len(on_cpu)}" if trained else "–"
-    rate = " ".join(f"{lr:g}" for lr in sorted({r.get("lr", CONFIG_RATE) for r in trained})) if trained else "–"
-    return [runs, success(results), seeds, complete, right, answers, minutes, rate]
+    return [runs, success(results), seeds, complete, right, answers, minutes, rate_cell(trained)]
+
+
+def rate_cell(trained: Sequence[Result]) -> str:
+    """The learning rates of a method's runs; in brackets the one chosen on dev, if they have another."""
+    if not trained:
+        return "–"
+    rates = sorted({r.get("lr", CONFIG_RATE) for r in trained})
+    chosen = chosen_rate(trained[0]["task"], trained[0]["method"], read_rates())
+    return " ".join(f"{rate:g}" for rate in rates) + ("" if rates == [chosen] else f" (on dev {chosen:g})")
 
 
 def mean_share(results: Sequence[Result], key: str) -> str:
@@ -212,15 +232,15 @@ def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
     if not tasks:
         return False
     figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), constrained_layout=True, squeeze=False)
-    colours = dict(zip(sorted({r["method"] for r in results}), COLOURS, strict=False))
+    styles = {method: curve_style(number) for number, method in enumerate(sorted({r["method"] for r in results}))}
     for task, axis in zip(tasks, axes[0], strict=True):
         own = [r for r in results if r["task"] == task]
         for method in sorted({r["method"] for r in own}):
-            colour = colours[method]
+            colour, line = styles[method]
             curves = [curve(r, key) for r in own if r["method"] == method]
             steps, values = curves[0][0], [y for _, y in curves]
             label = f"{method} ({len(curves)} seed{'s' * (len(curves) > 1)})"
-            axis.plot(steps, np.mean(values, 0), color=colour, label=label)
+            axis.plot(steps, np.mean(values, 0), line, color=colour, label=label)
             axis.fill_between(steps, np.min(values, 0), np.max(values, 0), color=colour, alpha=0.2)
         axis.set(title=task, xlabel="training step", ylabel=title, ylim=(0, 1))
         axis.grid(alpha=0.25)

@@ -61,7 +61,7 @@ def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
     assert untrained == {0} and {row.seed for row in rows} == {0, 1, 2}
     for row in rows:
         config = validate(TextConfig, real.config_of(row))
-        assert (config.seed, config.name) == (row.seed, row.slug)
+        assert (config.seed, config.name) == (row.seed, row.run)
         seats = make_env(**config.env).seats
         assert (len(seats) == 2) == real.METHODS[row.method].is_team
         replies = 2 if row.task == "tools" else len(seats)  # there a single agent replies as often as a team
