@@ -105,7 +105,7 @@ MADPO = {"type": "madpo", "group_size": 4, "continue_from": "all", "pairs": "all
 # A reward model for all seats. It is not a row of the tables: it learns to score answers, not to give them. On pairs of
 # its own play it would learn to recognise what its drifting adapter says.
 PAIRS = {"type": "reward_model", "branch_at": "root", "group_size": GROUP, "pairs": "all"}
-JUDGE = Method("reward model", PAIRS, one_policy=True, data="GRPO")
+JUDGE = Method("reward model", PAIRS, one_policy=True, data="GRPO", tasks=ALL)
 METHODS = [
     Method("GRPO", group(), tasks=ALL),
     Method("Dr. GRPO", group(scale="none", loss_aggregation="constant"), tasks=ALL),
@@ -140,7 +140,7 @@ METHODS = [
     Method("SFT, own successes", {"type": "sft", "group_size": GROUP}, tasks=("sums", "real")),
     Method("SFT, own wins", {"type": "sft", "group_size": GROUP, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
     Method("SFT, expert", {"type": "sft", "imitate": "all"}, 1, {"teacher": "expert"}, tasks=ALL),
-    Method("GRPO, learned reward", group(), judge=JUDGE.name),
+    Method("GRPO, learned reward", group(), judge=JUDGE.name, tasks=ALL),
     Method("distillation", {"type": "distill", "group_size": GROUP}, teacher="GRPO", tasks=("duel",)),
 ]
 UNTRAINED = Method("untrained", {}, tasks=ALL)
