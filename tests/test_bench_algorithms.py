@@ -1,6 +1,7 @@
 """The comparison of language algorithms as a user runs it: parallel runs, a failed run, and a second start."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -70,9 +71,44 @@ def test_schedule_orders_teachers_rates_and_seeds(tmp_path, monkeypatch):
     distilled = [Job("duel", "distillation", duel.rates[1], seed) for seed in (0, 1)]
     assert schedule.open_jobs() == ([first[0], grpo[0], distilled[0], grpo[1], distilled[1]], False)
 
+    schedule.have |= {job: {"score": 0.3} for job in distilled}
+    shutil.rmtree(folder)
+    assert schedule.open_jobs() == ([first[0], *grpo], False)  # no run needs the teacher any longer
+    for job in distilled:
+        del schedule.have[job]
     del schedule.have[first[1]]  # the teacher's run fails: no run waits for it any longer
     schedule.failed[first[1]] = "out of memory"
     assert schedule.open_jobs() == ([first[0], *grpo], False)
+
+
+def test_data_of_a_reward_model_that_is_here_are_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
+    duel = methods.TASKS[1]
+    schedule = jobs.Schedule(
+        [duel],
+        [methods.find_method(duel, "GRPO, learned reward")],
+        1,
+        jobs.Place(tmp_path, tmp_path / "ledger.jsonl"),
+        tune=False,
+    )
+    untrained, learned = (
+        jobs.Job("duel", "untrained", 0.0, 0),
+        jobs.Job("duel", "GRPO, learned reward", duel.rates[0], 0),
+    )
+    data, judge = jobs.needed_runs(learned)
+    assert (data.method, judge.method) == ("GRPO", "reward model")
+    assert schedule.open_jobs() == ([untrained, data], True)
+    schedule.running.add(data)
+    assert schedule.open_jobs() == ([untrained], True)
+    for run in (data, judge):  # measured on another machine
+        schedule.have[run] = {"dev": 0.2}
+    schedule.running.clear()
+    assert schedule.open_jobs() == ([untrained, data], True)
+    folder = schedule.place.folder(judge)
+    with Run.create(folder.parent, "seed: 100\n", folder.name) as run:
+        run.checkpoint(15, lambda checkpoint: (checkpoint / "weights").write_bytes(b"1"), {})
+    assert schedule.open_jobs() == ([untrained, learned], False)
 
 
 def test_methods_are_valid_configs_and_one_policy_plays_all_seats(monkeypatch):

@@ -54,14 +54,21 @@ class Schedule:
     def pairs(self) -> list[tuple[Task, Method]]:
         return [(task, method) for method in self.methods for task in self.tasks if task.name in method.tasks]
 
-    def first(self) -> list[Job]:
-        """Returns the runs that others wait for, and the scores of the untrained bases."""
+    def wanted(self) -> tuple[list[Job], bool]:
+        """Returns the runs of the comparison whose learning rates are known, and True if others are being tuned: the
+        scores of the untrained bases, the runs that choose rates, then one run of each method after another."""
         jobs = [Job(task.name, UNTRAINED.name, 0.0, 0) for task in self.tasks]
         for task, method in self.pairs():
-            jobs += needed_runs(Job(task.name, method.name, 0.0, 0))
             if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
                 jobs += tuning_jobs(task, method)
-        return list(dict.fromkeys(jobs))
+        tuning = False
+        for seed in range(self.seeds):
+            for task, method in self.pairs():
+                if (rate := self.rate(task, method)) is not None:
+                    jobs.append(Job(task.name, method.name, rate, seed))
+                else:
+                    tuning = tuning or not self._lost(task, method)
+        return jobs, tuning
 
     def rate(self, task: Task, method: Method) -> float | None:
         return chosen_rate(task, method, self.have) if self.tune else task.rates[0]
@@ -69,32 +76,29 @@ class Schedule:
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and True if others may begin later."""
         done = self.have.keys() | self.failed.keys() | self.running
-        needed = {run for task, method in self.pairs() for run in needed_runs(Job(task.name, method.name, 0.0, 0))}
-        again = {job for job in needed & self.have.keys() if not has_weights(job, self.place)}
-        jobs, waiting = [], False
-        for job in self.first():
-            if job not in done or job in again - self.running - self.failed.keys():
-                ready, may_be = self._can_begin(job)
-                waiting = waiting or (not ready and may_be)
-                jobs += [job] if ready else []
-        for seed in range(self.seeds):
-            for task, method in self.pairs():
-                if (rate := self.rate(task, method)) is None:
-                    waiting = waiting or not self._lost(task, method)
-                    continue
-                job = Job(task.name, method.name, rate, seed)
-                if job not in done:
-                    ready, may_be = self._can_begin(job)
-                    waiting = waiting or (not ready and may_be)
-                    jobs += [job] if ready else []
-        return jobs, waiting
+        jobs, waiting = self.wanted()
+        ready: list[Job] = []
+        needed: list[Job] = []
+        for job in jobs:
+            if job in done:
+                continue
+            missing = self._missing(job)
+            if not missing:
+                ready.append(job)
+            elif not any(run in self.failed for run in missing):
+                waiting = True
+                needed += [run for run in missing[:1] if run not in self.running]
+        bases = [job for job in ready if job.method == UNTRAINED.name]
+        return list(dict.fromkeys([*bases, *needed, *ready])), waiting
 
-    def _can_begin(self, job: Job) -> tuple[bool, bool]:
-        """Returns two flags of the runs that `job` needs: their weights are here; none has failed. Both are True for a
-        job that needs none."""
-        runs = needed_runs(job)
-        is_here = all(run in self.have and has_weights(run, self.place) for run in runs)
-        return is_here, not any(run in self.failed for run in runs)
+    def _missing(self, job: Job) -> list[Job]:
+        """Returns the runs that must end before `job`, in order. A run whose weights are here needs none before it."""
+        missing: list[Job] = []
+        for run in reversed(needed_runs(job)):
+            if run in self.have and has_weights(run, self.place):
+                break
+            missing.insert(0, run)
+        return missing
 
     def _lost(self, task: Task, method: Method) -> bool:
         """True if tuning failed: the method has no rate and never will."""
