@@ -25,6 +25,8 @@ from palestra.runs.series import RunLogs, wilson_interval
 # Second line of defence after escaping: blocks all requests and scripts.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
+NOTHING_RECORDED = "Nothing is recorded yet: the run has finished neither a training step nor an evaluation."
+
 
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
     """Writes the report on the run at `run` (default: report.html in it) and returns its path.
@@ -50,6 +52,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
     parts = [
         f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
         f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
+        "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
         metric_tiles(logs, tree),
         section("What was learned", eval_table(logs)),
         section("Curves", curves),

@@ -128,7 +128,9 @@ def test_command_writes_one_file(run, tmp_path):
 def test_run_without_data_has_a_page(tmp_path):
     with Run.create(tmp_path, "{}", "a") as run:
         pass
-    loads_nothing(report_html(run.path))
+    page = report_html(run.path)
+    loads_nothing(page)
+    assert "<h1>a</h1>" in page and "Nothing is recorded yet" in page and "<h2>Curves" not in page
 
 
 def test_samples_include_best_worst_failed_and_random_episodes():
