@@ -77,7 +77,7 @@ def test_rows_are_measured_once_and_shown_on_the_page(call, tmp_path):
     lines = call("--only", "story/team", "--processes", "2")
     assert any(line.startswith("story/team + AT-GRPO/1: ") for line in lines)
     files = sorted((tmp_path / "bench/measured/real").glob("*.json"))
-    assert len(files) == 3 + 2 * 3
+    assert len(files) == 4 + 5 * 2  # untrained methods, and trained ones with two seeds
     trained = json.loads((tmp_path / "bench/measured/real/story-team-at-grpo-1.json").read_text())
     assert trained["episodes"] == 3 and trained["seed"] == 1 and len(trained["curve"]) == 1
     assert trained["answers"] == 2 * 2 * 2  # episodes, seats, siblings
