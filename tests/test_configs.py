@@ -63,7 +63,7 @@ def buildable(path):
     return pytest.param(path, marks=pytest.mark.peers if path.stem in ABSENT_GRIDS else ())
 
 
-@pytest.mark.parametrize("path", map(buildable, GRIDS), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [buildable(path) for path in GRIDS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_cell_of_a_grid_builds(path, tmp_path):
     if path.stem == "defaults_box2d":
         pytest.importorskip("Box2D", reason="needs palestra[box2d]")
