@@ -12,9 +12,9 @@ English.
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
 bench/measured/real/, its run a folder of runs/reproduce-real/. The methods that train with the task's config sample
 equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). A
-method has the learning rate that was best on split dev (if it was not tuned, that of its config), and is scored once on
-300 held-out instances with greedy answers. A row whose learning rate has changed is measured again. All methods,
-trained or not, see the same worked examples, except in the rows without examples and those with 8.
+method has the learning rate of its config, or another that was better on split dev by more than one standard error,
+and is scored once on 300 held-out instances with greedy answers. A row whose learning rate has changed is measured
+again. All methods, trained or not, see the same worked examples, except in the rows without examples and those with 8.
 """
 
 from __future__ import annotations
@@ -39,7 +39,16 @@ from typing import Any
 import torch
 from real_results import BASE, GREEDY, Row, measure
 from reproduce_real_games import kuhn_self_play, service_debate, service_two_agents
-from reproduce_real_rates import CONFIG_RATE, RATES, TUNING_SEED, chosen_rate, read_rates, write_rates
+from reproduce_real_rates import (
+    CONFIG_RATE,
+    DEV_EPISODES,
+    RATES,
+    SAME_RATE,
+    TUNING_SEED,
+    chosen_rate,
+    read_rates,
+    write_rates,
+)
 from reproduce_real_report import write_report
 
 import palestra
@@ -52,7 +61,7 @@ from palestra.runs import read_lines
 
 MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
 TUNING, PROMPTS = MEASURED / "tuning", MEASURED / "prompts"
-EPISODES, DEV_EPISODES = 300, 200
+EPISODES = 300
 EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
@@ -194,7 +203,7 @@ def tuning_rows() -> dict[str, TableRow]:
         for task in TASKS
         for name, method in METHODS.items()
         for rate in RATES
-        if task in method.tasks and method.algorithm is not None
+        if task in method.tasks and method.algorithm is not None and name not in SAME_RATE
     ]
     return {row.name: row for row in rows}
 

@@ -1,11 +1,14 @@
 """Learning rates of the rows of docs/results-real.md: chosen for each task and method on split dev.
 
 `reproduce_real.py --tune` measures each rate with a seed that is not reported, and writes reproduce_real_rates.yaml.
+Another rate than that of the config is chosen only if it is better by more than the standard error of the difference:
+one run for each rate says no more (the one-standard-error rule, Hastie, Tibshirani and Friedman, 2009, section 7.10).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import yaml
@@ -15,6 +18,11 @@ Rates = dict[str, dict[str, dict[float, float]]]  # success on dev by task, meth
 RATES = (2e-4, 5e-4, 1e-3)
 CONFIG_RATE = 5e-4  # learning rate of the tasks' configs, for methods that were not tuned
 TUNING_SEED = 100
+DEV_EPISODES = 200  # instances of split dev that each rate is scored on
+SAME_RATE = {  # methods that are not tuned, and the method that each has the rate of
+    "team + GRPO, 8 examples": "team + GRPO",
+    "team + AT-GRPO, 8 examples": "team + AT-GRPO",
+}
 RATES_FILE = Path(__file__).parent / "reproduce_real_rates.yaml"
 RATES_SAY = "# Greedy success on 200 dev instances by learning rate, by `python scripts/reproduce.py real --tune`.\n"
 
@@ -25,12 +33,14 @@ def read_rates() -> Rates:
 
 
 def chosen_rate(task: str, method: str, rates: Rates) -> float:
-    """Returns the rate with the highest success on dev (the lowest of equally good ones); `CONFIG_RATE` if any of
-    `RATES` was not measured."""
-    measured = rates.get(task, {}).get(method, {})
+    """Returns the rate with the highest success on dev if its lead over `CONFIG_RATE` is greater than the standard
+    error of the difference; otherwise, and if any of `RATES` was not measured, `CONFIG_RATE`."""
+    measured = rates.get(task, {}).get(SAME_RATE.get(method, method), {})
     if not all(rate in measured for rate in RATES):
         return CONFIG_RATE
-    return max(sorted(measured), key=lambda rate: measured[rate])
+    best = max(measured, key=lambda rate: measured[rate])
+    variance = sum(measured[rate] * (1 - measured[rate]) for rate in (best, CONFIG_RATE)) / DEV_EPISODES
+    return best if measured[best] - measured[CONFIG_RATE] > math.sqrt(variance) else CONFIG_RATE
 
 
 def write_rates(measured: Path) -> Rates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ last answer ends before its token limit and states a number (with tools: a numbe
 the success among these; "–" where it was not counted. *Answers* are those trained on (with SFT, the expert's). CPU
 minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy
 machine takes more of them for the same work.{gpu}"""
-TUNED = """by method, the best of three on split dev (scripts/reproduce_real_rates.yaml), in brackets where
-the runs have another"""
+TUNED = """by method, that of the config ({rate:g}) or one of two others that was better on split dev by more than one
+standard error (scripts/reproduce_real_rates.yaml), in brackets where the runs have another"""
 PARTLY_TUNED = "on {tasks} {tuned}; elsewhere {rate:g}, not tuned"
 GPU = """
 
@@ -82,7 +83,8 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
-    lines = HEAD.format(episodes=scored[0]["episodes"], tuned=rates_text(), gpu=gpu).splitlines()
+    head = HEAD.format(episodes=scored[0]["episodes"], tuned=rates_text(), gpu=gpu)
+    lines = "\n\n".join(wrapped(paragraph) for paragraph in head.split("\n\n")).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
@@ -101,14 +103,19 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
 
 
+def wrapped(paragraph: str) -> str:
+    """A paragraph of Markdown in lines of at most 120 characters."""
+    return textwrap.fill(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
 def rates_text() -> str:
     """How the learning rates were chosen."""
     tasks = [task for task in TITLES if task in read_rates()]
     if not tasks:
         return f"{CONFIG_RATE:g}, not tuned"
     if len(tasks) == len(TITLES):
-        return TUNED
-    return PARTLY_TUNED.format(tasks=" and ".join(tasks), tuned=TUNED, rate=CONFIG_RATE)
+        return TUNED.format(rate=CONFIG_RATE)
+    return PARTLY_TUNED.format(tasks=" and ".join(tasks), tuned=TUNED.format(rate=CONFIG_RATE), rate=CONFIG_RATE)
 
 
 def figures(results: Sequence[Result]) -> list[str]:

@@ -91,6 +91,21 @@ def test_rows_are_measured_once_and_shown_on_the_page(call, tmp_path):
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
 
 
+def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    rates = importlib.import_module("reproduce_real_rates")
+
+    def chosen(low: float, high: float, method: str = "team + GRPO") -> float:
+        return rates.chosen_rate("story", method, {"story": {"team + GRPO": {2e-4: low, 5e-4: 0.5, 1e-3: high}}})
+
+    # Standard error of the difference of 0.5 and 0.55, each of 200 instances: sqrt((0.25 + 0.2475) / 200) = 0.0499.
+    assert chosen(0.5, 0.55) == 1e-3
+    assert chosen(0.55, 0.545) == 2e-4
+    assert chosen(0.545, 0.545) == 5e-4
+    assert chosen(0.5, 0.55, "team + GRPO, 8 examples") == 1e-3
+    assert chosen(0.5, 0.55, "single agent + GRPO") == 5e-4  # not measured
+
+
 @pytest.mark.slow
 def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
     only = ("--only", "story/single agent + GRPO")
@@ -99,12 +114,13 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
     call("--tune", *only)
     tuned = yaml.safe_load((tmp_path / "rates.yaml").read_text())["story"]["single agent + GRPO"]
     assert set(tuned) == {2e-4, 5e-4, 1e-3}
-    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 2.0}}}))
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 1.0}}}))
     assert [line for line in call("--list", *only) if line.startswith("finished")] == []
     call(*only)
     after = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
     assert after["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
-    assert "the best of three on split dev" in (tmp_path / "docs/results-real.md").read_text()
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "better on split dev by more than one standard error" in " ".join(page.split())
 
 
 @pytest.mark.slow
