@@ -23,6 +23,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 PERIODS = re.compile(r"(period|interval|freq|pattern|step|every|offset)s?$")  # periods at which a kind of layer occurs
 FIRST_LAYERS = re.compile(r"^(first_k_|num_dense_|n_dense_|moe_layer_start|max_window_layers)")  # numbers of layers
+NAMED_BY_LAYER = {"max_window_layers"}  # of no further effect where `layer_types` names each layer's attention
 WINDOWS = re.compile(r"(window|chunk|block)(_size)?$|window_size|index_topk")
 WIDTHS = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 
@@ -92,8 +93,9 @@ def _layers_of_each_kind(data: dict[str, Any], layers: int) -> int:
     lists = [value for value in data.values() if isinstance(value, list) and len(value) == layers > 1]
     kinds = [str(kind) for kind in zip(*lists, strict=True)]
     needed = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
+    redundant = NAMED_BY_LAYER if isinstance(data.get("layer_types"), list) else ()
     for key, value in data.items():
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < layers:
+        if key not in redundant and isinstance(value, int) and not isinstance(value, bool) and 0 < value < layers:
             if PERIODS.search(key):
                 needed = max(needed, value + 1 if "offset" in key else value)
             if FIRST_LAYERS.search(key):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.plain_batch import PlainBatch
+from palestra.engine.reduced_model import reduced_model
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.self_check import choose_engine
 from palestra.engine.trainer import Trainer
@@ -44,6 +45,15 @@ def test_sampling_training_and_lora_gradients_equal_transformers(kind: str):
     assert (row.way == "packed") == (kind not in architectures.PLAIN and kind != "qwen3_5"), row
     assert row.way != "refused", row
     assert max(row.sampled, row.trained, row.gradient) <= architectures.TOLERANCE, row
+
+
+def test_small_model_has_few_layers_of_each_kind():
+    model = architectures.random_model("qwen2", num_hidden_layers=24, max_window_layers=21, layer_types=None)
+    assert model.config.layer_types[20:22] == ["full_attention", "sliding_attention"]
+    assert reduced_model(model, 0).config.num_hidden_layers == 22
+    unused = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}  # as in Qwen2.5-0.5B
+    model = architectures.random_model("qwen2", num_hidden_layers=24, max_window_layers=21, **unused)
+    assert reduced_model(model, 0).config.num_hidden_layers == 2
 
 
 def test_non_causal_model_is_refused_with_the_reasons():
