@@ -111,7 +111,9 @@ TASKS = {
     ),
     "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
     "tools": Task(Path("configs/real/tools_team.yaml"), {"env.team": "single"}),
+    "guess": Task(Path("configs/real/guess_team.yaml"), {}),
 }
+ALL = (*Method.tasks, "guess")
 # Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
 NO_EXAMPLE = Method(None, env={"shots": 0})
 # The best number of examples on split dev (--prompts), on tasks where it differs from the config's.
@@ -128,11 +130,11 @@ METHODS = {
     "single agent + SFT, then GRPO": on_sums("stages"),
     "single agent + DPO": on_sums("dpo"),
     "single agent + PPO": on_sums("ppo"),
-    "team, no example": NO_EXAMPLE,
+    "team, no example": replace(NO_EXAMPLE, tasks=ALL),
     "team, no example, 64 tokens": NO_EXAMPLE_LONG,
-    "team": Method(None),
+    "team": Method(None, tasks=ALL),
     "team, 8 examples": BEST_PROMPT,
-    "team + GRPO": Method(GRPO),
+    "team + GRPO": Method(GRPO, tasks=ALL),
     "team + AT-GRPO, shared": Method({}, is_shared=True),
     "team + AT-GRPO": Method({}),
     "team + GRPO, 8 examples": replace(TRAINED_WITH_BEST, algorithm=GRPO),
@@ -210,8 +212,14 @@ def tuning_rows() -> dict[str, TableRow]:
 
 def prompt_rows() -> dict[str, TableRow]:
     """Returns the rows that compare numbers of worked examples, by name."""
-    methods = [name for name, method in METHODS.items() if method.algorithm is None and not method.env]
-    rows = [TableRow(task, name, 0, shots=shots) for task in TASKS for name in methods for shots in EXAMPLES]
+    methods = {name: method for name, method in METHODS.items() if method.algorithm is None and not method.env}
+    rows = [
+        TableRow(task, name, 0, shots=shots)
+        for task in TASKS
+        for name, method in methods.items()
+        for shots in EXAMPLES
+        if task in method.tasks
+    ]
     return {row.name: row for row in rows}
 
 

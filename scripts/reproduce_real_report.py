@@ -21,6 +21,7 @@ TITLES = {
     "story": "A story in two parts (`math_relay`, configs/real/story_team.yaml)",
     "sums": "Sums of two numbers below 100 (`math_review`, configs/real/sums_team.yaml)",
     "tools": "A calculator and a search (`tool_review`, configs/real/tools_team.yaml)",
+    "guess": "A thing described and guessed among eight (`describe_guess`, configs/real/guess_team.yaml)",
 }
 HEAD = """# Results with a real model
 
@@ -28,10 +29,10 @@ Made by `python scripts/reproduce.py real` from the finished rows (bench/measure
 that are not finished. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
 the learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
 95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose
-last answer ends before its token limit and states a number (with tools: a number or a call); *right if complete* is
-the success among these; "–" where it was not counted. *Answers* are those trained on (with SFT, the expert's). CPU
-minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy
-machine takes more of them for the same work.{gpu}"""
+last answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
+list); *right if complete* is the success among these; "–" where it was not counted. *Answers* are those trained on
+(with SFT, the expert's). CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under
+the load of that day: a busy machine takes more of them for the same work.{gpu}"""
 TUNED = """by method, that of the config ({rate:g}) or one of two others that was better on split dev by more than one
 standard error (scripts/reproduce_real_rates.yaml), in brackets where the runs have another"""
 PARTLY_TUNED = "on {tasks} {tuned}; elsewhere {rate:g}, not tuned"
