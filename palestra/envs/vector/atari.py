@@ -52,8 +52,10 @@ class AtariGame:
         options = {"obs_type": "grayscale_image", "auto_rom_install_path": roms} | options
         try:
             self.inner = load_game(f"pettingzoo.atari.{game}.{game}:parallel_env", options)
-        except OSError as error:
-            raise ValueError(f'there is no ROM for "{game}": {error}') from error
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise ValueError(f'there is no ROM for "{game}": {error.__cause__}') from error
+            raise
         self.frame_skip, self.noop_max, self.agent_indicator = frame_skip, noop_max, agent_indicator
         seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.observation_shapes[0]
         self.rows, self.columns = area_resize_weights(height, SCREEN_SIZE), area_resize_weights(width, SCREEN_SIZE).T
