@@ -144,7 +144,7 @@ SINKS := .cache/sinks
 $(SINKS)/.installed: pyproject.toml constraints.txt
 	test -x $(SINKS)/bin/python || $(PYTHON) -m venv $(SINKS)
 	$(SINKS)/bin/pip install --quiet numpy scipy matplotlib pydantic PyYAML pyarrow safetensors typer rich pytest pytest-timeout hypothesis \
-		wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0
+		tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0
 	$(SINKS)/bin/pip install --quiet --no-deps -e .
 	touch $@
 

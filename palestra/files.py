@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -141,13 +141,15 @@ def _plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and "\0" not in name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
-def check_folder(root: str | Path) -> None:
+def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
     """Checks that a folder holds only files and folders, at any depth, and no link that leads out of it.
 
-    Raises DamagedFile if it holds a symbolic link that leads out of it, or something that is neither a file nor a
-    folder (reading a pipe would block forever).
+    `except_for`: folders in it, as relative paths, whose contents are not checked. Raises DamagedFile if it holds a
+    symbolic link that leads out of it, or something that is neither a file nor a folder (reading a pipe would block
+    forever).
     """
     inside, folders = os.path.realpath(root), [str(root)]
+    unchecked = {os.path.join(root, path) for path in except_for}
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
@@ -157,7 +159,7 @@ def check_folder(root: str | Path) -> None:
                             f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
                         )
                 elif entry.is_dir():
-                    folders.append(entry.path)
+                    folders += [entry.path] if entry.path not in unchecked else []
                 elif not entry.is_file():
                     raise DamagedFile(
                         f"{entry.path} is neither a file nor a folder: remove it, or copy the folder again"

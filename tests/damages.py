@@ -76,6 +76,7 @@ def link(name: str, target: str) -> Damage:
             shutil.move(run / name, to)
         elif (run / name).exists():
             remove(name)(run)
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).symlink_to(to)
 
     return damage

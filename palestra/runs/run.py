@@ -24,7 +24,6 @@ from palestra.files import (
     acquire_lock,
     atomic_folder,
     atomic_write,
-    check_folder,
     checksum,
     checksums,
     filter_lines,
@@ -50,7 +49,7 @@ from palestra.runs.checkpoints import (
 from palestra.runs.episodes import to_table
 from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
 from palestra.runs.resource_usage import ResourceMeter
-from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
+from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, read_meta
 from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.types import TEAM, Episode
 
@@ -66,7 +65,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        check_folder(path)  # must be first: from here on files are opened and removed without checks
+        check_run_folder(path)  # must be first: from here on files are opened and removed without checks
         self._lock = acquire_lock(path / ".lock", f"the run {path}")
         self._logs: dict[str, JsonlWriter] = {}
         self.skipped_checkpoints: list[str] = []

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import Tree, parse
-from palestra.files import DamagedFile, atomic_write, check_is_file
+from palestra.files import DamagedFile, atomic_write, check_folder, check_is_file
 
 META_FILE = "meta.json"
 CONFIG_FILE = "config.yaml"
 MAX_SHOWN = 5  # settings listed in a message
+WANDB_FOLDER = "sinks/wandb/wandb"  # written by the W&B package, with links to its logs elsewhere
+
+
+def check_run_folder(path: Path) -> None:
+    """Checks that a run's folder has no link that leads out of it and no special files, except in the folder that the
+    W&B package writes, in which palestra opens nothing. Raises DamagedFile as `check_folder` does."""
+    check_folder(path, except_for=[WANDB_FOLDER])
 
 
 def check_config(path: Path) -> str:

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from palestra.files import acquire_lock, atomic_write, check_folder, file_size
+from palestra.files import acquire_lock, atomic_write, file_size
+from palestra.runs.settings import check_run_folder
 from palestra.sinks.base import LOG_PREFIXES, Sink, SinkConfigs, metrics_of_line
 from palestra.sinks.factory import open_sink
 from palestra.web.retry import RetryPolicy
@@ -175,7 +176,7 @@ def send_logs(path: Path, config: Any, *, follow: bool = False) -> int:
     """
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    check_folder(path)
+    check_run_folder(path)
     post = SinkCursor(path, config)
     try:
         count = post.send()
