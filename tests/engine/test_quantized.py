@@ -55,10 +55,14 @@ def test_dequantised_weights_equal_bitsandbytes(kind):
     gaps = (found - expected).abs()
     if kind == "nf4":
         assert gaps.max() < 1e-6
-    # bitsandbytes reads weights in half precision: a value halfway between two levels may be rounded the other way
-    else:
-        step = layer.weight.detach().abs().max() / 127
-        assert gaps.max() < 1.05 * step and (gaps > step / 2).float().mean() < 0.01
+        return
+    # bitsandbytes reads weights in half precision: the quotient of a weight and its row's maximum has an error of two
+    # roundings, of 2^-11 each, so that a weight may get the next code if it is that near to halfway between two.
+    weight = layer.weight.detach().abs()
+    step = weight.amax(1, keepdim=True) / 127
+    levels = weight / step
+    is_halfway = (levels - levels.floor() - 0.5).abs() <= 2 * 2**-11 * levels
+    assert gaps.max() < 1.05 * step.max() and is_halfway[gaps > step / 2].all() and is_halfway.float().mean() < 0.15
 
 
 @pytest.mark.parametrize("kind", KINDS)
