@@ -121,21 +121,21 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
 
 def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str, float]]:
     """Yields each node at which a seat of `policy` does not act, that seat, and the number of its answers that the node
-    stands for: those in its last group, of which play continued from one, divided by the number of the node's
-    siblings."""
+    stands for: those in its last group, divided by the number of siblings of this group from which play continued (one,
+    or all), and in the same way at each later step, where the node's own siblings are all counted."""
     siblings = Counter(node.parent for node in episode.nodes)
+    chosen = Counter(node.parent for node in episode.nodes if node.chosen)
     for seat in (seat for seat, name in episode.seats.items() if member_name(name) == policy):
         groups: dict[int | None, set[int]] = {}
         for node in episode.nodes:
             if seat in node.answers:
                 groups.setdefault(node.parent, set()).add(id(node.answers[seat]))
-        given: dict[int | None, int] = {None: 1}  # answers in the seat's last group, by node; parents come first
-        for node in episode.nodes:
-            if seat in node.answers:
-                given[node.id] = len(groups[node.parent])
-            else:
-                given[node.id] = given[node.parent]
-                yield node, seat, given[node.id] / siblings[node.parent]
+        given: dict[int | None, float] = {None: 1.0}  # answers that the steps after a node stand for
+        for node in episode.nodes:  # parents come first
+            count = len(groups[node.parent]) if seat in node.answers else given[node.parent]
+            given[node.id] = count / max(chosen[node.parent], 1)
+            if seat not in node.answers:
+                yield node, seat, count / siblings[node.parent]
 
 
 def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:

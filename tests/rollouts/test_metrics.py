@@ -2,7 +2,7 @@
 
 import pytest
 
-from palestra.rollouts.metrics import episode_return, instance_outcomes
+from palestra.rollouts.metrics import episode_return, instance_outcomes, policy_metrics
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"red": "a@0", "blue": "a@0"}
@@ -38,6 +38,36 @@ def test_failed_episode_keeps_its_return_so_far():
     nodes[1].chosen = False
     assert episode_return(Episode("e", 0, {"red": "a@0"}, nodes, error="boom")) == 1.0
     assert episode_return(Episode("e", 0, {}, [], error="boom")) == 0.0
+
+
+def test_rewards_in_steps_of_others_count_once_for_each_trajectory():
+    """Blue ends both trajectories that start with red's two answers, and red gets 1 and 3 for it: 4 in all, 2 for each
+    of its answers. The team gets 10 and 20."""
+    nodes = [node(i, None, 0, {"red": 0.5}) for i in (0, 1)]
+    nodes += [node(2 + i, i, 1, {"blue": 0.0}, team=10.0 * (i + 1), done=True) for i in (0, 1)]
+    for last, reward in zip(nodes[2:], (1.0, 3.0), strict=True):
+        last.rewards["red"] = reward
+    red = policy_metrics([Episode("e", 0, {"red": "r@0", "blue": "b@0"}, _played_by(nodes))], "r")
+    assert (red["answers"], red["local_reward"], red["team_reward"]) == (2, 2.5, 15.0)
+
+
+def test_rewards_in_steps_of_others_are_means_over_a_full_tree():
+    """Red answers once; then blue answers twice in two ways each, and play continues from all: red's reward after
+    blue's second answers, 1, 2, 3 and 6, has the mean 3."""
+    nodes = [node(0, None, 0, {"red": 0.0})]
+    nodes += [node(i, 0, 1, {"blue": 0.0}) for i in (1, 2)]
+    nodes += [node(3 + i, 1 + i // 2, 2, {"blue": 0.0}, done=True) for i in range(4)]
+    for last, reward in zip(nodes[3:], (1.0, 2.0, 3.0, 6.0), strict=True):
+        last.rewards["red"] = reward
+    red = policy_metrics([Episode("e", 0, {"red": "r@0", "blue": "b@0"}, _played_by(nodes))], "r")
+    assert (red["answers"], red["local_reward"]) == (1, 3.0)
+
+
+def _played_by(nodes):
+    """Returns the nodes with an answer of its own, by policy r or b, at each node."""
+    for one in nodes:
+        one.answers = {seat: Answer("x", f"{seat[0]}@0") for seat in one.answers}
+    return nodes
 
 
 def _ended(success: bool | None, error: str | None = None) -> Episode:
