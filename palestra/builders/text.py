@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     _assign_teachers(parts, cast)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
-    sources = [_source(*row, cast) for row in zip(parts, seats, arenas, records, strict=True)]
+    casts = [_cast_of(part, config, cast) for part in parts]
+    sources = [_source(*row) for row in zip(parts, seats, arenas, records, casts, strict=True)]
     if table:
         sources = [RankSplitSource(source, table) for source in sources]
         halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
@@ -184,6 +185,13 @@ class PolicyResolver:
             return self.fixed[name]
         policy = self.learners[name].policy()
         return DemonstrationPolicy(policy, self._now(teachers[name], {})) if name in teachers else policy
+
+
+def _cast_of(part: TextConfig, config: TextConfig, cast: PolicyResolver) -> PolicyResolver:
+    """Returns `cast` with the untrained policies whose settings a stage changes, such as their sampling."""
+    changed = {name: part.policies[name] for name in cast.fixed if part.policies[name] != config.policies[name]}
+    own = {name: make_policy(name, policy, cast.engines) for name, policy in changed.items()}
+    return replace(cast, fixed={**cast.fixed, **own}) if own else cast
 
 
 def _source(

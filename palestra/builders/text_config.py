@@ -30,6 +30,7 @@ from palestra.backends.config import RolloutBackendConfig
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.builders.text_policies import HumanConfig, PolicyConfig
 from palestra.config import StrictModel, load_object, validate
+from palestra.engine.lora_config import LoraVariantsConfig
 from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm_config import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
@@ -40,8 +41,10 @@ from palestra.rollouts.reward_weights import FadingWeight
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM
 
-# Keys of a policy that decide which weights it has: a stage cannot change them.
-WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "seed", "path", "reference"}
+# Keys of a policy that are read once, when its weights and its trainer are made: a stage cannot change them.
+WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "quantize", "long_context", "seed", "path"}
+WEIGHT_KEYS |= {"reference", *LoraVariantsConfig.model_fields}
+TRAINER_KEYS = {"optimizer", "micro_batch_tokens", "precision", "gradient_checkpointing"}
 
 
 def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
@@ -112,7 +115,8 @@ class StageConfig(StrictModel):
     """Changes to the options of `env`, or of every env in `envs`."""
     policies: dict[str, dict[str, Any]] = {}
     """Changes to policies by name, such as the learning rate, sampling or teacher. Keys that decide which weights a
-    policy has (type, base, rank, alpha, targets, dtype, seed, path, reference) cannot change."""
+    policy has (such as type, base, rank, alpha, target_modules, dtype, quantize, path) or how its passes are made
+    (optimizer, precision, micro_batch_tokens, gradient_checkpointing) cannot change."""
 
 
 class TextConfig(PolicyRunConfig):
@@ -220,7 +224,7 @@ class TextConfig(PolicyRunConfig):
     def stage_configs(self) -> Iterator[TextConfig]:
         """Yields the config of each stage: the run's config with the changes of the stage applied.
 
-        Raises ValueError if a stage changes an unknown policy or a key in `WEIGHT_KEYS`.
+        Raises ValueError if a stage changes an unknown policy, or a key in `WEIGHT_KEYS` or `TRAINER_KEYS`.
         """
         whole = self.model_dump(mode="json", exclude={"stages"})
         for stage in self.stages or [StageConfig()]:
@@ -229,9 +233,11 @@ class TextConfig(PolicyRunConfig):
                 raise ValueError(
                     f'a stage changes policy "{unknown[0]}", but policies: names {", ".join(self.policies)}'
                 )
-            if fixed := sorted(WEIGHT_KEYS & {key for changed in stage.policies.values() for key in changed}):
+            changed_keys = {key for changed in stage.policies.values() for key in changed}
+            if fixed := sorted((WEIGHT_KEYS | TRAINER_KEYS) & changed_keys):
                 raise ValueError(
-                    f'a stage cannot change what a policy is made of ("{fixed[0]}"): set it for the whole run'
+                    f'a stage cannot change what a policy or its trainer is made of ("{fixed[0]}"): set it for the '
+                    "whole run"
                 )
             policies = {name: one | stage.policies.get(name, {}) for name, one in whole["policies"].items()}
             games = {name: env | stage.env for name, env in self.named_envs.items()}

@@ -210,6 +210,8 @@ class LanguageLearner:
 
     def set_config(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
         """Replaces the config, for training and sampling."""
+        if config.chat_template_kwargs != self.config.chat_template_kwargs:
+            self.encoder = ChatEncoder(self.encoder.tokenizer, config.chat_template_kwargs)
         self.config, self._policy = config, None
 
     def start_stage(self) -> None:

@@ -133,7 +133,10 @@ def test_stage_inherits_unset_keys(base):
     ("stage", "message"),
     [
         ({"policies": {"wanderer": {"lr": 0.1}}}, 'a stage changes policy "wanderer", but policies: names guide'),
-        ({"policies": {"guide": {"rank": 4}}}, r'cannot change what a policy is made of \("rank"\)'),
+        ({"policies": {"guide": {"rank": 4}}}, r'cannot change what a policy or its trainer is made of \("rank"\)'),
+        ({"policies": {"guide": {"use_rslora": True}}}, r'made of \("use_rslora"\)'),
+        ({"policies": {"guide": {"quantize": "nf4"}}}, r'made of \("quantize"\)'),
+        ({"policies": {"guide": {"optimizer": "muon"}}}, r'made of \("optimizer"\)'),
         (
             {"policies": {"guide": {"teacher": "expert"}}},
             "policies.guide has a teacher, whose answers are for imitation",
@@ -146,6 +149,19 @@ def test_stage_inherits_unset_keys(base):
 def test_invalid_stages_are_refused_before_loading(base, stage, message):
     with pytest.raises(ValueError, match=message):
         config(base, stages=[stage])
+
+
+def test_stages_change_untrained_policies_and_templates(base, tmp_path):
+    """Each stage has its own answers of a scripted walker, and its own option of the guide's chat template."""
+    whole = config(base).model_dump(mode="json", exclude={"stages"})
+    whole["policies"]["walker"] = {"type": "scripted", "answers": ["north"]}
+    told = {"guide": {"chat_template_kwargs": {"asks": "loudly"}}, "walker": {"answers": ["south"]}}
+    _, setup = run_of(config(base, **whole | {"steps": 1, "stages": [{}, {"policies": told}]}), tmp_path)
+    for step, answer in enumerate(("north", "south")):
+        (file,) = tmp_path.glob(f"*/episodes/step-{step:06d}.parquet")
+        nodes = [node for episode in load_episodes(file) for node in episode.nodes]
+        assert {node.answers["walker"].text for node in nodes if "walker" in node.answers} == {answer}
+    assert setup.learners["guide"].policy().encoder.options == {"asks": "loudly"}
 
 
 # ---- several envs
