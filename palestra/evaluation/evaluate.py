@@ -62,10 +62,10 @@ def evaluate(
     `what` is a run, a policy of a run as RUN:NAME (it then plays every seat), a config, or an env. `env` changes
     options of the env. Text envs are played on split "test" unless `env` names another; vectorised envs have the
     options that the run's own evaluations share. `seats` maps seats (`*` and `?` are wildcards) to names of policies:
-    one of the run's, RUN:NAME, "random"; for language agents also "base" (the untrained base of the first policy),
-    "expert", "human" or an endpoint as URL#MODEL; for networks also "script:NAME". `swap` exchanges the policies of two
-    seats. `on_progress` is called with the numbers of episodes played and in all: after each episode of language
-    agents, and once after all episodes of networks. For `options` see `EvalOptions`.
+    one of the run's, RUN:NAME, "random"; for language agents also "base" (the untrained base of the seat's own
+    policy), "expert", "human" or an endpoint as URL#MODEL; for networks also "script:NAME". `swap` exchanges the
+    policies of two seats. `on_progress` is called with the numbers of episodes played and in all: after each episode of
+    language agents, and once after all episodes of networks. For `options` see `EvalOptions`.
 
     Raises ValueError for an unknown name, seat or checkpoint.
     """

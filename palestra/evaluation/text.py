@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from palestra.builders.engines import Engines
+from palestra.builders.seats import resolve_seats
 from palestra.builders.text import make_episode_runner, make_policy, seat_policies, with_split
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
@@ -40,17 +43,22 @@ OTHER_NAMES = "base, expert, random, human, RUN:NAME, or URL#MODEL"
 
 class TextEvalSetup(NamedTuple):
     """An episode runner and its seat assignment: `policy_names` maps seats to policy names; `load_policy` returns a
-    policy by name and loads each only once. Each instance is played `samples` times."""
+    policy by name (the policy "base" by the seat that it plays, too) and loads each only once. Each instance is played
+    `samples` times."""
 
     runner: EpisodeRunner
     policy_names: dict[Seat, str]
-    load_policy: Callable[[str], Policy]
+    load_policy: Callable[..., Policy]
     samples: int = 1
 
     @property
     def policies(self) -> dict[Seat, Policy]:
         """The policy at each seat; loads those not yet loaded."""
-        return {seat: self.load_policy(name) for seat, name in self.policy_names.items()}
+        return self.policies_of(self.policy_names)
+
+    def policies_of(self, names: Mapping[Seat, str]) -> dict[Seat, Policy]:
+        """Returns the policy at each seat by the names in `names`."""
+        return {seat: self.load_policy(name, *_seat_of_base(name, seat)) for seat, name in names.items()}
 
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
@@ -73,7 +81,7 @@ class TextEvalSetup(NamedTuple):
     async def _play(
         self, names: Mapping[Seat, str], episodes: int, seed: int, on_episode: Callable[[Episode], None]
     ) -> EvalResult:
-        policies = {seat: self.load_policy(name) for seat, name in names.items()}
+        policies = self.policies_of(names)
         numbers = range(episodes * self.samples)
         played = await play_instances(self.runner, policies, numbers, seed, on_episode, samples=self.samples)
         metrics = {
@@ -101,7 +109,8 @@ def open_text_eval(
     changes = dict(env)
     changed = with_split(config.env_config(changes.pop("base_env", None)), None, split) | changes
     own = make_env(**changed).seats
-    trained = {seat: name for seat, name in config.seats.items() if seat in own or not config.envs}
+    in_env = {key for key in config.seats if any(fnmatchcase(seat, key) for seat in own)}
+    trained = {key: name for key, name in config.seats.items() if key in in_env or not config.envs}
     named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
     names = assign_seats(named, target, seats, changed["type"])
     sampler = None if in_process else config.sampler
@@ -110,10 +119,16 @@ def open_text_eval(
     return TextEvalSetup(make_episode_runner(changed, split), names, cache(load), samples)
 
 
-def load_policy(name: str, target: Target, engines: Engines, sampling: Mapping[str, Any]) -> Policy:
-    """Returns a policy by name: one of the target's, "base" (the untrained base of its first policy), "RUN:NAME" of
-    another run, "expert", "random", "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY). Raises
-    ValueError for an unknown name."""
+def _seat_of_base(name: str, seat: Seat) -> tuple[Seat, ...]:
+    """Returns the seat if the policy depends on it: "base" and "RUN:base" do. Others are loaded once for all seats."""
+    return (seat,) if name.rpartition(":")[2] == "base" else ()
+
+
+def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines, sampling: Mapping[str, Any]) -> Policy:
+    """Returns a policy by name: one of the target's, "base" (the untrained base of the policy at `seat`, with its
+    sampling and prompt; of the first language model if there is none), "RUN:NAME" of another run, "expert", "random",
+    "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY). Raises ValueError for an unknown
+    name."""
     if name.startswith(("http://", "https://")):
         url, _, model = name.partition("#")
         key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
@@ -122,9 +137,8 @@ def load_policy(name: str, target: Target, engines: Engines, sampling: Mapping[s
     config = validate(TextConfig, target.tree)
     if name in BUILTIN_POLICIES and name not in config.policies:
         return BUILTIN_POLICIES[name]()
-    language_models = [policy for policy in config.policies.values() if hasattr(policy, "base")]
-    if name == "base" and language_models:
-        return engines.build_frozen_policy("base", _frozen(language_models[0], None, sampling))
+    if name == "base" and (own := _language_model(config, seat)):
+        return engines.build_frozen_policy("base", _frozen(own, None, sampling))
     if name not in config.policies:
         target.refuse_policy(name, OTHER_NAMES)
     chosen = config.policies[name]
@@ -136,6 +150,16 @@ def load_policy(name: str, target: Target, engines: Engines, sampling: Mapping[s
     if hasattr(chosen, "base"):
         return engines.build_frozen_policy(name, _frozen(chosen, None, sampling))
     return make_policy(name, chosen, engines)
+
+
+def _language_model(config: TextConfig, seat: Seat) -> Any:
+    """Returns the config of the policy at `seat` if it is a language model, else of the first one; None without any."""
+    seats = {key: name for key, name in config.seats.items() if fnmatchcase(seat, key)}
+    with contextlib.suppress(ValueError):  # no policy at that seat
+        own = config.policies[resolve_seats([seat], list(config.policies), "", seats)[seat]]
+        if hasattr(own, "base"):
+            return own
+    return next((policy for policy in config.policies.values() if hasattr(policy, "base")), None)
 
 
 def _frozen(config: Any, path: str | Path | None, sampling: Mapping[str, Any]) -> FrozenConfig:

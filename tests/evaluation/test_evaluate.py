@@ -12,9 +12,11 @@ from vector_toys import Counted
 from palestra.builders.vector import build_vector_run
 from palestra.builders.vector_config import VectorConfig
 from palestra.config import dump, validate
-from palestra.evaluation.evaluate import cross_play, evaluate
+from palestra.evaluation.evaluate import EvalSetup, cross_play, evaluate, open_eval
 from palestra.evaluation.target import find_target
+from palestra.evaluation.text import TextEvalSetup
 from palestra.evaluation.vector import common_eval_options
+from palestra.policies.lm import LanguagePolicy
 from palestra.runs import Run
 from palestra.training.loop import restore_checkpoint, run_training
 
@@ -130,3 +132,38 @@ def test_env_is_closed_after_evaluation(vector: Path) -> None:
     with pytest.raises(ValueError, match="no seat"):
         evaluate(vector, seats={"nobody": "random"}, episodes=4)
     assert Counted.not_closed == before
+
+
+def test_the_base_at_a_seat_is_that_of_its_own_policy(base: Path, tmp_path: Path) -> None:
+    """Guide and walker differ in base, sampling and prompt; "base" plays each seat as its own policy would, untrained.
+    A seat without a language model is played by the first one's base."""
+    guide = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    walker = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 5}, "history": "conversation"}
+    tree = {"env": {"type": "toys:Whisper"}, "policies": {"guide": guide, "walker": walker}}
+    path = tmp_path / "whisper.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    names = {"guide": "base", "walker": f"{path}:base"}
+    with open_eval(path, {}, names, 1, {}) as setup:
+        own = _language_policies(setup)
+    assert [own[seat].sampling.max_tokens for seat in ("guide", "walker")] == [2, 5]
+    assert [own[seat].history for seat in ("guide", "walker")] == ["none", "conversation"]
+    assert own["guide"].sampler is not own["walker"].sampler
+    path.write_text(yaml.safe_dump(tree | {"policies": {"walker": walker, "guide": {"type": "expert"}}}))
+    with open_eval(path, {}, {"*": "base"}, 1, {}) as setup:
+        assert {policy.sampling.max_tokens for policy in _language_policies(setup).values()} == {5}
+
+
+def _language_policies(setup: EvalSetup) -> dict[str, LanguagePolicy]:
+    assert isinstance(setup, TextEvalSetup)
+    return {seat: policy for seat, policy in setup.policies.items() if isinstance(policy, LanguagePolicy)}
+
+
+def test_wildcards_of_seats_hold_in_a_run_of_several_envs(base: Path, tmp_path: Path) -> None:
+    """Training seats the walker by the pattern `walk*`, and so does an evaluation of one of the envs."""
+    policy = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    path = tmp_path / "two.yaml"
+    envs = {"short": {"type": "toys:Whisper"}, "long": {"type": "toys:Whisper", "turns": 2}}
+    tree = {"envs": envs, "seats": {"walk*": "one"}, "policies": {"one": policy, "default": policy}}
+    path.write_text(yaml.safe_dump(tree))
+    with open_eval(path, {"base_env": "long"}, {}, 1, {}) as setup:
+        assert setup.policy_names == {"guide": "default", "walker": "one"}
