@@ -168,7 +168,8 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
         code = f'from transformers import pipeline\n\npipe = pipeline("text-generation", "{folder}")'
         vllm = f"```bash\nvllm serve {folder}\n```"
         return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
-    rank = json.loads((agent.folder / "adapter_config.json").read_text())["r"]
+    about = json.loads((agent.folder / "adapter_config.json").read_text())
+    rank = max([about["r"], *(about.get("rank_pattern") or {}).values()])
     first = "from palestra.engine.models import resolve_base  # finds a base by its name\n" if shipped else ""
     code = (
         f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

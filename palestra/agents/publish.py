@@ -16,6 +16,7 @@ from palestra.engine.bases import resolve_base
 from palestra.engine.lora import add_to_weight
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
+from palestra.engine.quantized import round_to_quantized
 from palestra.files import atomic_folder
 
 # Training state: not published.
@@ -41,9 +42,10 @@ def publish(
             save_merged(agent, folder)
         else:
             copy_weights(agent, folder, base_name)
-        kept = replace(agent, kind="model", folder=out) if merge else agent
+        whole = agent.lm_settings | {"quantize": None}  # a merged model has the weights as they were dequantised
+        kept = replace(agent, kind="model", folder=out, lm_settings=whole) if merge else agent
         if agent.kind != "network":
-            (folder / AGENT_FILE).write_text(json.dumps(agent.metadata(), indent=2, ensure_ascii=False) + "\n")
+            (folder / AGENT_FILE).write_text(json.dumps(kept.metadata(), indent=2, ensure_ascii=False) + "\n")
         card = model_card(kept, base=base_name or agent.lm_settings.get("base", ""), licence=licence, folder=out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -63,7 +65,8 @@ def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> No
 
 
 def save_merged(agent: TrainedAgent, folder: Path) -> None:
-    """Writes the base model with the adapter added. The sum is computed in float32 and stored in the base's dtype.
+    """Writes the base model with the adapter added. The sum is computed in float32 and stored in the base's dtype. An
+    adapter that was trained on a quantised base is added to the weights that it was trained on, dequantised.
 
     Raises ValueError for an adapter on an output layer that is tied to the embeddings: merging would change both.
     """
@@ -78,6 +81,8 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
             f"{agent.name} has weights other than pairs of matrices on linear layers (DoRA, adapted experts or modules "
             "trained in full): publish it unmerged, or merge it with peft"
         )
+    if kind := agent.lm_settings.get("quantize"):
+        round_to_quantized(engine.model, kind)
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
             add_to_weight(engine.linear_layers[name], adapter.scale_of(name) * (b @ a))

@@ -109,6 +109,15 @@ def quantize_model(model: PreTrainedModel, kind: Quantization) -> None:
         )
 
 
+@torch.no_grad()
+def round_to_quantized(model: PreTrainedModel, kind: Quantization) -> None:
+    """Replaces the weights that `quantize_model` quantises by their dequantised values, in place."""
+    for layer in decoder_of(model).modules():
+        if type(layer) is nn.Linear:
+            codes, scales = quantize(layer.weight, kind)
+            layer.weight.copy_(dequantize(codes, scales, (layer.out_features, layer.in_features), kind))
+
+
 def quantized_bytes(num_weights: int, kind: Quantization) -> int:
     """Returns the bytes of quantised weights, with NF4's scales; int8's few scales are not counted."""
     return num_weights // 2 + 4 * num_weights // NF4_BLOCK if kind == "nf4" else num_weights

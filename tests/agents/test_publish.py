@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,3 +162,22 @@ def test_networks_of_runs_and_populations_are_published(tmp_path):
     config = {"env": {"type": "kuhn_poker", "num_envs": 4}, "env_steps": 64, "name": "against", "policies": policies}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     palestra("train", tmp_path / "c.yaml", "--root", tmp_path)
+
+
+def test_an_agent_keeps_its_quantised_base_and_its_context(base, tmp_path):
+    """An adapter trained on a base in NF4 is served on it, and merged into the weights that NF4 leaves."""
+    guide = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}, "quantize": "nf4"}
+    guide |= {"context": {"max_tokens": 90}, "rank_pattern": {"q_proj": 24}}
+    path = two_agents(base, tmp_path, policies={"guide": guide, "walker": {"type": "scripted", "answers": ["0"]}})
+    palestra("publish", path, "--out", tmp_path / "a")
+    palestra("publish", path, "--out", tmp_path / "m", "--merge")
+    agents = [*find_agents(path), *find_agents(tmp_path / "a"), *find_agents(tmp_path / "m")]
+    policies = [load_policy(agent, Engines("cpu", 8)) for agent in agents]
+    assert [policy.context.max_tokens for policy in policies] == [90] * 3
+    request = Request(IDS[0].numpy().astype(np.int32), 1, SamplingConfig(max_tokens=1, temperature=0))
+    found = [p.sampler.sample_all([replace(request, adapter=p.adapter)])[0][0].logprobs[0] for p in policies]
+    assert found[0] == found[1] == pytest.approx(found[2], abs=LOGPROB_ATOL)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
+    assert (logits(kept) - logits(whole)).abs().max() > 1e-2  # what quantising the base changes
+    assert "--max-lora-rank 32" in card_of(tmp_path / "a")[1]
