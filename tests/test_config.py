@@ -92,6 +92,7 @@ def test_type_key_selects_the_variant() -> None:
         ({"policies": {"a": {"lora": {"targets": ["q", 3]}}}}, "policies.a.lora.targets[1]: should be a valid string"),
         ({"zzz": 1}, "unknown key zzz (keys: steps, lr, algorithm, policies, stages, seed)"),
         ({"steps": None}, "steps: should be a valid integer, not None"),
+        ({"policies": {"a": {"lora": {"targets": "q"}}}}, "lora.targets: should be a list, such as ['q'], not 'q'"),
     ],
 )
 def test_errors_name_the_path_of_the_key(tree: dict[str, Any], message: str) -> None:

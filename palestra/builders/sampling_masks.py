@@ -1,4 +1,4 @@
-"""Checks that training matches sampling, with top-k and top-p (which leave tokens out) and with dropout."""
+"""Checks that training matches sampling, which top-k, top-p and temperature 0 restrict, and with dropout."""
 
 from __future__ import annotations
 
@@ -35,14 +35,22 @@ def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None
 
 
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:
-    """Returns a line for each policy of `trained` whose policy gradient is biased by top-k or top-p."""
+    """Returns a line for each policy of `trained` whose policy gradient is biased by top-k, top-p or temperature 0."""
+    played = [part for part in parts if part.algorithm.needs_old_logprobs and not part.data]
     biased = [
         f"biased: {name} samples with {_cuts(sampling)}, and its gradient is taken as if from all tokens: set "
         f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
-        for part in parts
-        if part.algorithm.needs_old_logprobs and not part.data
+        for part in played
         for name, sampling in _truncated(part, trained)
         if not sampling.keep_sampling_mask
+    ]
+    biased += [
+        f"biased: {name} always takes the most likely token, and its gradient is taken as if from samples at "
+        f"temperature 1: set policies.{name}.sampling.temperature above 0, or freeze the policy (type: frozen)"
+        for part in played
+        for name, policy in part.policies.items()
+        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained
+        if policy.sampling.temperature == 0 and policy.lr != 0
     ]
     return list(dict.fromkeys(biased))
 

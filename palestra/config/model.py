@@ -128,7 +128,10 @@ def _fault(model: type[BaseModel], error: Any) -> str:
         return f"{path} is missing"
     if kind == "value_error":
         return f"{path}: {context['error']}" if path else str(context["error"])
-    return f"{path or 'config'}: {_sentence(error['msg'])}, not {_shown(error['input'])}"
+    shown = _shown(error["input"])
+    if kind in ("list_type", "tuple_type"):
+        return f"{path or 'config'}: should be a list, such as [{shown}], not {shown}"
+    return f"{path or 'config'}: {_sentence(error['msg'])}, not {shown}"
 
 
 def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:

@@ -48,7 +48,17 @@ def test_start_warns_of_biased_training(base):
     assert "with top_p: 0.5, and" in warning_of(build(config(base, {"top_p": 0.5})))[0]
 
 
-@pytest.mark.parametrize("sampling", [KEEP, {}, {"temperature": 0, "top_k": 5}], ids=["kept", "whole", "greedy"])
+def test_start_warns_of_training_on_greedy_answers(base):
+    (note,) = warning_of(build(config(base, {"temperature": 0, "top_k": 5})))
+    assert (
+        note.startswith("biased: guide always takes the most likely token") and "sampling.temperature above 0" in note
+    )
+    still = {"type": "lora", "base": str(base), "lr": 0, "sampling": {"temperature": 0}}
+    still_team = {"guide": still, "walker": {"type": "scripted", "answers": ["0"]}}
+    assert not warning_of(build(config(base, {}, policies=still_team)))
+
+
+@pytest.mark.parametrize("sampling", [KEEP, {}], ids=["kept", "whole"])
 def test_no_warning_without_bias(base, sampling):
     assert not warning_of(build(config(base, sampling)))
 

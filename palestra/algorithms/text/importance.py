@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from palestra.config import StrictModel
 from palestra.learners.base import Learner
@@ -30,10 +30,20 @@ class ImportanceSampling(StrictModel):
     are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
     effect with `old_logprobs: sampler`."""
     importance_floor: float = Field(0.0, ge=0)
-    """Lower bound of the importance ratio."""
+    """Lower bound of the importance ratio, at most 1 (and `importance_cap` is at least 1)."""
     importance_mode: ImportanceMode = "token_truncate"
     """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
     `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
+
+    @model_validator(mode="after")
+    def _keeps_fresh_samples(self) -> Self:
+        if self.importance_cap is not None and not self.importance_floor <= 1 <= self.importance_cap:
+            raise ValueError(
+                f"importance_floor: {self.importance_floor:g} and importance_cap: {self.importance_cap:g} exclude the "
+                "ratio 1, which tokens sampled by the weights before the update have, so that all advantages would be "
+                "scaled or masked: set importance_floor to at most 1, and importance_cap to at least 1"
+            )
+        return self
 
     @property
     def importance_options(self) -> dict[str, Any]:

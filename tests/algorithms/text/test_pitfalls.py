@@ -278,6 +278,13 @@ def test_token_and_sequence_importance_caps_by_hand(mode, expected):
     assert moved.advantage_M.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("bounds", [{"importance_floor": 3.0}, {"importance_cap": 0.5}])
+def test_bounds_that_exclude_fresh_samples_are_refused(bounds):
+    with pytest.raises(ValueError, match="exclude the ratio 1"):
+        GRPO(importance_mode="token_mask", **bounds)
+    assert GRPO(importance_cap=None, importance_floor=1.0).importance_floor == 1
+
+
 def test_mismatch_is_only_measured_without_a_cap():
     tokens = mismatched([0.5], [0.25], [1])
     same, figures = correct_mismatch(tokens)
