@@ -120,12 +120,29 @@ class ChatEncoder:
         between = self._ids(self._render(turns, []).split(ANSWER_MARKER, 1)[1])
         return between, turn_end_index(self.tokenizer, between.tolist())
 
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """True if a prompt depends on the tools; False if the tokenizer's chat template ignores them."""
+        if self.tokenizer.chat_template is None:
+            return False
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+        return len({self._templated([{"role": "user", "content": "?"}], tools) for tools in ([], [tool])}) == 2
+
     def _render(self, messages: list[Any], tools: list[Any]) -> str:
         messages, tools = self._harmless(messages), self._harmless(tools)
+        if tools and not self._shows_tools:
+            raise ValueError(
+                f"this conversation offers {len(tools)} tools, and the chat template of the base does not show tools "
+                "to the model: take a base whose template does (such as Qwen/Qwen3-0.6B), or describe them in messages"
+            )
         if self.tokenizer.chat_template is None:
             return "".join(f"{m['content']}\n" for m in messages)
+        return self._templated(messages, tools)
+
+    def _templated(self, messages: list[Any], tools: list[Any]) -> str:
         options = self.options | ({"tools": tools} if tools else {})
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return text
 
     def _harmless(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -351,6 +351,20 @@ def test_conversation_continues_with_sampled_tokens():
     assert tokenizer.decode(grown[len(prompt) + len(ids) :]) == "<|user|>5<|end|><|assistant|>"
 
 
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"]
+)
+def test_tools_that_the_template_does_not_show_are_refused(template):
+    """Without the refusal the model would be asked to call tools of which it sees nothing."""
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = template
+    encoder, ask = ChatEncoder(tokenizer), {"role": "user", "content": "2+3"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert len(encoder.encode_conversation(Chat((ask,)), None))
+    with pytest.raises(ValueError, match="offers 1 tools, and the chat template of the base does not show tools"):
+        encoder.encode_conversation(Chat((ask,), (tool,)), None)
+
+
 def test_changed_conversation_is_re_encoded():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE
