@@ -45,7 +45,12 @@ class EndpointPolicy:
         the endpoint refuses the prompt as too long for its model, and EndpointError if there is no answer for another
         reason."""
         asked = [self._ask(query, i) for i in range(query.n)]
-        return [Answer(render_message(message), self.name) for message in await asyncio.gather(*asked)]
+        return [
+            Answer(
+                render_message(said), self.name, stop_reason="length" if said["finish_reason"] == "length" else "stop"
+            )
+            for said in await asyncio.gather(*asked)
+        ]
 
     async def _ask(self, query: Query, i: int) -> Json:
         config = self.config

@@ -90,6 +90,16 @@ class ChatEncoder:
             answer = answer[:-1]  # the answer ended with a different end token than the template's
         return np.concatenate([earlier, answer, between])
 
+    def encode_answer(self, text: str, *, ends: bool = True) -> np.ndarray:
+        """Returns an answer's text as token ids [T] int32, with the template's end token if it `ends`. The text may
+        spell that end itself; elsewhere in the text the end token is broken by a space, since an answer ends there."""
+        end = self.turn_end
+        if len(end) > 1:
+            told = text.rstrip()
+            text = told.removesuffix(end) if told.endswith(end) else text
+            text = text.replace(end, f"{end[0]} {end[1:]}")
+        return self._ids(text + (end if ends else ""))
+
     def cut_results(self, messages: Sequence[Message], limit: int | None) -> list[Message]:
         """Returns the messages with the results of tools cut after their first `limit` tokens (None: no cut), with a
         mark at the end of each cut result."""
@@ -309,10 +319,11 @@ class LanguagePolicy:
         asked = {"role": "user", "content": str(query.observation)}
         return self.encoder.encode_next_turn(last.prompt_ids, last.token_ids, [asked])
 
-    def encode_demonstration(self, query: Query, text: str) -> Answer:
-        """Returns `text` as an answer of this policy with token ids, for imitation; its log-probabilities are zero."""
-        ids = np.array(self.encoder.tokenizer.encode(text + self.encoder.turn_end, add_special_tokens=False), np.int32)
-        return Answer(text, self.name, self.encode_prompt(query), ids, np.zeros(len(ids), np.float32))
+    def encode_demonstration(self, query: Query, text: str, stop_reason: str = "stop") -> Answer:
+        """Returns `text` as an answer of this policy with token ids, for imitation; its log-probabilities are zero. An
+        answer that was cut at its token limit (`stop_reason` "length") gets no end token."""
+        ids = self.encoder.encode_answer(text, ends=stop_reason != "length")
+        return Answer(text, self.name, self.encode_prompt(query), ids, np.zeros(len(ids), np.float32), stop_reason)
 
 
 class DemonstrationPolicy:
@@ -323,7 +334,8 @@ class DemonstrationPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
-        return [self._student.encode_demonstration(query, answer.text) for answer in await self._teacher.act(query)]
+        encode = self._student.encode_demonstration
+        return [encode(query, answer.text, answer.stop_reason) for answer in await self._teacher.act(query)]
 
 
 def token_versions(sampled: Completion, name: str) -> np.ndarray:

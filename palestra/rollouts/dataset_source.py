@@ -192,7 +192,7 @@ def _as_said(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer
     set."""
     if keep or not isinstance(policy, LanguagePolicy):
         return replace(answer, policy=policy.name)
-    return policy.encode_demonstration(query, answer.text)
+    return policy.encode_demonstration(query, answer.text, answer.stop_reason)
 
 
 @lru_cache(maxsize=4)

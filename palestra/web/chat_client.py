@@ -215,9 +215,11 @@ def _reason(endpoint: Endpoint, response: httpx.Response) -> str:
 
 
 def _message(response: httpx.Response) -> Json | None:
-    """Returns the first choice's message if it has content or tool calls, else None."""
+    """Returns the first choice's message if it has content or tool calls, with the choice's `finish_reason`, else
+    None."""
     try:
-        message = response.json()["choices"][0]["message"]
+        choice = response.json()["choices"][0]
+        message = choice["message"] | {"finish_reason": choice.get("finish_reason")}
         says = isinstance(message["content"], str) or bool(message["tool_calls"])
     except (ValueError, LookupError, TypeError):
         return None

@@ -66,3 +66,10 @@ def test_a_trajectory_at_the_endpoint_context_limit_is_truncated_and_scored():
         (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, team, 0)], Branching()))
     assert episode.error is None and len(episode.nodes) == 2
     assert episode.nodes[-1].truncated and episode.nodes[-1].info["context_full"]
+
+
+def test_an_answer_cut_at_the_limit_of_its_tokens_is_marked_as_cut():
+    cut = {"choices": [{"message": {"role": "assistant", "content": "and then"}, "finish_reason": "length"}]}
+    with Script((200, cut), (200, FINE)) as server:
+        answers = [asyncio.run(policy(server).act(Query("r", "x")))[0] for _ in range(2)]
+    assert [answer.stop_reason for answer in answers] == ["length", "stop"] and answers[0].text == "and then"

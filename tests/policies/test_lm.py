@@ -365,6 +365,35 @@ def test_tools_that_the_template_does_not_show_are_refused(template):
         encoder.encode_conversation(Chat((ask,), (tool,)), None)
 
 
+def test_answers_to_imitate_end_once_and_only_where_they_ended():
+    """Data often ends answers with the template's own end; one cut at its token limit did not end there."""
+    agent = policy()
+    encoder, query = agent.encoder, Query("r", "?")
+    end = encoder.tokenizer.convert_tokens_to_ids(encoder.turn_end)
+    plain = agent.encode_demonstration(query, "up").token_ids.tolist()
+    assert plain.count(end) == 1 and plain[-1] == end
+    assert agent.encode_demonstration(query, f"up{encoder.turn_end}\n").token_ids.tolist() == plain
+    split = agent.encode_demonstration(query, f"up {encoder.turn_end} down").token_ids.tolist()
+    assert split.count(end) == 1 and split[-1] == end
+    cut = agent.encode_demonstration(query, "up", "length")
+    assert cut.token_ids.tolist() == plain[:-1] and cut.stop_reason == "length"
+    teacher = Cut([Answer("up", "t", stop_reason="length")])
+    (taught,) = asyncio.run(DemonstrationPolicy(agent, teacher).act(query))
+    assert taught.token_ids.tolist() == plain[:-1]
+
+
+class Cut:
+    """A teacher with given answers."""
+
+    name = "t"
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    async def act(self, query):
+        return self.answers
+
+
 def test_changed_conversation_is_re_encoded():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE
