@@ -114,8 +114,8 @@ class FullPolicyConfig(LMLearnerConfig):
 
     type: Literal["full"] = "full"
     """Kind of policy: a full model in training."""
-    lr: float = Field(2e-4, gt=0, le=1_000_000)
-    """Learning rate, above 0."""
+    lr: float = Field(2e-4, ge=0, le=1_000_000)
+    """Learning rate, at least 0."""
     reference: ReferenceKind = "none"
     """Where the reference of a KL penalty or a preference loss (the weights at the start of the stage) is stored: as a
     `copy` in the memory of the device, or on `disk` in a temporary file, which is read whole for every micro-batch of a

@@ -129,6 +129,13 @@ def test_stage_inherits_unset_keys(base):
     assert unsaid.steps == 7 and unsaid.algorithm == GRPO(group_size=4)
 
 
+def test_a_full_model_can_rest_in_a_stage(base):
+    """As docs/algorithms/stages.md says of policies that should not learn in a stage."""
+    policies = {"guide": {"type": "full", "base": str(base)}, "walker": {"type": "expert"}}
+    (still,) = config(base, policies=policies, stages=[{"policies": {"guide": {"lr": 0}}}]).stage_configs()
+    assert still.policies["guide"].lr == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
