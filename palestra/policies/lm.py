@@ -326,16 +326,28 @@ class LanguagePolicy:
         return Answer(text, self.name, self.encode_prompt(query), ids, np.zeros(len(ids), np.float32), stop_reason)
 
 
+@dataclass(kw_only=True)
+class Demonstration(Answer):
+    """A teacher's answer with the student's tokens, and the `original` with the teacher's own."""
+
+    original: Answer
+
+
 class DemonstrationPolicy:
-    """Records a teacher's answers with the student's tokens, as demonstrations for SFT."""
+    """Records a teacher's answers with the student's tokens, as demonstrations for SFT. In a conversation the teacher
+    reads its own earlier prompts and answers: its tokenizer, template and system prompt may differ."""
 
     def __init__(self, student: LanguagePolicy, teacher: Any) -> None:
         self.name, self._student, self._teacher = student.name, student, teacher
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
-        encode = self._student.encode_demonstration
-        return [encode(query, answer.text, answer.stop_reason) for answer in await self._teacher.act(query)]
+        own = [(seen, said.original if isinstance(said, Demonstration) else said) for seen, said in query.history]
+        return [self._encode(query, said) for said in await self._teacher.act(replace(query, history=tuple(own)))]
+
+    def _encode(self, query: Query, said: Answer) -> Demonstration:
+        taught = self._student.encode_demonstration(query, said.text, said.stop_reason)
+        return Demonstration(**vars(taught), original=said)
 
 
 def token_versions(sampled: Completion, name: str) -> np.ndarray:

@@ -382,6 +382,35 @@ def test_answers_to_imitate_end_once_and_only_where_they_ended():
     assert taught.token_ids.tolist() == plain[:-1]
 
 
+def test_a_teacher_reads_its_own_earlier_turns():
+    """Teacher and student have different system prompts and tokenizers; each later prompt continues its own earlier
+    one."""
+    student = policy(system="plain", history="conversation")
+    teacher = policy(tokenizer=merging_tokenizer(), system="hint", history="conversation")
+    noted = Heard(teacher)
+    demonstrations = DemonstrationPolicy(student, noted)
+    (first,) = asyncio.run(demonstrations.act(Query("", "ab")))
+    query = Query("", "up", history=(("ab", first),))
+    (second,) = asyncio.run(demonstrations.act(query))
+    heard = noted.prompts
+    assert heard[1][: len(heard[0])].tolist() == heard[0].tolist() and len(heard[1]) > len(heard[0])
+    assert "hint" in teacher.encoder.tokenizer.decode(heard[1])
+    assert "plain" in student.encoder.tokenizer.decode(second.prompt_ids)
+    assert second.prompt_ids[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist()
+
+
+class Heard:
+    """A policy that notes its prompts."""
+
+    def __init__(self, policy):
+        self.name, self.policy, self.prompts = policy.name, policy, []
+
+    async def act(self, query):
+        answers = await self.policy.act(query)
+        self.prompts.append(answers[0].prompt_ids)
+        return answers
+
+
 class Cut:
     """A teacher with given answers."""
 
