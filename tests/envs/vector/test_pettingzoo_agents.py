@@ -98,6 +98,46 @@ def test_agent_that_joins_a_turn_based_game_later() -> None:
     assert done == [False, False, True]
 
 
+class Duel(PartingTurns):
+    """Agent "late" terminates "early" with its first move, without removing it, and has two more moves. Each of its
+    moves costs "early" 1 and pays "late" 2."""
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent] or self.truncations[agent]:
+            return super().step(action)
+        self._cumulative_rewards[agent] = 0
+        self._clear_rewards()
+        self.time += agent == "late"
+        if agent == "late":
+            self.rewards |= {one: {"early": -1.0, "late": 2.0}[one] for one in self.agents}
+            self.terminations |= {one: one == "early" or self.time == 3 for one in self.agents}
+        self.agent_selection = "late" if self.time < 2 or self.time == 3 or "early" not in self.agents else "early"
+        return self._accumulate_rewards()
+
+
+def returns_by_last(env: Any) -> dict[str, float]:
+    """The return of each agent as PettingZoo counts it: all rewards that `last` reports to it."""
+    env.reset(seed=0)
+    returns = dict.fromkeys(env.possible_agents, 0.0)
+    for agent in env.agent_iter():
+        _, reward, terminated, truncated, _ = env.last()
+        returns[agent] += reward
+        env.step(None if terminated or truncated else 0)
+    return returns
+
+
+def test_agent_that_was_terminated_is_paid_until_it_is_removed() -> None:
+    game = AECGame(Duel())
+    game.reset(0)
+    steps = [game.step(np.zeros(2, np.int32)) for _ in range(4)]
+    assert [step.agent_mask for step in steps[:3]] == [[False, True]] * 3 and steps[3].terminated
+    assert [step.rewards for step in steps] == [[0, 0], [-1, 2], [-1, 2], [0, 2]]
+    assert returns_by_last(Duel()) == {"early": -2, "late": 6}
+    # a seat that has terminated gets no reward: it terminates when its agent is removed
+    assert [step.seat_terminated for step in steps] == [None, [False, False], [True, False], [True, True]]
+
+
 class Parts(Parting):
     """Observations have two parts beside the action mask, neither called "observation"; action 1 is illegal."""
 

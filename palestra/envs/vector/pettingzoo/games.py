@@ -101,11 +101,11 @@ class _PettingZooGame:
                 "have an action without effect"
             )
 
-    def write_ends(self, step: SingleStep, over: bool) -> None:
-        """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated."""
-        step.seat_terminated = (
-            [agent in self.terminated_agents for agent in self.agents] if self.terminated_agents else None
-        )
+    def write_ends(self, step: SingleStep, over: bool, paid: Collection[Any] = ()) -> None:
+        """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated. As
+        long as the game goes on, the agents `paid`, which may still get rewards, do not count as terminated."""
+        gone = self.terminated_agents if over else self.terminated_agents.difference(paid)
+        step.seat_terminated = [agent in gone for agent in self.agents] if self.terminated_agents else None
         step.truncated = over and bool(self.truncated_agents)
         step.terminated = over and not self.truncated_agents
 
@@ -176,8 +176,9 @@ class ParallelGame(_PettingZooGame):
 
 class AECGame(_PettingZooGame):
     """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the beginning and the
-    end of the game. Rewards are those of the step in which they occur, for all agents. Raises ValueError if an agent
-    that has ended acts again."""
+    end of the game. Rewards are those of the step in which they occur, for all agents. An agent that was terminated
+    gets rewards until its turn, when the env removes it, as PettingZoo's `last` reports them; its seat terminates then.
+    Raises ValueError if an agent that has ended acts again."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         env.reset(seed=0)
@@ -190,8 +191,10 @@ class AECGame(_PettingZooGame):
 
     def step(self, actions: np.ndarray) -> SingleStep:
         env, seat = self.env, self.agents.index(self.env.agent_selection)
+        present = set(env.agents)
         env.step(self.action_decoders[seat].decode(actions[seat]))
-        rewards = [float(env.rewards.get(agent, 0.0)) for agent in self.agents]
+        present.update(env.agents)
+        rewards = [float(env.rewards.get(agent, 0.0)) if agent in present else 0.0 for agent in self.agents]
         self.record_ended(env.terminations, env.truncations)
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
@@ -200,7 +203,7 @@ class AECGame(_PettingZooGame):
             self.check_ended_stay_away([env.agent_selection])
         step = self._build_step(list(env.agents) if over else [env.agent_selection])
         step.rewards = rewards
-        self.write_ends(step, over)
+        self.write_ends(step, over, env.agents)
         return step
 
     def _build_step(self, observed: list[Any]) -> SingleStep:
