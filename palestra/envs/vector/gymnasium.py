@@ -148,7 +148,9 @@ def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
         return _integer_decoder(space, label)
     if isinstance(space, spaces.Box) and space.is_bounded():
         low, high = (tuple(float(number) for number in bound.reshape(-1)) for bound in (space.low, space.high))
-        return ActionDecoder(Continuous(low, high), partial(_box, shape=space.shape, dtype=space.dtype))
+        # bounds in float64 may be narrower than in float32, in which actions were clipped to them
+        bounds = (space.low, space.high) if space.dtype == np.float64 else None
+        return ActionDecoder(Continuous(low, high), partial(_box, shape=space.shape, dtype=space.dtype, bounds=bounds))
     raise ValueError(f"{label} acts in {space}: it must be choices or bounded numbers; wrap the env so that it is")
 
 
@@ -180,8 +182,11 @@ def _indices(action: np.ndarray, start: Any, shape: tuple[int, ...], dtype: Any)
     return (action[:size].reshape(shape) + start).astype(dtype)
 
 
-def _box(action: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    return action[: int(np.prod(shape))].reshape(shape).astype(dtype)
+def _box(
+    action: np.ndarray, shape: tuple[int, ...], dtype: Any, bounds: tuple[np.ndarray, np.ndarray] | None
+) -> np.ndarray:
+    value = action[: int(np.prod(shape))].reshape(shape).astype(dtype)
+    return value if bounds is None else np.clip(value, *bounds)
 
 
 def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:

@@ -76,6 +76,13 @@ def test_pendulum_clips_actions_to_its_bounds() -> None:
         assert np.array_equal(frame.final_obs[0, 0] if number == 199 else frame.obs[0, 0], seen)
 
 
+def test_actions_of_a_box_of_doubles_are_within_its_bounds() -> None:
+    """0.1 in float32, to which actions are clipped, is larger than 0.1 in float64."""
+    space = spaces.Box(np.array([-0.1, 0.0]), np.array([0.1, 0.3]), dtype=np.float64)
+    for action in ([0.1, 0.3], [-0.1, 0.0]):
+        assert space.contains(action_decoder(space, "a seat").decode(np.array(action, np.float32)))
+
+
 def test_taxi_has_an_action_mask() -> None:
     env, theirs = GymnasiumEnv(1, id="Taxi-v4"), gymnasium.make("Taxi-v4")
     for seed in range(5):
