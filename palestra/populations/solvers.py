@@ -105,8 +105,9 @@ class ProjectedReplicator(MetaSolver):
     type: Literal["prd"] = "prd"
     iterations: int = Field(50_000, ge=1)
     """Euler steps."""
-    dt: float = Field(1e-3, gt=0)
-    """Step size; larger payoffs need a smaller one."""
+    dt: float | None = Field(None, gt=0)
+    """Step size; null: 0.001, or 0.05 divided by the largest difference of a player's payoffs if that is less. Payoffs
+    that differ by much less than 1 need a larger step, or more iterations."""
     gamma: float = Field(1e-6, ge=0)
     """Lower bound of every member's probability."""
 

@@ -15,6 +15,7 @@ from palestra.populations.normal_form.payoff_tensors import PayoffTensors, membe
 
 Strategies = list[np.ndarray]
 
+DEFAULT_DT, SMALL_STEP = 1e-3, 0.05  # default Euler step; its largest relative change of a probability
 INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel, so that the first round is uniform
 
 
@@ -62,17 +63,28 @@ def _matched(regret: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def projected_replicator(
-    payoffs: PayoffTensors, *, iterations: int = 50_000, dt: float = 1e-3, gamma: float = 1e-6
+    payoffs: PayoffTensors, *, iterations: int = 50_000, dt: float | None = None, gamma: float = 1e-6
 ) -> Strategies:
     """Returns the average along projected replicator dynamics (Lanctot et al., 2017, sec. 3.2), float64 [m_i] for each
     player.
 
-    Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Larger payoffs
-    need a smaller `dt`. Raises ValueError if `gamma` is too large for a distribution.
+    Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Without `dt` steps
+    are `DEFAULT_DT`, or smaller for large payoffs, so that a step changes no probability by more than a share of
+    `SMALL_STEP`: averages of larger steps are far from an equilibrium. Raises ValueError if `gamma` is too large for a
+    distribution, or `dt` so large that a step can make a probability negative.
     """
     if gamma * max(payoffs[0].shape) > 1:
         raise ValueError(
             f"{max(payoffs[0].shape)} members cannot each have a probability of at least {gamma}: lower gamma"
+        )
+    payoffs = [table - table.mean() for table in payoffs]  # a large constant would leave rounding errors in each step
+    spread = max(float(np.ptp(table)) for table in payoffs)
+    if dt is None:
+        dt = min(DEFAULT_DT, SMALL_STEP / spread) if spread > 0 else DEFAULT_DT
+    elif dt * spread > 1:
+        raise ValueError(
+            f"dt: {dt:g} is too large for payoffs that differ by up to {spread:.3g}, since probabilities become "
+            f"negative: set at most {SMALL_STEP / spread:.2g}, or leave dt out"
         )
 
     def step(strategies: Strategies, earned: Strategies) -> Strategies:

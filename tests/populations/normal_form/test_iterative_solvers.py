@@ -90,6 +90,22 @@ def test_projected_replicator_keeps_members_above_gamma():
     assert row[1] == pytest.approx(0.1, abs=0.01) and row[1] >= 0.1
 
 
+@pytest.mark.parametrize(("scale", "constant"), [(1.0, 0.0), (1e3, 0.0), (1e6, 0.0), (1e6, 1e9)])
+def test_projected_replicator_of_large_payoffs(scale: float, constant: float) -> None:
+    """Rock, paper and scissors where scissors lose 1.2 times as much: the equilibrium is (5, 6, 5) / 16 at any scale.
+    In larger steps, the averages with payoffs of 1e3 and 1e6 were 0.06 and 0.07 from it."""
+    table = scale * np.array([[0, -1, 1.2], [1, 0, -1], [-1.2, 1, 0]])
+    for strategy in projected_replicator([constant + table, constant - table], iterations=10_000):
+        assert strategy.sum() == pytest.approx(1, abs=1e-12)
+        assert strategy == pytest.approx(np.array([5, 6, 5]) / 16, abs=0.005)
+
+
+def test_replicator_steps_that_leave_the_simplex_are_refused() -> None:
+    table = np.array([[0.0, 30.0], [30.0, 0.0]])
+    with pytest.raises(ValueError, match=r"dt: 0\.1 is too large for payoffs that differ by up to 30"):
+        projected_replicator([table, -table], dt=0.1)
+
+
 @pytest.mark.parametrize(
     ("point", "gamma", "nearest"),
     [
