@@ -126,6 +126,28 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     return adapter
 
 
+def load_into(adapter: Adapter, folder: Path, engine: Engine) -> None:
+    """Copies the weights of the adapter that PEFT or palestra wrote to `folder` into `adapter`. Raises ValueError as
+    `load_adapter` does, and if the two have other layers, ranks or scales: the message names the options to set."""
+    saved = load_adapter(folder, engine)
+    if _layout(saved) != _layout(adapter):
+        names = [*saved.weights, *saved.extras.experts]
+        options: dict[str, Any] = {"rank": saved.config.rank, "alpha": saved.config.alpha}
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in saved.weights})
+        options |= {key: value for key, value in saved.config.variants.items() if key != "lora_dropout"}
+        raise ValueError(
+            f"the adapter at {folder} has other layers, ranks or scales ({len(names)} adapted weights) than the policy "
+            f"that starts from it: set {', '.join(f'{key}: {json.dumps(value)}' for key, value in options.items())}"
+        )
+    _fill(adapter, dict(_named_tensors(saved.weights, saved.extras)))
+
+
+def _layout(adapter: Adapter) -> dict[str, Any]:
+    """The shape of each tensor of an adapter, and the scale of each layer or stacked weight."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(adapter.weights, adapter.extras)}
+    return shapes | {name: adapter.scale_of(name) for name in (*adapter.weights, *adapter.extras.experts)}
+
+
 def _check_supported(about: Mapping[str, Any], folder: Path) -> None:
     """Raises ValueError if the PEFT config is of another kind than LoRA, or has options that are not supported."""
     _refuse({key: about[key] for key in UNSUPPORTED if about.get(key)} | _other_kinds(about), folder)

@@ -17,6 +17,7 @@ from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.lora import Adapter, Snapshot
 from palestra.engine.micro_batch import by_group, micro_batches
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_into
 from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
@@ -47,7 +48,7 @@ class Exportable(Protocol):
 
 
 class LocalWeights:
-    """`Weights` in this process: a new adapter on an engine's base, or its whole model.
+    """`Weights` in this process: an adapter on an engine's base, new or from `path`, or its whole model.
 
     A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
@@ -75,6 +76,9 @@ class LocalWeights:
             group=group,
             optimizer=config.optimizer,
         )
+        if adapter and isinstance(config, LoraPolicyConfig) and config.path:
+            load_into(adapter, Path(config.path), engine)
+            self.trainer.set_reference()
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return self.trainer.forward_backward(samples, loss, **options)

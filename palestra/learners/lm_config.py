@@ -102,6 +102,9 @@ class LoraPolicyConfig(LoraVariantsConfig, LMLearnerConfig):
     target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: "all-linear" (all of the decoder layers, without the head), or name suffixes such
     as "q_proj"."""
+    path: str | None = None
+    """Folder of a saved adapter (PEFT's format) whose weights training starts from; rank, alpha and target_modules must
+    be its own. It is also the reference of the first stage. null: a new adapter, which changes nothing at first."""
 
     @property
     def lora(self) -> LoraConfig:

@@ -244,6 +244,8 @@ def test_unsupported_features_are_refused_before_training(server: Server, tmp_pa
         engines.check_supported(clipped_policy_loss, {"entropy": -0.1}, {})
     with pytest.raises(ValueError, match="servers train adapters"):
         engines.build_learner("x", FullPolicyConfig(**speech | {"type": "full"}), 1)
+    with pytest.raises(ValueError, match=r"policies\.x\.path: with engine: an adapter starts on the server"):
+        engines.build_learner("x", LoraPolicyConfig(**speech, path="saved"), 1)
     with pytest.raises(ValueError, match="all layers of a part or none"):
         engines.build_learner("x", LoraPolicyConfig(**speech, target_modules=["q_proj"]), 1)
     with pytest.raises(RequestRefused, match='this server has no base "other"'):

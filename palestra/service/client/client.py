@@ -63,6 +63,11 @@ class RemoteEngines:
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")
+        if config.path:
+            raise ValueError(
+                f"policies.{name}.path: with engine: an adapter starts on the server, and a saved one is loaded in this "
+                "process: leave one of them out"
+            )
         weights = RemoteWeights(self.connection, config, seed=seed)
         return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
 
