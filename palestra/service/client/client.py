@@ -65,7 +65,7 @@ class RemoteEngines:
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")
         if config.path:
             raise ValueError(
-                f"policies.{name}.path: with engine: an adapter starts on the server, and a saved one is loaded in this "
+                f"policies.{name}.path: with engine: an adapter starts on the server, and a saved one is read in this "
                 "process: leave one of them out"
             )
         weights = RemoteWeights(self.connection, config, seed=seed)
