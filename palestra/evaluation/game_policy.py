@@ -175,13 +175,20 @@ def _policy_files(target: Target, name: str) -> tuple[Path | None, bool]:
 
 def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -> GamePolicy:
     """Returns a policy [I, A] as a `GamePolicy`, by the texts of the information states. Raises ValueError if it
-    differs between two states with the same text, which differ only in the player's own past actions."""
+    differs between two states with the same text, which differ in the player's own past actions or in something that
+    only their tensors show."""
     players: list[InfoStatePolicy] = [{} for _ in range(game.num_players)]
+    first: dict[tuple[int, str], int] = {}  # the first information state of each text
     rows = zip(game.state_player.tolist(), game.info_state_texts, game.action_mask, policy, strict=True)
-    for player, text, legal, probabilities in rows:
+    for number, (player, text, legal, probabilities) in enumerate(rows):
         row = {int(action): float(probabilities[action]) for action in np.flatnonzero(legal)}
-        known = players[player].setdefault(text, row)
+        known, one = players[player].setdefault(text, row), first.setdefault((player, text), number)
         if known is not row and not np.allclose(list(known.values()), list(row.values()), atol=1e-12):
+            if not np.array_equal(game.info_state_tensors[one], game.info_state_tensors[number]):
+                raise ValueError(
+                    f"in {game.name} two states of player {player} have one text, though their tensors and the "
+                    f"policy's probabilities differ, so a table by text cannot hold the policy: {text!r}"
+                )
             raise ValueError(
                 f"in {game.name} the policy depends on the player's own past actions, which its observations do not "
                 "show, so a mixture of several members has no table: export a single member with --member"

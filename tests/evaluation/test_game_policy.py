@@ -28,7 +28,7 @@ from palestra.evaluation.game_policy import (
 )
 from palestra.evaluation.target import find_target
 from palestra.learners.policy_stack import read_frozen_member
-from palestra.tabular.game_tree import uniform_policy
+from palestra.tabular.game_tree import GameTree, uniform_policy
 
 GOOFSPIEL = "turn_based_simultaneous_game(game=goofspiel(num_cards=4,imp_info=True,points_order=descending))"
 OSHI_ZUMO = "turn_based_simultaneous_game(game=oshi_zumo(coins=4,size=1,horizon=3))"
@@ -155,6 +155,35 @@ def test_table_of_the_default_game_is_a_policy_of_openspiel() -> None:
     policy = as_game_policy({"type": "openspiel", "num_envs": 4}, tree, uniform_policy(tree))
     assert policy.env == {"type": "openspiel"} and policy.to_openspiel().game.get_type().short_name == "leduc_poker"
     assert policy.nash_conv == pytest.approx(4.747222222, abs=1e-6)
+
+
+def random_by_tensor(tree: GameTree) -> np.ndarray:
+    """A policy [I, A] that is equal in all information states with one tensor, as that of a network."""
+    rows: dict[tuple[int, bytes], np.ndarray] = {}
+    rng = np.random.default_rng(0)
+    for player, tensor in zip(tree.state_player.tolist(), tree.info_state_tensors, strict=True):
+        rows.setdefault((player, tensor.tobytes()), rng.random(tree.action_mask.shape[1]))
+    found = [rows[n, x.tobytes()] for n, x in zip(tree.state_player.tolist(), tree.info_state_tensors, strict=True)]
+    weights = np.array(found) * tree.action_mask
+    return weights / weights.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("game", ["y(board_size=3)", "havannah(board_size=2)"])
+def test_table_of_a_game_whose_texts_say_more_than_its_tensors(game: str) -> None:
+    """The texts mark the last move. A policy looked up by a text that the table did not have raised a KeyError."""
+    env = {"type": "openspiel", "game": game}
+    tree = enumerated(env)
+    policy = as_game_policy(env, tree, random_by_tensor(tree))
+    assert spiel_nash_conv(policy) == pytest.approx(policy.nash_conv, abs=1e-9) and policy.nash_conv > 1
+
+
+def test_table_of_a_game_whose_texts_say_less_than_its_tensors() -> None:
+    """The text does not show whose lines they are."""
+    env = {"type": "openspiel", "game": "dots_and_boxes(num_rows=1,num_cols=2)"}
+    tree = enumerated(env)
+    assert as_game_policy(env, tree, uniform_policy(tree)).nash_conv > 0
+    with pytest.raises(ValueError, match="have one text, though their tensors and the policy's probabilities differ"):
+        as_game_policy(env, tree, random_by_tensor(tree))
 
 
 def test_population_is_exported_as_its_last_mixtures(tmp_path: Path) -> None:

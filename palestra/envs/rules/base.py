@@ -56,7 +56,7 @@ class Rules(ABC, Generic[S]):
 
     @abstractmethod
     def info_state_text(self, state: S, player: int) -> str:
-        """Returns the information state as text. Two texts are equal exactly if the two `info_state_key` are equal."""
+        """Returns the information state as text. If two texts differ, the two `info_state_key` differ."""
 
     def info_state_key(self, state: S, player: int) -> Hashable:
         """Returns a hashable key of the information state: by default its array. Games whose array leaves out something

@@ -156,6 +156,7 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
     Information states of games of imperfect information are identified by OpenSpiel's information state string, because
     the tensor may say less (in dark hex it does not tell when a stone was placed, and observations leave out the past).
+    In other games they are identified by the tensor and OpenSpiel's text of it together, since either may say less.
     Raises ValueError for games with simultaneous moves, with chance outcomes that cannot be enumerated, or without the
     tensor.
     """
@@ -199,7 +200,8 @@ class OpenSpielRules(Rules[OpenSpielState]):
         return str(getattr(state.state, f"{self.tensor_kind}_string")(player))
 
     def info_state_key(self, state: OpenSpielState, player: int) -> Hashable:
-        return self.info_state_text(state, player) if self.has_string_keys else super().info_state_key(state, player)
+        text = self.info_state_text(state, player)
+        return text if self.has_string_keys else (text, super().info_state_key(state, player))
 
 
 class TablePolicy(Policy):
