@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
 import gymnasium
 import numpy as np
@@ -223,6 +223,14 @@ def can_use_action_mask(has_mask: bool, action_spaces: Sequence[Space], is_multi
     return has_mask
 
 
+def refuse_late_mask(label: str) -> NoReturn:
+    """Raises ValueError for an action mask in an info of an env whose first reset gave none."""
+    raise ValueError(
+        f"{label} gives an action_mask in the info of a step and gave none in that of its first reset, so it would not "
+        "be used: give one in every info, or in none"
+    )
+
+
 def flat_box_size(space: Any) -> int:
     """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
@@ -310,6 +318,8 @@ class GymnasiumGame:
 
     def _build_step(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> SingleStep:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
+        if not self.spec.has_action_mask and "action_mask" in info:
+            refuse_late_mask(str(self.env))
         parts = seen if self.is_multi_agent else [seen]
         plain = [without_action_mask(part) if own else part for part, own in zip(parts, self.has_dict_obs, strict=True)]
         rows = zip(self.obs_encoders, plain, gone, strict=True)

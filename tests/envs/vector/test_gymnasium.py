@@ -201,6 +201,24 @@ def test_missing_action_mask_is_reported() -> None:
         game.step(np.zeros(1, np.int32))
 
 
+class GainsMask(Masked):
+    """Gives a mask after the first step only."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, False, False, {"action_mask": np.array([1, 0], np.int8)}
+
+
+def test_action_mask_that_comes_after_the_reset_is_refused() -> None:
+    """It was ignored, so that illegal actions were played."""
+    game = GymnasiumGame(partial(GainsMask, spaces.Discrete(2)))
+    game.reset(0)
+    with pytest.raises(ValueError, match="in the info of a step and gave none in that of its first reset"):
+        game.step(np.zeros(1, np.int32))
+
+
 class Switches(gymnasium.Env[Any, Any]):
     """Takes integers, and records them."""
 

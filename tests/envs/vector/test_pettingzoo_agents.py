@@ -158,6 +158,31 @@ def test_all_parts_beside_an_action_mask_are_observed() -> None:
     assert frame.obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]
 
 
+class GainsMasks(Parting):
+    """Gives action masks in the infos of steps only."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        *result, infos = super().step(actions)
+        return *result, {agent: {"action_mask": np.array([1, 0], np.int8)} for agent in infos}
+
+
+class GainsMasksInTurns(PartingTurns):
+    """The same in a turn-based env."""
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        self.infos = {agent: {"action_mask": np.array([1, 0], np.int8)} for agent in self.agents}
+
+
+@pytest.mark.parametrize(("adapter", "env"), [(ParallelGame, GainsMasks), (AECGame, GainsMasksInTurns)])
+def test_action_masks_that_come_after_the_reset_are_refused(adapter: Any, env: Any) -> None:
+    """They were ignored, so that illegal actions were played."""
+    game = adapter(env())
+    game.reset(0)
+    with pytest.raises(ValueError, match="in the info of a step and gave none in that of its first reset"):
+        game.step(np.zeros(2, np.int32))
+
+
 class Stated(Parting):
     """The global state is the time and its square, without a `state_space`."""
 

@@ -19,6 +19,7 @@ from palestra.envs.vector.gymnasium import (
     can_use_action_mask,
     flat_box_size,
     obs_encoder,
+    refuse_late_mask,
     split_action_mask,
     without_action_mask,
 )
@@ -70,6 +71,8 @@ class _PettingZooGame:
         observation = self.obs_encoders[seat].encode(without_action_mask(seen) if self.has_dict_obs[seat] else seen)
         space = self.spec.action_spaces[seat]
         if not self.spec.has_action_mask or not isinstance(space, Discrete):
+            if "action_mask" in info:
+                refuse_late_mask(str(self.env))
             return observation, None
         mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
         return observation, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
@@ -165,6 +168,8 @@ class ParallelGame(_PettingZooGame):
             if agent not in seen:
                 continue
             if self.has_plain_obs:
+                if "action_mask" in infos.get(agent, ()):
+                    refuse_late_mask(str(self.env))
                 observations[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
                 observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
