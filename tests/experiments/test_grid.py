@@ -20,7 +20,7 @@ from warm_processes import start_palestra
 
 from palestra.backends.ray.process import max_processes, ray_processes
 from palestra.experiments.grid import grid_cells, load_grid
-from palestra.experiments.results import collect_results, results_data
+from palestra.experiments.results import GridResults, collect_results, results_data, results_page
 from palestra.experiments.schedule import run_cells
 from palestra.runs import read_lines
 
@@ -226,3 +226,14 @@ def test_unfinished_algorithms_have_no_aggregate(tmp_path: Path) -> None:
     data = results_data(collect_results(file, folder))
     assert list(data["aggregates"]) == ["dqn"] and data["aggregates"]["dqn"]["iqm"] == {"value": 0.75, "interval": None}
     assert len(data["missing"]) == 5 and data["probability_of_improvement"] == {}
+
+
+@pytest.mark.parametrize("seeds", [2, 5])
+def test_page_says_that_intervals_of_few_seeds_are_too_narrow(seeds: int, tmp_path: Path) -> None:
+    file = load_grid(write(tmp_path, seeds=list(range(seeds))))
+    values = {
+        algorithm: {task: {s: float(s) for s in range(seeds)} for task in file.tasks} for algorithm in ("dqn", "vdn")
+    }
+    results = GridResults(file, values, dict.fromkeys(file.tasks, "return"))
+    page = results_page(results, results_data(results))
+    assert ("Of 2 seeds a bootstrap makes too narrow intervals." in page) == (seeds == 2)
