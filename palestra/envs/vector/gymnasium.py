@@ -40,14 +40,14 @@ class ActionDecoder(NamedTuple):
 def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
     with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
-    discrete values one-hot, uint8 divided by 255. Images that are not uint8 are scaled from the bounds of their Box to
-    0 to 1, or stay as they are if it has none.
+    discrete values one-hot, bytes (uint8 up to 255) divided by 255. Images that are not bytes are scaled from the
+    bounds of their Box to 0 to 1, or stay as they are if it has none.
 
     `label` names the seat in errors. Raises ValueError for texts, for spaces without a fixed size, and for images
     within dictionaries and tuples.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        shape, pixels = space.shape, space.dtype == np.uint8 and isinstance(space, spaces.Box)
+        shape, pixels = space.shape, _is_bytes(space)
         if (stored := _image_shape(shape)) is not None:
             encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
             scaled = encode if pixels else _unit_scaled(encode, space)
@@ -65,6 +65,11 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
     if not space.is_np_flattenable:
         raise ValueError(f"{label} sees {space}, whose size is not fixed: wrap the env so that it has one")
     return ObsEncoder((spaces.flatdim(space),), False, partial(_flat, space))
+
+
+def _is_bytes(space: spaces.Box | spaces.MultiBinary) -> bool:
+    """True for a Box of uint8 up to 255. Flags and counts may be uint8 too; divided by 255 they would hardly differ."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and int(space.high.max(initial=0)) == 255
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:

@@ -337,6 +337,11 @@ def test_every_observation_space_is_encoded() -> None:
     assert np.array_equal(view.encode(pile[None])[0], view.encode(pile))
     memory = obs_encoder(spaces.Box(0, 255, (3,), np.uint8), "")
     assert not memory.is_uint8 and np.allclose(memory.encode(np.array([0, 51, 255], np.uint8)), [0, 0.2, 1])
+    for high in (1, 10):  # flags and counts
+        numbers = obs_encoder(spaces.Box(0, high, (2,), np.uint8), "")
+        assert numbers.encode(np.array([0, high], np.uint8)).tolist() == [0, high]
+        mask = obs_encoder(spaces.Box(0, high, (40, 50), np.uint8), "")
+        assert not mask.is_uint8 and mask.encode(np.full((40, 50), high, np.uint8)).max() == 1
     board = obs_encoder(spaces.Box(-1, 1, (2, 3)), "")
     assert board.shape == (6,) and board.encode([[1, 2, 3], [4, 5, 6]]).tolist() == [1, 2, 3, 4, 5, 6]
     picks = obs_encoder(spaces.MultiDiscrete([2, 3]), "")
