@@ -153,3 +153,13 @@ class RolloutTensors:
             recurrent_state=memories,
             worker=batch.worker,
         )
+
+    def last_action_masks(self) -> Tensor:
+        """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without
+        a decision in the batch, the mask of its first step."""
+        assert self.action_mask is not None
+        times, games = self.end_index
+        steps = torch.arange(len(self.agent_mask), device=times.device)[:, None, None]
+        last = torch.where(self.agent_mask, steps, 0).cummax(0).values
+        seats = torch.arange(last.shape[-1], device=times.device)
+        return self.action_mask[last[times, games], games[:, None], seats]

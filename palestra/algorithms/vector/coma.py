@@ -148,7 +148,7 @@ class COMALearner(NetLearner):
 
         After the last step, or where a game was truncated, the value is the expectation over the seat's policy, with
         the others' next actions sampled from their policies. At a truncation the seats of the last step are assumed to
-        act again, with the same action masks.
+        act again, and each seat to have the action mask of its last decision.
         """
         critic_inputs, ends = self._critic_inputs(batch)
         targets = [critic.target for critic in self.critics]
@@ -246,11 +246,10 @@ class COMALearner(NetLearner):
         if not len(times):
             return moments, moments[0, :0]
 
-        def at_ends(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
-
-        final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_ends(memories))
-        ends = _logits(stack, final[:, 0], at_ends(action_mask)).exp()
+        at_end = None if memories is None else memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
+        final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_end)
+        legal = None if batch.action_mask is None else stack.rows(batch.last_action_masks(), 1)
+        ends = _logits(stack, final[:, 0], legal).exp()
         return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
 
     def _draw(self, policy: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class PQNLearner(NetLearner):
             if len(times):
                 before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
                 q = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], before)[0]
-                legal = None if batch.action_mask is None else stack.rows(last_action_masks(batch), 1)[:, None]
+                legal = None if batch.action_mask is None else stack.rows(batch.last_action_masks(), 1)[:, None]
                 ends = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))[0]  # [F, P*S]
                 here = torch.where(cut[:, seats], ends, 0.0)
                 bootstrap[times[:, None], games[:, None], seats] = here
@@ -214,14 +214,3 @@ class PQNLearner(NetLearner):
             return normalise_weights(weight.flatten(2, 3)).view(weight.shape)
         known = torch.stack([minibatch(each.weight).amax((0, 3)) for each in rows]).amax(0)  # [T, M]
         return weight / known.sum().clamp(min=1)
-
-
-def last_action_masks(batch: RolloutTensors) -> Tensor:
-    """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without a
-    decision in the batch, the mask of its first step."""
-    assert batch.action_mask is not None
-    times, games = batch.end_index
-    steps = torch.arange(len(batch.agent_mask), device=times.device)[:, None, None]
-    last = torch.where(batch.agent_mask, steps, 0).cummax(0).values
-    seats = torch.arange(last.shape[-1], device=times.device)
-    return batch.action_mask[last[times, games], games[:, None], seats]

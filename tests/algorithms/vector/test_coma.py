@@ -15,6 +15,7 @@ from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.layers import member_weights
+from palestra.nets.on_device import RolloutTensors
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
@@ -304,3 +305,25 @@ def test_simple_spread_is_learned_beyond_chance() -> None:
     chance = mean_return(env, [UniformVectorPolicy(env, [0, 1])], 50).mean()
     train(made, VectorRollout(env, np.arange(32)), 10, 100)
     assert mean_return(env, made.greedy_policies(), 50).mean() > chance + 3
+
+
+class OwnMasks(Countdown):
+    """Shows action masks to the seat that acts only."""
+
+    def show(self, obs: np.ndarray, state: np.ndarray) -> None:
+        super().show(obs, state)
+        if self.vector_step.action_mask is not None:
+            self.vector_step.action_mask &= self.vector_step.agent_mask[..., None]
+
+
+def test_truncated_seat_that_waits_has_the_mask_of_its_last_decision() -> None:
+    """Its mask in the last step of the game says nothing: targets assumed that all actions, also illegal ones, are
+    equally likely then."""
+    found = []
+    for env in (Countdown(6, turns=True), OwnMasks(6, turns=True)):
+        made = learner(COMA(), env, {"a": [0], "b": [1]}, NetPolicyConfig(hidden=[16], lr=1e-2))
+        batch = VectorRollout(env, np.arange(6)).collect(made.rollout_policies(0), 24, 0)
+        made.random = torch.Generator().manual_seed(0)
+        _, targets, known = made._credit(RolloutTensors.of(batch))
+        found.append(torch.where(known, targets, 0.0))
+    torch.testing.assert_close(found[1], found[0])
