@@ -196,4 +196,17 @@ def test_global_state_without_a_space_is_read() -> None:
     states = [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(3)]
     assert [frame.state.tolist() for frame in states] == [[[1, 1]], [[2, 4]], [[0, 0]]]
     assert states[2].final_state is not None and states[2].final_state.tolist() == [[3, 9]]
-    assert ParallelGame(Parting(), state=True).spec.state_size == 0 == ParallelGame(Stated()).spec.state_size
+    assert ParallelGame(Stated()).spec.state_size == 0
+
+
+class Pictured(Parting):
+    """The global state is a picture."""
+
+    state_space = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+
+
+@pytest.mark.parametrize("env", [Parting, Pictured])
+def test_global_state_that_is_no_row_is_refused(env: Any) -> None:
+    """Central critics saw all observations instead, without a message."""
+    with pytest.raises(ValueError, match="has no global state that is a row of numbers"):
+        ParallelGame(env(), state=True)

@@ -33,7 +33,7 @@ CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
 class _PettingZooGame:
     """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
     is used, or all other parts if none is called so; the mask may also be in the info. With `state` the env's global
-    state is used if it is one-dimensional."""
+    state is used. Raises ValueError if it is not one-dimensional."""
 
     def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
@@ -60,6 +60,11 @@ class _PettingZooGame:
             ),
             has_seat_terminated=len(self.agents) > 1,
         )
+        if state and not self.spec.state_size:
+            raise ValueError(
+                f"state: {env} has no global state that is a row of numbers, so critics would see all observations "
+                "instead: leave state out, or wrap the env so that its state() returns a row"
+            )
         self.terminated_agents: set[Any] = set()  # in the current episode
         self.truncated_agents: set[Any] = set()
         self.has_plain_obs = (
