@@ -198,18 +198,16 @@ def raw_cases() -> list[Case]:
 def changed_cases(count: int | None = None, seed: int = 0) -> list[Case]:
     """Every kind of config with every key in turn changed to each hostile value; with `count`, that many of them, drawn
     evenly from the kinds."""
-    cases = {kind: list(_changed(kind, tree)) for kind, tree in KINDS.items()}
-    if count is None:
-        return [case for own in cases.values() for case in own]
-    rng = random.Random(seed)
-    return [case for own in cases.values() for case in rng.sample(own, count // len(cases))]
+    changes = {kind: [(path, value) for path in _paths(tree) for value in HOSTILE] for kind, tree in KINDS.items()}
+    if count is not None:
+        rng = random.Random(seed)
+        changes = {kind: rng.sample(own, count // len(changes)) for kind, own in changes.items()}
+    return [_changed(kind, path, value) for kind, own in changes.items() for path, value in own]
 
 
-def _changed(kind: str, tree: Tree) -> Iterator[Case]:
-    for path in _paths(tree):
-        for value in HOSTILE:
-            shown = repr(value) if len(repr(value)) < 24 else f"{repr(value)[:20]}..."
-            yield Case(f"{kind} {'.'.join(map(str, path))}={shown}", _dumped(_with(tree, path, value)))
+def _changed(kind: str, path: tuple[Any, ...], value: Any) -> Case:
+    shown = repr(value) if len(repr(value)) < 24 else f"{repr(value)[:20]}..."
+    return Case(f"{kind} {'.'.join(map(str, path))}={shown}", _dumped(_with(KINDS[kind], path, value)))
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

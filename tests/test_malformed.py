@@ -82,18 +82,16 @@ def _too_long(*_: object) -> None:
 
 def table(outcomes: dict[Case, Outcome]) -> str:
     """For each kind, the numbers of cases that were tried, refused, valid and broken."""
+    raw = set(raw_cases())
     lines = [f"{'kind':12}{'tried':>7}{'refused':>9}{'valid':>7}{'broken':>8}{'slowest':>9}"]
     for kind in [*KINDS, "raw"]:
-        own = [o for case, o in outcomes.items() if (case.name.split()[0] if case in changed else "raw") == kind]
+        own = [o for case, o in outcomes.items() if ("raw" if case in raw else case.name.split()[0]) == kind]
         count = Counter(o.what for o in own)
         broken = len(own) - count["refused"] - count["valid"]
         slowest = max((o.seconds for o in own), default=0.0)
         row = f"{kind:12}{len(own):7}{count['refused']:9}{count['valid']:7}{broken:8}{slowest:8.2f}s"
         lines.append(row)
     return "\n".join(lines)
-
-
-changed = set(changed_cases())
 
 
 def assert_cases(cases: list[Case], folder: Path) -> dict[Case, Outcome]:

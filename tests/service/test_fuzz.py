@@ -24,7 +24,6 @@ from fastapi.routing import APIRoute
 from fronts import Front
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
 from pydantic.json_schema import models_json_schema
 
 from palestra.service.api import codec
@@ -46,6 +45,7 @@ from palestra.types import Datum
 TABLES = (sessions, models, samplers, checkpoints)
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
+MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}
 
 
@@ -167,8 +167,7 @@ def fuzz(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..
 
     def run(test: Callable[..., None]) -> None:
         profile = settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, database=None)
-        with contextlib.suppress(Unsatisfiable):  # some requests have nothing that could be wrong
-            profile(hypothesis.seed(0)(given(*strategies, **named)(test)))()
+        profile(hypothesis.seed(0)(given(*strategies, **named)(test)))()
 
     return run
 
@@ -239,7 +238,9 @@ def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -
     with other.at_work():
         for found in schema.get_all_operations():
             operation = found.ok()
-            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            # hypothesis would search long for a path that does not fit: any text does
+            modes = MODES if operation.body or operation.query else MODES[:1]
+            for mode in modes:
                 cases = operation.as_strategy(generation_mode=mode)
 
                 @fuzz(2 * amount, cases, st.lists(st.booleans(), min_size=6, max_size=6))
@@ -450,24 +451,29 @@ def sparse(rows: int, columns: int) -> bytes:
     return call.SerializeToString()
 
 
-BOMBS: dict[str, tuple[str, bytes, dict[str, str]]] = {
-    "zstd": ("create_session", zstandard.compress(b" " * 2**30), {"Content-Encoding": "zstd"}),
-    "deep": ("create_session", b'{"user_metadata":' + b'{"a":' * 300_000, {}),
-    "deep list": ("asample", b"[" * 1_000_000, {}),
-    "tags": ("create_session", json.dumps({"tags": ["a"] * 10**5 * 3}).encode(), {}),
-    "keys": ("create_session", json.dumps({"user_metadata": {f"{i}": 0 for i in range(10**5)}}).encode(), {}),
-    "csr": ("forward_backward", sparse(4, 2**31 - 1), PROTOBUF),
-    "csr rows": ("forward_backward", sparse(2**31 - 1, 2**31 - 1), PROTOBUF),
-    "csr many": ("forward_backward", sparse(4, 2**21), PROTOBUF),
-    "big number": ("optim_step", b'{"seq_id": ' + b"9" * 500_000 + b"}", {}),
-    "long id": ("get_info", json.dumps({"model_id": "x" * 1_900_000}).encode(), {}),
-    "wide vocabulary": ("asample", json.dumps({"prompt": {"chunks": [{"tokens": [0] * 600_000}]}}).encode(), {}),
+# functions, since the bodies take a second and a gigabyte to make
+BOMBS: dict[str, Callable[[], tuple[str, bytes, dict[str, str]]]] = {
+    "zstd": lambda: ("create_session", zstandard.compress(b" " * 2**30), {"Content-Encoding": "zstd"}),
+    "deep": lambda: ("create_session", b'{"user_metadata":' + b'{"a":' * 300_000, {}),
+    "deep list": lambda: ("asample", b"[" * 1_000_000, {}),
+    "tags": lambda: ("create_session", json.dumps({"tags": ["a"] * 10**5 * 3}).encode(), {}),
+    "keys": lambda: ("create_session", json.dumps({"user_metadata": {f"{i}": 0 for i in range(10**5)}}).encode(), {}),
+    "csr": lambda: ("forward_backward", sparse(4, 2**31 - 1), PROTOBUF),
+    "csr rows": lambda: ("forward_backward", sparse(2**31 - 1, 2**31 - 1), PROTOBUF),
+    "csr many": lambda: ("forward_backward", sparse(4, 2**21), PROTOBUF),
+    "big number": lambda: ("optim_step", b'{"seq_id": ' + b"9" * 500_000 + b"}", {}),
+    "long id": lambda: ("get_info", json.dumps({"model_id": "x" * 1_900_000}).encode(), {}),
+    "wide vocabulary": lambda: (
+        "asample",
+        json.dumps({"prompt": {"chunks": [{"tokens": [0] * 600_000}]}}).encode(),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_decompression_bombs_cost_little_time(target: Target, name: str) -> None:
-    verb, body, headers = BOMBS[name]
+    verb, body, headers = BOMBS[name]()
     began = time.monotonic()
     tracemalloc.start()
     reply = target.try_request("POST", f"/{verb}", body, headers=headers)
