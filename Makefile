@@ -9,6 +9,9 @@ CLIENTS := a b c
 # Small models on few cores: threads that fight over them cost more than they give.
 export OMP_NUM_THREADS := 1
 
+# Tests start many processes: each compiles palestra's modules again if Python may not keep their bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where tests/browsers.py keeps them.
 SCREENSHOTS := .cache/screenshots
 
