@@ -259,7 +259,7 @@ def test_hung_judge_does_not_block_other_debates():
         return Reply(wait=None) if int(re.search(r"number (\d+)", spoken)[1]) % 10 == 0 else decide_for_con(body)
 
     with endpoint(hangs_at_times) as server:
-        options = {"timeout": 3, "limit": 6, "retries": 1, "swap": False}
+        options = {"timeout": 2, "limit": 4, "retries": 1, "swap": False}
         arena = EpisodeRunner(lambda: debate(server, options), "debate")
         matches = [EpisodeSpec(0, {seat: numbered(i) for seat in ("pro", "con")}, i) for i in range(200)]
         done: list[bool] = []
@@ -268,7 +268,7 @@ def test_hung_judge_does_not_block_other_debates():
         assert time.monotonic() - begun < 30
     failed = [i for i, episode in enumerate(episodes) if episode.error]
     assert failed == list(range(0, 200, 10))
-    assert all("EndpointError" in episodes[i].error and "timeout: 3 seconds" in episodes[i].error for i in failed)
+    assert all("EndpointError" in episodes[i].error and "timeout: 2 seconds" in episodes[i].error for i in failed)
     assert done == [True] * 180 + [False] * 20
     assert all(episode.leaves()[0].info["winner"] == "con" for episode in episodes if not episode.error)
 

@@ -119,7 +119,7 @@ def test_command_line_workflows_are_supported(tmp_path):
 
 def test_hung_workflow_does_not_block_others():
     arena = EpisodeRunner(
-        lambda: Workflow(seats=["agent"], function="toy_workflows:hanging", timeout=8), "workflow", max_concurrent=256
+        lambda: Workflow(seats=["agent"], function="toy_workflows:hanging", timeout=4), "workflow", max_concurrent=256
     )
     done: list[float] = []
     start = time.monotonic()
@@ -128,9 +128,9 @@ def test_hung_workflow_does_not_block_others():
         arena.play_all(matches, Branching(), lambda e: done.append(time.monotonic() - start) if not e.error else None)
     )
     failed = [episode for episode in episodes if episode.error]
-    assert len(failed) == 20 and all("neither called a model nor ended for 8 s" in episode.error for episode in failed)
+    assert len(failed) == 20 and all("neither called a model nor ended for 4 s" in episode.error for episode in failed)
     assert len(done) == 180 and all(e.nodes[-1].rewards == {"agent": 1.0} for e in episodes if not e.error)
-    assert time.monotonic() - start < max(done) + 8 + 5
+    assert time.monotonic() - start < max(done) + 4 + 5
 
 
 @pytest.mark.parametrize(
