@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -33,90 +34,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def actors() -> Any:
+@pytest.fixture(scope="module")
+def actors() -> Iterator[ActorPool]:
+    """Two actors, which play without a pause: the tests that use them are the last ones, and the last of these ends
+    them."""
     config = validate(VectorConfig, CONFIG)
     own = make_actor_setup(config)
-    made = ActorPool(own, [partial(make_actor_setup, config)] * 2, 5, 0)
-    yield made
-    made.close()
-
-
-def test_batches_are_complete_and_come_from_all_actors(actors: ActorPool) -> None:
-    sources = set()
-    while len(sources) < 2:
-        batch = actors.collect([], 5, 0)
-        sources.add(batch.worker)
-        assert batch.obs.shape == (6, 8, 3, 18) and np.isfinite(batch.obs).all()
-        assert batch.actions.max() <= 4 and (batch.logp < 0).all()
-        assert (batch.is_first[1:] == batch.done).all()
-        assert len(batch.episode_stats["lengths"]) == 0 or (batch.episode_stats["lengths"] == 6).all()
-        assert batch.rollout_metrics["lag"] >= 0
-    assert sources == {0, 1}
-
-
-def test_actors_use_the_newest_weights(actors: ActorPool) -> None:
-    actors.collect([], 5, 0)
-    for tensor in actors.weights:
-        with torch.no_grad():
-            tensor.zero_()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        batch = actors.collect([], 5, 0)
-        if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform play
-            return
-    raise AssertionError("no batch of the new weights came")
-
-
-def test_actors_drop_batches_instead_of_blocking(actors: ActorPool) -> None:
-    actors.collect([], 5, 0)
-    time.sleep(1.0)  # they fill their slots, and continue
-    dropped = 0.0
-    deadline = time.monotonic() + 60
-    while not dropped and time.monotonic() < deadline:
-        time.sleep(0.2)
-        dropped += actors.collect([], 5, 0).rollout_metrics["dropped"]
-    assert dropped > 0
-
-
-def kill_actors(actors: ActorPool, kills: int) -> None:
-    rng = np.random.default_rng(0)
-    for kill in range(kills):
-        victim = int(rng.integers(2))
-        for _ in range(4):
-            actors.collect([], 5, 0)
-        while actors.collect([], 5, 0).worker != victim:
-            pass  # a batch between two deaths shows that actors can start
-        os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
-        for _ in range(4):
-            batch = actors.collect([], 5, 0)
-            assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
-        while actors.restarts <= kill:
-            actors.collect([], 5, 0)
-    assert actors.restarts == kills
-
-
-def test_killed_actors_are_replaced(actors: ActorPool) -> None:
-    kill_actors(actors, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_twenty_killed_actors_are_replaced(actors: ActorPool) -> None:
-    kill_actors(actors, 20)
-
-
-def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool) -> None:
-    actors.collect([], 5, 0)
-    names, pids = (
-        [buffers.shared_memory.name for buffers in actors.all_buffers],
-        [actor.process.pid for actor in actors.actors],
-    )
-    actors.close()
-    for name in names:
-        with pytest.raises(FileNotFoundError):
-            SharedMemory(name)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    pool = ActorPool(own, [partial(make_actor_setup, config)] * 2, 5, 0)
+    yield pool
+    pool.close()
 
 
 def broken() -> ActorSetup:
@@ -154,3 +80,79 @@ def test_actors_need_an_off_policy_correction(tmp_path: Path) -> None:
 def test_actor_env_declares_its_spaces() -> None:
     env = make_actor_setup(validate(VectorConfig, CONFIG)).env
     assert isinstance(env, VectorEnv) and env.num_envs == 8
+
+
+def test_batches_are_complete_and_come_from_all_actors(actors: ActorPool) -> None:
+    sources = set()
+    while len(sources) < 2:
+        batch = actors.collect([], 5, 0)
+        sources.add(batch.worker)
+        assert batch.obs.shape == (6, 8, 3, 18) and np.isfinite(batch.obs).all()
+        assert batch.actions.max() <= 4 and (batch.logp < 0).all()
+        assert (batch.is_first[1:] == batch.done).all()
+        assert len(batch.episode_stats["lengths"]) == 0 or (batch.episode_stats["lengths"] == 6).all()
+        assert batch.rollout_metrics["lag"] >= 0
+    assert sources == {0, 1}
+
+
+def test_actors_use_the_newest_weights(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
+    for tensor in actors.weights:
+        with torch.no_grad():
+            tensor.zero_()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        batch = actors.collect([], 5, 0)
+        if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform play
+            return
+    raise AssertionError("no batch of the new weights came")
+
+
+def test_actors_drop_batches_instead_of_blocking(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
+    dropped = 0.0
+    deadline = time.monotonic() + 60
+    while not dropped and time.monotonic() < deadline:
+        time.sleep(0.2)  # they fill their slots, and continue
+        dropped += actors.collect([], 5, 0).rollout_metrics["dropped"]
+    assert dropped > 0
+
+
+def kill_actors(actors: ActorPool, kills: int) -> None:
+    rng, before = np.random.default_rng(0), actors.restarts
+    for kill in range(before, before + kills):
+        victim = int(rng.integers(2))
+        for _ in range(4):
+            actors.collect([], 5, 0)
+        while actors.collect([], 5, 0).worker != victim:
+            pass  # a batch between two deaths shows that actors can start
+        os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
+        for _ in range(4):
+            batch = actors.collect([], 5, 0)
+            assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
+        while actors.restarts <= kill:
+            actors.collect([], 5, 0)
+    assert actors.restarts == before + kills
+
+
+def test_killed_actors_are_replaced(actors: ActorPool) -> None:
+    kill_actors(actors, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_killed_actors_are_replaced(actors: ActorPool) -> None:
+    kill_actors(actors, 20)
+
+
+def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool) -> None:
+    actors.collect([], 5, 0)
+    names, pids = (
+        [buffers.shared_memory.name for buffers in actors.all_buffers],
+        [actor.process.pid for actor in actors.actors],
+    )
+    actors.close()
+    for name in names:
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
