@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from palestra.builders.engines import Engines
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.builders.vector import build_vector_run
@@ -53,10 +54,17 @@ def success(folder, settings=()):
     return scores[0], scores[-1]
 
 
+@pytest.fixture(scope="module")
+def engines():
+    return Engines("auto", 8)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_config_builds(path):
+def test_every_config_builds(path, engines):
+    """On bases that are loaded, and checked, once for all configs."""
     config = validate(TextConfig, load(path))
-    assert build(config).learners and validate(TextConfig, load(path)) == config
+    assert config.engine is None and config.sampler is None
+    assert build(config, engines).learners and validate(TextConfig, load(path)) == config
 
 
 def buildable(path):
