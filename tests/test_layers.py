@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -204,15 +204,21 @@ def _by_importer() -> dict[str, list[Import]]:
 
 def _imports(name: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    typing_only = _inside(tree, _is_type_checking)
-    in_functions = _inside(tree, lambda node: isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    for node in ast.walk(tree):
+    for node, in_function, typing_only in _statements(tree):
         for target in _targets(node, name, path.name == "__init__.py"):
-            yield Import(name, target, getattr(node, "lineno", 0), node in in_functions, node in typing_only)
+            yield Import(name, target, getattr(node, "lineno", 0), in_function, typing_only)
 
 
-def _inside(tree: ast.AST, chosen: Callable[[ast.AST], bool]) -> set[ast.AST]:
-    return {child for node in ast.walk(tree) if chosen(node) for child in ast.walk(node)}
+def _statements(
+    node: ast.AST, in_function: bool = False, typing_only: bool = False
+) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Yields the statements below a node, and whether each is in a function, and in `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            typed = typing_only or _is_type_checking(child)
+            yield child, inside, typed
+            yield from _statements(child, inside, typed)
 
 
 def _is_type_checking(node: ast.AST) -> bool:

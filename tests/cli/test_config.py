@@ -1,19 +1,15 @@
 """`palestra config`, and where the descriptions of config keys are shown."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from terminal_text import plain
 from typer.testing import CliRunner
+from warm_processes import run_palestra
 
 from palestra.cli.main import app
 from palestra.config.descriptions import describe_keys
 from palestra.launch.config_reference import config_models
-
-SCRIPT = Path(sys.executable).parent / "palestra"
 
 
 def config_output(*arguments):
@@ -32,8 +28,7 @@ def refused(*arguments):
 def test_config_command_prints_every_key_of_an_algorithm():
     from palestra.algorithms.text.grpo import GRPO
 
-    env = os.environ | {"COLUMNS": "80"}
-    done = subprocess.run([SCRIPT, "config", "grpo"], capture_output=True, text=True, env=env)
+    done = run_palestra("config", "grpo", env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     text = plain(done.stdout)
