@@ -112,8 +112,9 @@ def stationary_distribution(chain: np.ndarray) -> np.ndarray:
         first = max(stop - BLOCK_SIZE, 0)
         for state in range(stop - 1, max(first, 1) - 1, -1):
             chain[:state, state] /= chain[state, :state].sum()
-            chain[first:state, :state] += np.outer(chain[first:state, state], chain[state, :state])
-            chain[:first, first:state] += np.outer(chain[:first, state], chain[state, first:state])
+            chain[first:state, :state] += chain[first:state, state, None] * chain[state, :state]
+            if first:
+                chain[:first, first:state] += chain[:first, state, None] * chain[state, first:state]
         if first:
             chain[:first, :first] += chain[:first, first:stop] @ chain[first:stop, :first]
     share = np.ones(size)
