@@ -35,14 +35,21 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[ActorPool]:
-    """Two actors, which play without a pause: the tests that use them are the last ones, and the last of these ends
-    them."""
-    config = validate(VectorConfig, CONFIG)
-    own = make_actor_setup(config)
-    pool = ActorPool(own, [partial(make_actor_setup, config)] * 2, 5, 0)
-    yield pool
-    pool.close()
+def pools() -> Iterator[list[ActorPool]]:
+    """The pool that tests share, in a list; empty before the first test, and after one that closes it."""
+    pools: list[ActorPool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def actors(pools: list[ActorPool]) -> ActorPool:
+    """Two actors, which play without a pause: the tests that use them are the last ones in this file."""
+    if not pools:
+        config = validate(VectorConfig, CONFIG)
+        pools.append(ActorPool(make_actor_setup(config), [partial(make_actor_setup, config)] * 2, 5, 0))
+    return pools[0]
 
 
 def broken() -> ActorSetup:
@@ -145,7 +152,8 @@ def test_twenty_killed_actors_are_replaced(actors: ActorPool) -> None:
     kill_actors(actors, 20)
 
 
-def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool) -> None:
+def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool, pools: list[ActorPool]) -> None:
+    pools.remove(actors)
     actors.collect([], 5, 0)
     names, pids = (
         [buffers.shared_memory.name for buffers in actors.all_buffers],
