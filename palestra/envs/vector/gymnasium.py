@@ -268,7 +268,8 @@ class GymnasiumGame:
     that ends before the others does not act again, gets no further reward and keeps its last observation. A seat that
     is terminated and truncated in one step counts as terminated. If an observation is a dictionary with an
     `action_mask`, its other parts are observed (see `split_action_mask`); else `action_mask` of the info is used if the
-    info of the first reset has it, and then every info must. `is_success` is used if that info has it.
+    info of the first reset has it, and then every info must. `is_success` is used if that info has it, or that of a
+    first step (which is not tried if actions are masked).
     """
 
     def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
@@ -285,17 +286,21 @@ class GymnasiumGame:
         info = self.env.reset(seed=0)[1]
         self.is_multi_agent = several
         has_masked_obs, kinds = any(self.has_dict_obs), tuple(choice.space for choice in self.action_decoders)
+        is_masked = has_masked_obs or "action_mask" in info
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
             tuple(encoder.shape for encoder in self.obs_encoders),
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
-            has_action_mask=can_use_action_mask(
-                has_masked_obs or "action_mask" in info, kinds, several and not has_masked_obs, str(self.env)
-            ),
-            reports_success="is_success" in info,
+            has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
+            reports_success="is_success" in info or (not is_masked and self._succeeds_in_steps()),
             has_seat_terminated=several,
         )
+
+    def _succeeds_in_steps(self) -> bool:
+        """Plays one step of random actions; returns whether its info has `is_success`."""
+        self.env.action_space.seed(0)
+        return "is_success" in self.env.step(self.env.action_space.sample())[-1]
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)

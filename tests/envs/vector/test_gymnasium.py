@@ -281,6 +281,28 @@ def test_tuple_action_space_makes_seats() -> None:
     assert frame.success is not None and frame.success[0]
 
 
+class Goal(gymnasium.Env[Any, Any]):
+    """One step, with success by action 1, which only the info of the step tells, as in most robotics envs."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return self.np_random.uniform(-1, 1, 1), {}
+
+    def step(self, action: Any) -> Any:
+        return self.np_random.uniform(-1, 1, 1), 0.0, True, False, {"is_success": action == 1}
+
+
+def test_success_is_reported_if_only_infos_of_steps_have_it() -> None:
+    env = SyncVectorEnv(lambda: GymnasiumGame(Goal), 2)
+    env.reset(np.array([3, 4]))
+    frame = env.step(np.array([[0], [1]]))
+    assert frame.success is not None and frame.success.tolist() == [False, True]
+    first = env.reset(np.array([3, 4])).obs[:, 0, 0].tolist()
+    assert first == [np.float32(Goal().reset(seed=n)[0][0]) for n in (3, 4)]  # no trace of the step that was tried
+
+
 class SeparateEnds(gymnasium.Env[Any, Any]):
     """Two seats; the first terminates after two steps, the second is truncated after three. Both are paid 1 in every
     step."""
