@@ -194,7 +194,7 @@ class LanguageWorker:
             speech = {key: getattr(policy, key) for key in kept}
             if self.config.greedy:
                 speech["sampling"] = speech["sampling"].model_copy(update={"temperature": 0.0})
-            config = FrozenConfig(**speech | {"type": "frozen"}, path=str(members[name]))
+            config = FrozenConfig(**speech | {"type": "frozen", "path": str(members[name])})
             self._frozen[name] = self.engines.build_frozen_policy(name, config)
         return self._frozen[name]
 

@@ -192,7 +192,9 @@ def test_conversation_extends_the_previous_one():
 
 
 def test_a_policys_prompt_begins_with_its_earlier_tokens():
-    student = LanguagePolicy("s", None, ChatEncoder(tiny_tokenizer()), None)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    student = LanguagePolicy("s", None, ChatEncoder(tokenizer), None)
     env = {"kinds": ["lookup_compute"], "split": "base"}
     arena = EpisodeRunner(lambda: tools(**env), "tools")
     seat = {"agent": DemonstrationPolicy(student, ExpertPolicy())}
