@@ -9,12 +9,17 @@ import sys
 import time
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 import yaml
 from command_line import invoke
+from safetensors.torch import load_file
 from terminal_text import plain
+from transformers import AutoModelForCausalLM
 
 from palestra.config import dump, load, override, parse
+from palestra.engine.bases import resolve_base
 from palestra.launch.population import build_population, run_population
 from palestra.launch.population_config import validate_population
 from palestra.populations.scheduler import PlanCallback
@@ -108,6 +113,22 @@ def test_every_plan_trains_language_agents(plan, tmp_path):
     weights = {(run / "members" / name / "adapter_model.safetensors").read_bytes() for name in learned}
     assert len(weights) == len(learned)
     assert made.summary()["iteration"] == made.summary()["iterations"]
+
+
+def test_language_members_start_from_a_saved_adapter(tmp_path):
+    """At learning rate 0 each member has the weights of the folder that `path` names."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_base("tiny"))
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "saved")
+    policy = TALK["policy"] | {"lr": 0, "path": str(tmp_path / "saved"), "target_modules": ["q_proj"]}
+    oracle = TALK | {"policy": policy, "imitation_steps": 0}
+    plan = {"type": "self_play", "slices": 1, "train_steps": 1}
+    env = {"type": "text_kuhn", "vocabulary": VOCABULARY}
+    made, run = train_tree(tmp_path, EXACT | {"env": env, "oracle": oracle, "population": plan})
+    start = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    for name in set(made.population.members) - {"uniform"}:
+        weights = load_file(run / "members" / name / "adapter_model.safetensors")
+        assert all(torch.equal(weights[key], start[key]) for key in start)
 
 
 def test_psro_run_logs_its_results(tmp_path):
