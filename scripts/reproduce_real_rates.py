@@ -32,11 +32,20 @@ def read_rates() -> Rates:
     return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
 
 
+def is_tuned(task: str, method: str, rates: Rates) -> bool:
+    """True if all `RATES` were measured."""
+    return set(RATES) <= _measured(task, method, rates).keys()
+
+
+def _measured(task: str, method: str, rates: Rates) -> dict[float, float]:
+    return rates.get(task, {}).get(SAME_RATE.get(method, method), {})
+
+
 def chosen_rate(task: str, method: str, rates: Rates) -> float:
     """Returns the rate with the highest success on dev if its lead over `CONFIG_RATE` is greater than the standard
     error of the difference; otherwise, and if any of `RATES` was not measured, `CONFIG_RATE`."""
-    measured = rates.get(task, {}).get(SAME_RATE.get(method, method), {})
-    if not all(rate in measured for rate in RATES):
+    measured = _measured(task, method, rates)
+    if not is_tuned(task, method, rates):
         return CONFIG_RATE
     best = max(measured, key=lambda rate: measured[rate])
     variance = sum(measured[rate] * (1 - measured[rate]) for rate in (best, CONFIG_RATE)) / DEV_EPISODES

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reproduce_real_rates import CONFIG_RATE, chosen_rate, read_rates
+from reproduce_real_rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
 from reproduce_report import T95, moving_mean, table
 
 from palestra.report.charts import curve_style
@@ -27,15 +27,14 @@ HEAD = """# Results with a real model
 
 Made by `python scripts/reproduce.py real` from the finished rows (bench/measured/real/); `--list` also names those
 that are not finished. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
-the learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
-95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose
-last answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
+the learning rate: that of the config ({rate:g}), or one of two others that was better on split dev by more than one
+standard error (scripts/reproduce_real_rates.yaml); in brackets the better one where the runs have another, or that
+none was compared. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
+interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
+answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
 list); *right if complete* is the success among these; "–" where it was not counted. *Answers* are those trained on
 (with SFT, the expert's). CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under
 the load of that day: a busy machine takes more of them for the same work.{gpu}"""
-TUNED = """by method, that of the config ({rate:g}) or one of two others that was better on split dev by more than one
-standard error (scripts/reproduce_real_rates.yaml), in brackets where the runs have another"""
-PARTLY_TUNED = "on {tasks} {tuned}; elsewhere {rate:g}, not tuned"
 GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
@@ -84,7 +83,7 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
-    head = HEAD.format(episodes=scored[0]["episodes"], tuned=rates_text(), gpu=gpu)
+    head = HEAD.format(episodes=scored[0]["episodes"], rate=CONFIG_RATE, gpu=gpu)
     lines = "\n\n".join(wrapped(paragraph) for paragraph in head.split("\n\n")).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
@@ -109,16 +108,6 @@ def wrapped(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
-def rates_text() -> str:
-    """How the learning rates were chosen."""
-    tasks = [task for task in TITLES if task in read_rates()]
-    if not tasks:
-        return f"{CONFIG_RATE:g}, not tuned"
-    if len(tasks) == len(TITLES):
-        return TUNED.format(rate=CONFIG_RATE)
-    return PARTLY_TUNED.format(tasks=" and ".join(tasks), tuned=TUNED.format(rate=CONFIG_RATE), rate=CONFIG_RATE)
-
-
 def figures(results: Sequence[Result]) -> list[str]:
     """The table cells of a method; `results` has one for each seed."""
     trained = [r for r in results if r.get("curve")]
@@ -132,12 +121,15 @@ def figures(results: Sequence[Result]) -> list[str]:
 
 
 def rate_cell(trained: Sequence[Result]) -> str:
-    """The learning rates of a method's runs; in brackets the one chosen on dev, if they have another."""
+    """The learning rates of a method's runs; in brackets the one chosen on dev, if they have another, or that none was
+    chosen."""
     if not trained:
         return "–"
     rates = sorted({r.get("lr", CONFIG_RATE) for r in trained})
-    chosen = chosen_rate(trained[0]["task"], trained[0]["method"], read_rates())
-    return " ".join(f"{rate:g}" for rate in rates) + ("" if rates == [chosen] else f" (on dev {chosen:g})")
+    row = (trained[0]["task"], trained[0]["method"], read_rates())
+    chosen = chosen_rate(*row)
+    note = " (not tuned)" if not is_tuned(*row) else "" if rates == [chosen] else f" (on dev {chosen:g})"
+    return " ".join(f"{rate:g}" for rate in rates) + note
 
 
 def mean_share(results: Sequence[Result], key: str) -> str:

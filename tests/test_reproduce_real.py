@@ -87,7 +87,7 @@ def test_rows_are_measured_once_and_shown_on_the_page(call, tmp_path):
     assert not any(line.startswith("story/") for line in call("--only", "story/team"))
     assert [file.stat().st_mtime_ns for file in files] == written
     page = (tmp_path / "docs/results-real.md").read_text()
-    assert "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
+    assert "| 0.0005 (not tuned) |" in page and "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
 
 
@@ -104,6 +104,7 @@ def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypat
     assert chosen(0.545, 0.545) == 5e-4
     assert chosen(0.5, 0.55, "team + GRPO, 8 examples") == 1e-3
     assert chosen(0.5, 0.55, "single agent + GRPO") == 5e-4  # not measured
+    assert not rates.is_tuned("story", "team + GRPO", {"story": {"team + GRPO": {2e-4: 0.5, 5e-4: 0.5}}})
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
     after = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
     assert after["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
     page = (tmp_path / "docs/results-real.md").read_text()
-    assert "better on split dev by more than one standard error" in " ".join(page.split())
+    assert "| single agent + GRPO | 2 / 0 |" in page and "| 0.001 |" in page and "(not tuned)" not in page
 
 
 @pytest.mark.slow
