@@ -24,8 +24,17 @@ from palestra.populations.task_json import TASKS_FILE, read_records
 from palestra.runs import Checkpoint
 
 AGENT_FILE = "palestra.json"  # in a published folder: name, version, role and text settings
-LM_SETTINGS: tuple[str, ...] = ("base", "sampling", "system", "history", "context", "chat_template_kwargs")
-LM_SETTINGS += ("dtype", "quantize", "long_context")
+LM_SETTINGS = (
+    "base",
+    "sampling",
+    "system",
+    "history",
+    "context",
+    "chat_template_kwargs",
+    "dtype",
+    "quantize",
+    "long_context",
+)
 WeightsKind = Literal["adapter", "model", "network"]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from palestra.config import StrictModel
+from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.endpoint import EndpointConfig
 
@@ -28,6 +30,12 @@ class FrozenConfig(LMPolicyConfig):
     """Selects this policy type."""
     path: str | None = None
     """Folder of a saved adapter or full model. Null: the base model without an adapter."""
+
+    @classmethod
+    def of(cls, policy: LMPolicyConfig, path: str | Path | None, sampling: SamplingConfig) -> Self:
+        """Returns the config of a policy that plays the weights at `path` with the base and prompt of `policy`."""
+        shared = {key: getattr(policy, key) for key in LMPolicyConfig.model_fields if key != "lr"}
+        return cls(**shared | {"sampling": sampling, "path": None if path is None else str(path)})
 
 
 class RandomConfig(StrictModel):

@@ -164,10 +164,8 @@ def _language_model(config: TextConfig, seat: Seat) -> Any:
 
 def _frozen(config: Any, path: str | Path | None, sampling: Mapping[str, Any]) -> FrozenConfig:
     """Returns the settings of `config` for a policy that is not trained."""
-    shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path", "lr")}
     plain = config.sampling.model_dump() | {"keep_sampling_mask": False}  # masks are for training
-    changed = validate(SamplingConfig, {**plain, **sampling})
-    return FrozenConfig(**(shared | {"sampling": changed, "path": None if path is None else str(path)}))
+    return FrozenConfig.of(config, path, validate(SamplingConfig, {**plain, **sampling}))
 
 
 # ---- a person at a seat

@@ -13,7 +13,7 @@ from palestra.files import DamagedFile, atomic_write, check_folder, check_is_fil
 META_FILE = "meta.json"
 CONFIG_FILE = "config.yaml"
 MAX_SHOWN = 5  # settings listed in a message
-WANDB_FOLDER = "sinks/wandb/wandb"  # written by the W&B package, with links to its logs elsewhere
+WANDB_FOLDER = "sinks/wandb/wandb"  # the W&B package writes it, with symbolic links to log files outside the run
 
 
 def check_run_folder(path: Path) -> None:

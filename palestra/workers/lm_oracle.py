@@ -190,12 +190,9 @@ class LanguageWorker:
         """Returns a frozen member, loaded once; a name stands for one policy."""
         if name not in self._frozen:
             policy = self.config.policy
-            kept = (FrozenConfig.model_fields.keys() & type(policy).model_fields.keys()) - {"lr"}
-            speech = {key: getattr(policy, key) for key in kept}
-            if self.config.greedy:
-                speech["sampling"] = speech["sampling"].model_copy(update={"temperature": 0.0})
-            config = FrozenConfig(**speech | {"type": "frozen", "path": str(members[name])})
-            self._frozen[name] = self.engines.build_frozen_policy(name, config)
+            sampling = policy.sampling.model_copy(update={"temperature": 0.0} if self.config.greedy else {})
+            frozen = FrozenConfig.of(policy, members[name], sampling)
+            self._frozen[name] = self.engines.build_frozen_policy(name, frozen)
         return self._frozen[name]
 
     async def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
