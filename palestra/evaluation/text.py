@@ -145,10 +145,8 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
     if folder := target.weights(name):
         version = json.loads((folder / "member.json").read_text())["version"]
         return engines.build_frozen_policy(f"{name}@{version}", _frozen(chosen, folder, sampling))
-    if isinstance(chosen, FrozenConfig):
-        return engines.build_frozen_policy(name, _frozen(chosen, chosen.path, sampling))
-    if hasattr(chosen, "base"):
-        return engines.build_frozen_policy(name, _frozen(chosen, None, sampling))
+    if hasattr(chosen, "base"):  # a policy that was not trained here: frozen, or at its start
+        return engines.build_frozen_policy(name, _frozen(chosen, getattr(chosen, "path", None), sampling))
     return make_policy(name, chosen, engines)
 
 

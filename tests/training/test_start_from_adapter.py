@@ -11,7 +11,10 @@ from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
 import palestra
+from palestra.config.tree import to_yaml
 from palestra.engine.bases import resolve_base
+from palestra.evaluation.target import find_target
+from palestra.evaluation.text import open_text_eval
 from palestra.runs import list_checkpoints, load_episodes
 
 TARGETS = ["q_proj", "v_proj"]
@@ -70,6 +73,16 @@ def test_play_kl_and_resume_start_from_the_saved_adapter(model, folder, tmp_path
     start = load_file(folder / "adapter_model.safetensors")
     moved = {key: (expected[key] - start[key]).abs().max().item() for key in start}
     assert 0 < max(moved.values()) < 0.05  # two updates of 0.01 for each weight
+
+
+def test_evaluation_of_an_untrained_config_plays_the_saved_adapter(model, folder, tmp_path):
+    (tmp_path / "start.yaml").write_text(to_yaml(config(folder)))
+    setup = open_text_eval(find_target(tmp_path / "start.yaml"), {}, {})
+    (played,) = setup.play([setup.policy_names], 2, 0, lambda done, of: None)
+    answers = [
+        node.answers["guide"] for episode in played.episodes for node in episode.nodes if "guide" in node.answers
+    ]
+    assert answers and all(np.abs(a.logprobs - peft_logprobs(model, a)).max() < LOGPROB_ATOL for a in answers)
 
 
 def peft_logprobs(model, answer):
