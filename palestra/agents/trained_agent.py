@@ -127,9 +127,9 @@ def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgen
     if is_vector_config(tree):
         return {name: _agent(name, folder, path, checkpoint) for name, folder in folders.items()}
     config = validate(TextConfig, tree)
-    roles = _roles(config)
+    roles, policies = _roles(config), config.policies_at(checkpoint.step)
     return {
-        name: _agent(name, folder, path, checkpoint, _speech(config.policies[name]), roles.get(name, ""))
+        name: _agent(name, folder, path, checkpoint, _speech(policies[name]), roles.get(name, ""))
         for name, folder in folders.items()
     }
 

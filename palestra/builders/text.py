@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -51,9 +51,10 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
     together.
     """
-    parts = [with_max_length(part) for part in config.stage_configs()]
+    parts = list(config.stage_configs())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
+    parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     seated = {seat: name for names in seats for seat, name in names.items()}
     sittings = {name: _sitting(config, name) for name in config.evals}
     halls = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
@@ -109,14 +110,16 @@ def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearne
     return {name: InFlightPolicy(learner.policy, config.in_flight_updates) for name, learner in learners.items()}
 
 
-def with_max_length(part: TextConfig) -> TextConfig:
-    """Returns the config of a stage; an algorithm that needs a token limit gets the trained policies'. Raises
-    ValueError if these differ, or if the algorithm's overlong buffer is longer."""
+def with_max_length(part: TextConfig, playing: Collection[str]) -> TextConfig:
+    """Returns the config of a stage; an algorithm that needs a token limit gets that of the trained policies among
+    `playing`. Raises ValueError if these differ, or if the algorithm's overlong buffer is longer."""
     if not isinstance(part.algorithm, GRPOConfig) or not part.algorithm.needs_max_length:
         return part
-    trained = [p for p in part.policies.values() if isinstance(p, LoraPolicyConfig | FullPolicyConfig)]
-    limits = {policy.sampling.max_tokens for policy in trained}
-    if len(limits) != 1:
+    seated = [policy for name, policy in part.policies.items() if name in playing]
+    limits = {p.sampling.max_tokens for p in seated if isinstance(p, LoraPolicyConfig | FullPolicyConfig)}
+    if not limits:
+        return part
+    if len(limits) > 1:
         raise ValueError(
             f"the policies' sampling.max_tokens are {', '.join(map(str, sorted(limits)))}, and the algorithm needs one "
             "limit: set algorithm.max_completion_length"

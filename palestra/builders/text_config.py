@@ -244,6 +244,16 @@ class TextConfig(PolicyRunConfig):
             changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
             yield validate(TextConfig, whole | changes | {"policies": policies})
 
+    def policies_at(self, step: int) -> dict[str, PolicyConfig]:
+        """Returns the policies in training step `step`, counted from 0: with the changes of its stage."""
+        policies = self.policies
+        for part in self.stage_configs() if self.stages else ():
+            policies = part.policies
+            if step < part.steps:
+                break
+            step -= part.steps
+        return policies
+
     @field_validator("eval_sampling")
     @classmethod
     def _sampled(cls, changes: dict[str, Any]) -> dict[str, Any]:

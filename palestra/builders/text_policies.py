@@ -34,7 +34,7 @@ class FrozenConfig(LMPolicyConfig):
     @classmethod
     def of(cls, policy: LMPolicyConfig, path: str | Path | None, sampling: SamplingConfig) -> Self:
         """Returns the config of a policy that plays the weights at `path` with the base and prompt of `policy`."""
-        shared = {key: getattr(policy, key) for key in LMPolicyConfig.model_fields if key != "lr"}
+        shared = {key: getattr(policy, key) for key in LMPolicyConfig.model_fields}
         return cls(**shared | {"sampling": sampling, "path": None if path is None else str(path)})
 
 

@@ -134,7 +134,7 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
         key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
         return EndpointPolicy(model, EndpointConfig(url=url, model=model, key_env=key_env))
     target, name = target.find_policy(name)
-    config = validate(TextConfig, target.tree)
+    config = _config_of(target)
     if name in BUILTIN_POLICIES and name not in config.policies:
         return BUILTIN_POLICIES[name]()
     if name == "base" and (own := _language_model(config, seat)):
@@ -148,6 +148,14 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
     if hasattr(chosen, "base"):  # a policy that was not trained here: frozen, or at its start
         return engines.build_frozen_policy(name, _frozen(chosen, getattr(chosen, "path", None), sampling))
     return make_policy(name, chosen, engines)
+
+
+def _config_of(target: Target) -> TextConfig:
+    """Returns the target's config, with the policies of the stage that its checkpoint ends in."""
+    config = validate(TextConfig, target.tree)
+    if not config.stages or not target.checkpoint:
+        return config
+    return config.model_copy(update={"policies": config.policies_at(target.checkpoint.step)})
 
 
 def _language_model(config: TextConfig, seat: Seat) -> Any:

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.config import StrictModel
 from palestra.engine.bases import resolve_base
 from palestra.engine.lora_config import LoraConfig, LoraVariantsConfig
 from palestra.engine.optimizers import OptimizerName
@@ -22,7 +23,7 @@ from palestra.policies.lm import HistoryMode
 LORA_LEARNING_RATES = ((20e6, 1e-3), (1e9, 2e-4), (math.inf, 1e-4))  # (parameters of the base below, learning rate)
 
 
-class LMPolicyConfig(AdamConfig):
+class LMPolicyConfig(StrictModel):
     """Options common to all language model policies: base model, sampling and prompt."""
 
     base: str = "tiny"
@@ -53,7 +54,7 @@ class LMPolicyConfig(AdamConfig):
         return {"system": self.system, "history": self.history, "context": self.context}
 
 
-class LMLearnerConfig(LMPolicyConfig):
+class LMLearnerConfig(LMPolicyConfig, AdamConfig):
     """Options of a language model policy in training: batches, learning-rate schedule, memory and precision."""
 
     batch_size: int | None = Field(None, ge=1)

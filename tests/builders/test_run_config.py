@@ -48,6 +48,14 @@ def test_shared_keys_have_one_description_and_come_first(base: type[RunConfig], 
     assert differing <= {"env", "policies", "algorithm"}
 
 
+def test_an_untrained_policy_has_no_optimizer_settings() -> None:
+    frozen = validate(TextConfig, TREES[TextConfig] | {"policies": {"default": {"type": "frozen", "dtype": "float32"}}})
+    assert frozen.policies["default"].dtype == "float32"
+    for key in ("lr", "weight_decay", "critic_lr", "batch_size"):
+        with pytest.raises(ValueError, match=rf"policies\.default\.{key}"):
+            validate(TextConfig, TREES[TextConfig] | {"policies": {"default": {"type": "frozen", key: 1}}})
+
+
 def test_evaluations_have_one_description() -> None:
     evals = {key.key: key.text for key in describe_keys(EvalConfig)}
     for eval_model in (TextEvalConfig, VectorEvalConfig):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from palestra.agents.trained_agent import find_agents
 from palestra.algorithms.text.grpo import GRPO
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
+from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.training.loop import restore_checkpoint, run_training
 from palestra.types import TEAM
@@ -20,7 +22,12 @@ from palestra.types import TEAM
 STAGES = [
     {"name": "copy", "steps": 3, "algorithm": {"type": "sft"}, "policies": {"walker": {"teacher": "expert"}}},
     {"name": "play", "steps": 4, "episodes": 6, "env": {"turns": 2}, "policies": {"guide": {"lr": 0.0}}},
-    {"name": "hold", "steps": 3, "algorithm": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "branch_at": "root"}},
+    {
+        "name": "hold",
+        "steps": 3,
+        "algorithm": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "branch_at": "root"},
+        "policies": {"walker": {"sampling": {"max_tokens": 1}}},
+    },
 ]
 
 
@@ -75,6 +82,16 @@ def test_stages_have_their_own_steps_episodes_env_and_algorithm(staged):
     assert ["target_fraction" in line for line in walker] == [True] * 3 + [False] * 7
     assert ["reference_kl" in line for line in walker] == [False] * 7 + [True] * 3
     assert [line["lr"] for line in logged(path, "guide")][3:] == [0.0] * 4 + [1e-2] * 3
+
+
+@pytest.mark.parametrize(("steps", "most"), [(7, 2), (None, 1)])
+def test_evaluations_and_served_agents_have_the_settings_of_the_stage_that_trained_them(staged, steps, most):
+    path, _ = staged
+    played = evaluate(path, episodes=20, in_process=True, checkpoint=steps).episodes
+    answers = [node.answers["walker"] for episode in played for node in episode.nodes if "walker" in node.answers]
+    assert max(len(answer.token_ids) for answer in answers) == most
+    (walker,) = find_agents(path, ["walker"], steps)
+    assert walker.lm_settings["sampling"]["max_tokens"] == most
 
 
 def test_episode_numbers_continue_across_stages(staged):

@@ -495,8 +495,17 @@ def test_overlong_buffer_beyond_the_limit_is_refused():
     late = {"type": "grpo", "overlong": "penalty", "overlong_buffer": 64}
     config = {"env": {"type": "guess_number"}, "policies": {"agent": policy}, "algorithm": late}
     with pytest.raises(ValueError, match=message):
-        with_max_length(validate(TextConfig, config))
+        with_max_length(validate(TextConfig, config), {"agent"})
     assert GRPO(overlong="penalty", max_completion_length=16, overlong_buffer=16).overlong_buffer == 16
+
+
+def test_token_limit_is_that_of_the_policies_that_play():
+    policies = {name: {"type": "lora", "sampling": {"max_tokens": n}} for name, n in [("agent", 16), ("other", 32)]}
+    tree = {"env": {"type": "guess_number"}, "policies": policies, "algorithm": {"type": "grpo", "overlong": "penalty"}}
+    config = validate(TextConfig, tree)
+    assert with_max_length(config, {"agent"}).algorithm.max_completion_length == 16
+    with pytest.raises(ValueError, match=r"max_tokens are 16, 32, .* set algorithm\.max_completion_length"):
+        with_max_length(config, {"agent", "other"})
 
 
 def test_a_constant_normaliser_divides_by_the_token_limit():
