@@ -55,13 +55,13 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
-    seated = {seat: name for names in seats for seat, name in names.items()}
-    sittings = {name: _sitting(config, name) for name in config.evals}
-    halls = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
-    arenas = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
+    policy_names = {seat: name for names in seats for seat, name in names.items()}
+    eval_seats = {name: _eval_seats(config, name) for name in config.evals}
+    eval_runners = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
+    runners = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
     engines = engines or build_engines(config)
     used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
-    used |= {name for sitting in sittings.values() for name in sitting.values()}
+    used |= {name for names in eval_seats.values() for name in names.values()}
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
         engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen)
@@ -72,27 +72,27 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
-    cast = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
-    learning = {name: learner for name, learner in learners.items() if name in seated.values()}
+    resolver = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
+    learning = {name: learner for name, learner in learners.items() if name in policy_names.values()}
     check_sampling_masks(parts, learning)
     check_dropout(parts, learning)
-    _assign_teachers(parts, cast)
+    _assign_teachers(parts, resolver)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
-    casts = [_cast_of(part, config, cast) for part in parts]
-    sources = [_source(*row) for row in zip(parts, seats, arenas, records, casts, strict=True)]
+    resolvers = [_stage_resolver(part, config, resolver) for part in parts]
+    sources = [_source(*row) for row in zip(parts, seats, runners, records, resolvers, strict=True)]
     if table:
         sources = [RankSplitSource(source, table) for source in sources]
-        halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
-    stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
+        eval_runners = {name: RankSplitRunner(runner, table) for name, runner in eval_runners.items()}
+    stages = [_stage(*row, resolver) for row in zip(parts, labels, sources, strict=True)]
     make: Callable[..., TextTrainer] = TextTrainer
     if config.staleness:
-        in_flight = {name: policy for name, policy in cast.in_flight.items() if name in learning}
+        in_flight = {name: policy for name, policy in resolver.in_flight.items() if name in learning}
         make = partial(AsyncTextTrainer, staleness=config.staleness, in_flight=in_flight)
     return make(
         stages=stages,
         learners=learning,
-        evals=[_build_eval(config, halls[name], sittings[name], cast) for name in config.evals],
+        evals=[_build_eval(config, eval_runners[name], eval_seats[name], resolver) for name in config.evals],
         seed=config.seed,
         checkpoint_every=config.checkpoint_every,
         keep_every=config.keep_every,
@@ -190,19 +190,19 @@ class PolicyResolver:
         return DemonstrationPolicy(policy, self._now(teachers[name], {})) if name in teachers else policy
 
 
-def _cast_of(part: TextConfig, config: TextConfig, cast: PolicyResolver) -> PolicyResolver:
-    """Returns `cast` with the untrained policies whose settings a stage changes, such as their sampling."""
-    changed = {name: part.policies[name] for name in cast.fixed if part.policies[name] != config.policies[name]}
-    own = {name: make_policy(name, policy, cast.engines) for name, policy in changed.items()}
-    return replace(cast, fixed={**cast.fixed, **own}) if own else cast
+def _stage_resolver(part: TextConfig, config: TextConfig, resolver: PolicyResolver) -> PolicyResolver:
+    """Returns `resolver` with the untrained policies whose settings a stage changes, such as their sampling."""
+    changed = {name: part.policies[name] for name in resolver.fixed if part.policies[name] != config.policies[name]}
+    own = {name: make_policy(name, policy, resolver.engines) for name, policy in changed.items()}
+    return replace(resolver, fixed={**resolver.fixed, **own}) if own else resolver
 
 
 def _source(
     part: TextConfig,
     seats: dict[Seat, str],
-    arenas: dict[str, EpisodeRunner],
+    runners: dict[str, EpisodeRunner],
     records: list[DataFile],
-    cast: PolicyResolver,
+    resolver: PolicyResolver,
 ) -> EpisodeSource:
     """Returns a dataset source if the stage has data files, else a source that plays."""
     if records and part.algorithm.max_redraws:
@@ -214,14 +214,14 @@ def _source(
         )
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
-        recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)
-        if learning := {name for name in seats.values() if name in cast.learners}:
+        recorded = DatasetSource(records, lambda: resolver.encoding_policies(seats), part.seed, roles)
+        if learning := {name for name in seats.values() if name in resolver.learners}:
             recorded.check(part.algorithm, learning)
         return recorded
     teachers = {} if part.algorithm.needs_teacher else _teachers(part)
     source = EnvSource(
-        arenas,
-        lambda: cast.training_policies(seats, teachers),
+        runners,
+        lambda: resolver.training_policies(seats, teachers),
         part.seed,
         part.mix.weights,
         part.mix.curriculum,
@@ -232,20 +232,20 @@ def _source(
         part.reward_weights,
         part.episodes,
     )
-    return learned_reward_source(part, source, cast.engines, cast.learners) if part.reward_model else source
+    return learned_reward_source(part, source, resolver.engines, resolver.learners) if part.reward_model else source
 
 
-def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
+def _assign_teachers(parts: Sequence[TextConfig], resolver: PolicyResolver) -> None:
     """Gives every learner that is distilled the teacher that scores its answers. Raises ValueError if a learner has no
     teacher, or if the teacher has a different vocabulary or is not a language model in this process."""
-    taught = {n: _teachers(part).get(n) for part in parts if part.algorithm.needs_teacher for n in cast.learners}
+    taught = {n: _teachers(part).get(n) for part in parts if part.algorithm.needs_teacher for n in resolver.learners}
     for name, teacher in taught.items():
         if teacher is None:
             if name in {t for t in taught.values() if t}:
                 continue  # a learner may teach without being taught
             raise ValueError(f"policies.{name} is distilled but has no teacher: set policies.{name}.teacher")
-        learner = cast.learners[name]
-        policy = cast.current_policy(teacher)
+        learner = resolver.learners[name]
+        policy = resolver.current_policy(teacher)
         if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
             learner.teacher = partial(answer_logprobs_at, policy.config)
             continue
@@ -259,24 +259,24 @@ def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
                 f"policies.{name}.teacher: {teacher} scores the tokens of {name}, but has a different vocabulary: take "
                 "a teacher of the same family of models"
             )
-        learner.teacher = partial(_scores_of, teacher, cast)
+        learner.teacher = partial(_scores_of, teacher, resolver)
 
 
-async def _scores_of(teacher: str, cast: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
+async def _scores_of(teacher: str, resolver: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Returns log-probabilities [T] of each sample's tokens under the teacher at its current weights."""
-    policy = cast.current_policy(teacher)
+    policy = resolver.current_policy(teacher)
     assert isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
     return answer_logprobs(policy.sampler.engine, policy.adapter, samples)
 
 
-def _stage(part: TextConfig, name: str, source: EpisodeSource, cast: PolicyResolver) -> Stage:
-    def settle() -> None:
-        for learner in cast.learners.values():
+def _stage(part: TextConfig, name: str, source: EpisodeSource, resolver: PolicyResolver) -> Stage:
+    def configure() -> None:
+        for learner in resolver.learners.values():
             settings = part.policies[learner.name]
             assert isinstance(settings, LoraPolicyConfig | FullPolicyConfig)
             learner.set_config(settings)
 
-    return Stage(source, part.algorithm, part.steps, part.episodes, name, settle)
+    return Stage(source, part.algorithm, part.steps, part.episodes, name, configure)
 
 
 def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
     return with_split(config.env_config(evaluation.base_env), evaluation.env, "dev")
 
 
-def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
+def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     """Returns the policy of each seat in an evaluation: as in training, except for seats that the evaluation
     assigns."""
     env, changes = eval_env_config(config, name), config.evals[name].seats
@@ -297,15 +297,17 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _build_eval(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> TextEval:
-    evaluation = config.evals[arena.name]
+def _build_eval(
+    config: TextConfig, runner: EpisodeRunner, seats: Mapping[Seat, str], resolver: PolicyResolver
+) -> TextEval:
+    evaluation = config.evals[runner.name]
     return TextEval(
-        name=arena.name,
+        name=runner.name,
         episodes=evaluation.episodes,
         every=evaluation.every,
         samples=evaluation.samples,
-        arena=arena,
-        seat_policies=lambda: cast.eval_policies(seats, config.eval_sampling),
+        runner=runner,
+        seat_policies=lambda: resolver.eval_policies(seats, config.eval_sampling),
     )
 
 

@@ -198,8 +198,8 @@ def serve(
     app = build_dashboard(
         root, token, {name.lower() for name in names}, lambda: server is not None and server.should_exit
     )
-    door = open_listener(host, port)
-    address = f"http://{url_host(host)}:{door.getsockname()[1]}/"
+    listener = open_listener(host, port)
+    address = f"http://{url_host(host)}:{listener.getsockname()[1]}/"
     if not is_loopback(host) and not token:
         print_line(
             f"warning: anyone who reaches {host} can read these runs; protect them: --token {secrets.token_urlsafe(12)}"
@@ -207,4 +207,4 @@ def serve(
     print_line(f"dashboard: {address}{f'?token={token}' if token else ''}")
     server = build_server(app, drain=5, keep_alive=5)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server.run(sockets=[door])
+    server.run(sockets=[listener])

@@ -92,9 +92,9 @@ async def get_state(sessions: PlaySessions, request: Request) -> Response:
 async def post_answer(sessions: PlaySessions, request: Request) -> Response:
     """POST /api/games/ID/answer: answers the person's open turn."""
     game = _game(sessions, request)
-    said = validate(MoveRequest, read_json(await request.body()))
-    game.answer(said.turn, said.text)
-    return JSONResponse({"turn": said.turn})
+    move = validate(MoveRequest, read_json(await request.body()))
+    game.answer(move.turn, move.text)
+    return JSONResponse({"turn": move.turn})
 
 
 async def post_resign(sessions: PlaySessions, request: Request) -> Response:
@@ -135,7 +135,7 @@ def serve(sessions: PlaySessions, host: str, port: int, print_line: Callable[[st
     """Serves until a stop signal. For a `host` other than loopback it generates a token, which is part of the printed
     address. Raises ValueError if the port is taken."""
     token = "" if is_loopback(host) else secrets.token_urlsafe(12)
-    door = open_listener(host, port)
-    print_line(f"play at: http://{url_host(host)}:{door.getsockname()[1]}/play{f'?token={token}' if token else ''}")
+    listener = open_listener(host, port)
+    print_line(f"play at: http://{url_host(host)}:{listener.getsockname()[1]}/play{f'?token={token}' if token else ''}")
     app = build_play_app(sessions, token, {host, socket.gethostname().lower()})
-    build_server(app, drain=5, keep_alive=5, on_shutdown=sessions.close).run(sockets=[door])
+    build_server(app, drain=5, keep_alive=5, on_shutdown=sessions.close).run(sockets=[listener])

@@ -147,8 +147,8 @@ class PlaySession:
         """Returns an episode of the person's own turns and the open question."""
         seat = self.setup.human_seat
         nodes = [
-            Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(said, "human")})
-            for i, (seen, said) in enumerate(self._turns)
+            Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(text, "human")})
+            for i, (seen, text) in enumerate(self._turns)
         ]
         if self._asked:
             at = len(nodes)

@@ -182,10 +182,10 @@ def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> l
     base models; without a known tokenizer, the texts are None."""
     columns = ["node", "seat", "policy", "token_ids", "logprobs", "advantage", "temperature", "prompt_ids", "answer"]
     rows = [row for row in read_rows(path, episode, columns) if row["node"] == node]
-    return [_said(row, bases) for row in rows if row["answer"] is not None]
+    return [_answer_row(row, bases) for row in rows if row["answer"] is not None]
 
 
-def _said(row: Row, bases: dict[str, str]) -> Row:
+def _answer_row(row: Row, bases: dict[str, str]) -> Row:
     ids, logprobs = row["token_ids"] or [], row["logprobs"] or []
     vocabulary = Vocabulary.load(bases.get(member_name(row["policy"] or ""), ""))
     return {

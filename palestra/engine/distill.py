@@ -60,7 +60,7 @@ class ReverseKL:
     def data(self) -> list[Datum]:
         """Training sequences of the student: prompt and answer, with the example's index at the answer tokens and -1
         before."""
-        return [_datum(number, lesson) for number, lesson in enumerate(self.examples)]
+        return [_datum(number, example) for number, example in enumerate(self.examples)]
 
     def __call__(self, predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
         asked_A = (predicted.inputs["lesson"] >= 0).nonzero()[:, 0]
@@ -79,11 +79,11 @@ class ReverseKL:
         return loss_A.sum(), {}
 
 
-def _datum(number: int, lesson: DistillExample) -> Datum:
-    tokens = np.concatenate([lesson.student_prompt, lesson.answer]).astype(np.int64)
-    before = np.zeros(len(lesson.student_prompt) - 1, np.float32)
-    weights = np.concatenate([before, lesson.weights]).astype(np.float32)
-    numbers = np.concatenate([before - 1, np.full(len(lesson.answer), number, np.float32)])
+def _datum(number: int, example: DistillExample) -> Datum:
+    tokens = np.concatenate([example.student_prompt, example.answer]).astype(np.int64)
+    before = np.zeros(len(example.student_prompt) - 1, np.float32)
+    weights = np.concatenate([before, example.weights]).astype(np.float32)
+    numbers = np.concatenate([before - 1, np.full(len(example.answer), number, np.float32)])
     return Datum(tokens[:-1], tokens[1:], {"weights": weights, "lesson": numbers})
 
 

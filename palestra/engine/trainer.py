@@ -186,7 +186,7 @@ class Trainer:
         count)."""
         share = token_weight(samples) if share is None else share
         return [
-            micro_batches(hand, self.pack_tokens, share) for hand in split_over_ranks(samples, self.group.world_size)
+            micro_batches(part, self.pack_tokens, share) for part in split_over_ranks(samples, self.group.world_size)
         ]
 
     def _dummy_micro_batches(self, parts: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:

@@ -78,8 +78,8 @@ class user_errors:
 
 def _out_of_memory(error: BaseException | None) -> str:
     """Returns the prefix of the message for an out-of-memory error; "" for other errors."""
-    said = str(error).lower()
-    ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+    message = str(error).lower()
+    ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in message or "out of memory" in message)
     return "out of memory, use a smaller model or batch: " if ran_out or isinstance(error, MemoryError) else ""
 
 

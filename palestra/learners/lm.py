@@ -156,9 +156,9 @@ class LanguageLearner:
         every prompt. Batches without any gradient are left out."""
         if not samples:
             return []
-        hands = by_group(samples)
-        count = min(len(hands), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
-        dealt = [[sample for hand in hands[i::count] for sample in hand] for i in range(count)]
+        parts = by_group(samples)
+        count = min(len(parts), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
+        dealt = [[sample for part in parts[i::count] for sample in part] for i in range(count)]
         dealt = [batch for batch in dealt if any(sample.has_gradient for sample in batch)]
         return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
 

@@ -133,7 +133,7 @@ class SequenceReplay:
             kept = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
             memory[name] = kept.movedim(0, 1).flatten(1, 2)
         finals, cut = columns.pop("final_obs"), columns.pop("cut")[places]
-        stretch, time = np.nonzero(cut)
+        sequence, time = np.nonzero(cut)
         tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))
         tensors |= {name: rows_as_tensor(column, places).movedim(1, 0) for name, column in columns.items()}
         known = tensors.pop("known") & self._counted(tensors["is_first"])
@@ -141,8 +141,8 @@ class SequenceReplay:
             **tensors,
             weight=known.float() * torch.from_numpy(importance).float()[:, None],
             index=torch.from_numpy(places),
-            truncations=(torch.from_numpy(time), torch.from_numpy(stretch)),
-            final_obs=torch.from_numpy(finals[places[stretch], time]),
+            truncations=(torch.from_numpy(time), torch.from_numpy(sequence)),
+            final_obs=torch.from_numpy(finals[places[sequence], time]),
             recurrent_states=memory,
         )
 

@@ -22,8 +22,8 @@ class ContextLengthExceeded(ValueError):
 def request_error(message: str) -> ValueError:
     """Returns the error for a request that a server refused with `message`: `ContextLengthExceeded` if the message says
     that the prompt is too long, else a ValueError."""
-    said = message.lower()
-    return ContextLengthExceeded(message) if any(text in said for text in CONTEXT_MESSAGES) else ValueError(message)
+    lowered = message.lower()
+    return ContextLengthExceeded(message) if any(text in lowered for text in CONTEXT_MESSAGES) else ValueError(message)
 
 
 @dataclass(frozen=True)

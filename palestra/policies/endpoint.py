@@ -47,9 +47,11 @@ class EndpointPolicy:
         asked = [self._ask(query, i) for i in range(query.n)]
         return [
             Answer(
-                render_message(said), self.name, stop_reason="length" if said["finish_reason"] == "length" else "stop"
+                render_message(message),
+                self.name,
+                stop_reason="length" if message["finish_reason"] == "length" else "stop",
             )
-            for said in await asyncio.gather(*asked)
+            for message in await asyncio.gather(*asked)
         ]
 
     async def _ask(self, query: Query, i: int) -> Json:

@@ -307,11 +307,11 @@ class LanguagePolicy:
         """Returns the prompt's token ids [P] int32. A conversation that continues one of this seat's earlier answers
         begins with the exact tokens of that answer and its prompt."""
         if isinstance(query.observation, Chat):
-            for seen, said in reversed(query.history):
-                new = messages_after(query.observation, seen, said.text) if isinstance(seen, Chat) else None
-                if new and len(said.token_ids):
+            for seen, answer in reversed(query.history):
+                new = messages_after(query.observation, seen, answer.text) if isinstance(seen, Chat) else None
+                if new and len(answer.token_ids):
                     new = tuple(self.encoder.cut_results(new, self.context.max_tool_tokens))
-                    return self.encoder.encode_next_turn(said.prompt_ids, said.token_ids, new)
+                    return self.encoder.encode_next_turn(answer.prompt_ids, answer.token_ids, new)
             return self.encoder.encode_conversation(self._cut_results(query.observation), self.system)
         if self.history == "none" or not query.history:
             return self.encoder.encode_first_turn(query, self.system)
@@ -342,12 +342,14 @@ class DemonstrationPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
-        own = [(seen, said.original if isinstance(said, Demonstration) else said) for seen, said in query.history]
-        return [self._encode(query, said) for said in await self._teacher.act(replace(query, history=tuple(own)))]
+        own = [
+            (seen, answer.original if isinstance(answer, Demonstration) else answer) for seen, answer in query.history
+        ]
+        return [self._encode(query, answer) for answer in await self._teacher.act(replace(query, history=tuple(own)))]
 
-    def _encode(self, query: Query, said: Answer) -> Demonstration:
-        taught = self._student.encode_demonstration(query, said.text, said.stop_reason)
-        return Demonstration(**vars(taught), original=said)
+    def _encode(self, query: Query, answer: Answer) -> Demonstration:
+        taught = self._student.encode_demonstration(query, answer.text, answer.stop_reason)
+        return Demonstration(**vars(taught), original=answer)
 
 
 def token_versions(sampled: Completion, name: str) -> np.ndarray:

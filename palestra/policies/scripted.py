@@ -28,8 +28,8 @@ class ScriptedPolicy:
     async def _text(self, query: Query, i: int) -> str:
         if not callable(self._script):
             return self._script[len(query.history) % len(self._script)]
-        said = self._script(query, random.Random(f"{query.seed}.{i}"))
-        return await said if inspect.isawaitable(said) else said
+        text = self._script(query, random.Random(f"{query.seed}.{i}"))
+        return await text if inspect.isawaitable(text) else text
 
 
 class RandomPolicy(ScriptedPolicy):

@@ -52,8 +52,8 @@ def word_probabilities(
     found = np.zeros((len(queries), max(map(len, words))))
     for (o, w, length, cut), scores in zip(where, score_prompts(engine, questions), strict=True):
         assert scores.target_logprobs is not None
-        said = np.exp(scores.logprobs[len(scores.logprobs) - 1 - length : -1].astype(float).sum())
-        found[o, w] += said * (1.0 if cut else np.exp(scores.target_logprobs[-1].astype(float)).sum())
+        probability = np.exp(scores.logprobs[len(scores.logprobs) - 1 - length : -1].astype(float).sum())
+        found[o, w] += probability * (1.0 if cut else np.exp(scores.target_logprobs[-1].astype(float)).sum())
     return found
 
 
@@ -64,8 +64,8 @@ def _only_answers(
     requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
     found = np.zeros((len(queries), max(map(len, words))))
     answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
-    for o, (said, own) in enumerate(zip(policy.decode_completions(answers), words, strict=True)):
-        found[o, : len(own)] = [word == said for word in own]
+    for o, (text, own) in enumerate(zip(policy.decode_completions(answers), words, strict=True)):
+        found[o, : len(own)] = [word == text for word in own]
     return found
 
 

@@ -337,5 +337,5 @@ class PSRO:
                 names[response.player].append(response.name)
                 if not all(map(game.has_payoffs, cells_containing(self.seats, names, response.player, response.name))):
                     names[response.player].pop()
-        seated = [names[player] for player in self.seats]
-        return self._solve(seated, game.payoff_tensors(seated))
+        names_by_seat = [names[player] for player in self.seats]
+        return self._solve(names_by_seat, game.payoff_tensors(names_by_seat))

@@ -255,9 +255,9 @@ class SelfPlay:
         """Returns the meta-strategy of each player if the matchmaker uses it; else empty mixtures."""
         if self.config.matchmaker.type != "solution":
             return {other: {} for other in others}
-        seated = [names[player] for player in self.seats]
-        strategies = self.config.meta_solver.solve(self.matches.empirical_game.payoff_tensors(seated))
-        meta = MetaStrategy.independent(self.seats, seated, strategies)
+        names_by_seat = [names[player] for player in self.seats]
+        strategies = self.config.meta_solver.solve(self.matches.empirical_game.payoff_tensors(names_by_seat))
+        meta = MetaStrategy.independent(self.seats, names_by_seat, strategies)
         return {other: meta.marginal(other) for other in others}
 
     def _names(self, number: int) -> dict[Player, list[str]]:

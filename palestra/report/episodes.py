@@ -104,11 +104,11 @@ def _notes(node: Node, seat: Seat) -> Iterator[str]:
 
 def _tried(node: Node) -> str:
     """Returns the HTML of a sibling, as one list item."""
-    said = "; ".join(
+    rewards = "; ".join(
         f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()
     )
-    return said + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")
+    return rewards + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")
 
 
 def _signed(value: float) -> str:

@@ -92,11 +92,11 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
     """Main loop of an actor: plays until the pipe closes or the learner is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner handles Ctrl-C
     torch.set_num_threads(1)
-    cast, parent = make(), os.getppid()
+    spec, parent = make(), os.getppid()
     first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
-    rollout = VectorRollout(cast.env, first + np.arange(cast.env.num_envs))
-    weights = cast.acting_tensors()
-    buffers = SharedBuffers(sum(w.numel() for w in weights), empty_batch(cast.env, rollout.vector_step, horizon), name)
+    rollout = VectorRollout(spec.env, first + np.arange(spec.env.num_envs))
+    weights = spec.acting_tensors()
+    buffers = SharedBuffers(sum(w.numel() for w in weights), empty_batch(spec.env, rollout.vector_step, horizon), name)
     number = 0
     with suppress(BrokenPipeError, EOFError, ConnectionError):
         while os.getppid() == parent and not pipe.poll():
@@ -106,7 +106,7 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
                 flat = torch.from_numpy(buffers.weights.copy())
             _spread(flat, weights)
             try:
-                batch = rollout.collect(cast.players(0.0), horizon, derive_seed(seed, number))
+                batch = rollout.collect(spec.players(0.0), horizon, derive_seed(seed, number))
             except RunFailed as error:
                 pipe.send(error)
                 return
@@ -135,17 +135,17 @@ class ActorPool:
     """Drop-in for a `VectorRollout` that plays in other processes: `collect` publishes the current weights to all
     actors and returns the next batch.
 
-    `cast` has the learner's own env and players; `make[i]` builds those of actor i in its process, with the same number
+    `spec` has the learner's own env and players; `make[i]` builds those of actor i in its process, with the same number
     of games. `batch.rollout_metrics` has the batch's age in updates (`lag`), the number of batches overwritten unread
     (`dropped`), and the number of actor replacements (`restarts`).
     """
 
-    def __init__(self, cast: ActorSpec, make: Sequence[Callable[[], ActorSpec]], horizon: int, seed: int) -> None:
-        self.cast, self.env, self.make, self.horizon, self.seed = cast, cast.env, make, horizon, seed
+    def __init__(self, spec: ActorSpec, make: Sequence[Callable[[], ActorSpec]], horizon: int, seed: int) -> None:
+        self.spec, self.env, self.make, self.horizon, self.seed = spec, spec.env, make, horizon, seed
         self.version, self.restarts = 0, 0
-        self.weights = cast.acting_tensors()
-        frame = cast.env.reset(np.arange(cast.env.num_envs))
-        self.batch = empty_batch(cast.env, frame, horizon)
+        self.weights = spec.acting_tensors()
+        frame = spec.env.reset(np.arange(spec.env.num_envs))
+        self.batch = empty_batch(spec.env, frame, horizon)
         self.all_buffers = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
         self.locks: list[Any] = [None for _ in make]
         self.actors: list[PipeProcess] = []  # none until the first weights are published

@@ -79,12 +79,12 @@ class DatasetSource:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the recorded observations, answers and rewards, independent of file names."""
-        said = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(digest_size=8)
         for episode, _ in self.items:
             for node in episode.nodes:
                 texts = {seat: answer.text for seat, answer in node.answers.items()}
-                said.update(repr((node.parent, node.team_reward, node.rewards, node.observations, texts)).encode())
-        return said.hexdigest()
+                digest.update(repr((node.parent, node.team_reward, node.rewards, node.observations, texts)).encode())
+        return digest.hexdigest()
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
@@ -115,16 +115,16 @@ class DatasetSource:
         """Returns a recorded episode with answers attributed to the policies of `team`; siblings that shared an answer
         share it again."""
         nodes: list[Node] = []
-        said: dict[int, Answer] = {}
+        encoded: dict[int, Answer] = {}
         pasts: dict[int | None, dict[Seat, tuple[tuple[Any, Answer], ...]]] = {None: {}}
         for node in episode.nodes:
             past, answers = pasts[node.parent], dict[Seat, Answer]()
             for seat, answer in node.answers.items():
                 seen, before = node.observations[seat], past.get(seat, ())
-                if id(answer) not in said:
+                if id(answer) not in encoded:
                     query = Query(self._role(episode.env, seat), seen, history=before)
-                    said[id(answer)] = _as_said(answer, team[seat], query, seat in kept)
-                answers[seat] = said[id(answer)]
+                    encoded[id(answer)] = _as_sampled(answer, team[seat], query, seat in kept)
+                answers[seat] = encoded[id(answer)]
             pasts[node.id] = past | {s: (*past.get(s, ()), (node.observations[s], a)) for s, a in answers.items()}
             nodes.append(replace(node, answers=answers, advantages={}))
         return replace(episode, seats={seat: team[seat].name for seat in episode.seats if seat in team}, nodes=nodes)
@@ -133,35 +133,35 @@ class DatasetSource:
         roles = [self.roles[env]] if env in self.roles else self.roles.values()
         return next((own[seat] for own in roles if seat in own), "")
 
-    def check(self, lesson: AlgorithmInfo, learners: AbstractSet[str]) -> None:
+    def check(self, algorithm: AlgorithmInfo, learners: AbstractSet[str]) -> None:
         """Raises ValueError if an algorithm cannot train on these episodes, or finds no sample for any of `learners` in
         them."""
         team = self.seats()
         taught = {seat for seat, policy in team.items() if member_name(policy.name) in learners}
-        if lesson.needs_old_logprobs:
-            self._check_sampled(lesson, taught)
+        if algorithm.needs_old_logprobs:
+            self._check_sampled(algorithm, taught)
         for start in range(0, len(self.items), CHECK_CHUNK_SIZE):
             episodes = [self.attribute_episode(*item, team) for item in self.items[start : start + CHECK_CHUNK_SIZE]]
-            if any(s.has_gradient for name in learners for s in lesson.build_samples(episodes, name, {})[0]):
+            if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
         lines = [leaf for episode, _ in self.items for leaf in episode.leaves()]
         wins, forks = sum(bool(leaf.info.get("success")) for leaf in lines), sum(map(_differing, self._families()))
         raise ValueError(
-            f"{lesson.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
+            f"{algorithm.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
             f"succeeded, and {forks} places where siblings have different rewards. To imitate trajectories without "
             "success set algorithm.imitate: all. To compare answers give rows of prompt, chosen and rejected, or "
             "episodes with branches; to compare whole trajectories set algorithm.branch_at: root"
         )
 
-    def _check_sampled(self, lesson: AlgorithmInfo, taught: AbstractSet[Seat]) -> None:
+    def _check_sampled(self, algorithm: AlgorithmInfo, taught: AbstractSet[Seat]) -> None:
         for record, kept in zip(self.records, self.kept_token_seats, strict=True):
             for seat in record.seats:
                 drawn = seat in kept and any(answer.logprobs.any() for answer in record.answers(seat))
                 if seat in taught and not drawn:
                     raise ValueError(
-                        f'{record.path} has no log-probabilities for the answers of seat "{seat}", which {lesson.type} '
-                        "needs. Set algorithm.type: sft or dpo, or give episodes that a policy of the same base "
-                        "played (those of a run)"
+                        f'{record.path} has no log-probabilities for the answers of seat "{seat}", which '
+                        f"{algorithm.type} needs. Set algorithm.type: sft or dpo, or give episodes that a policy of "
+                        "the same base played (those of a run)"
                     )
 
     def _families(self) -> Iterator[list[Node]]:
@@ -187,7 +187,7 @@ def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:
     return all(text.startswith(answer.text) for text, answer in zip(spelled, answers, strict=True))
 
 
-def _as_said(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
+def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
     """Returns a recorded answer, attributed to `policy`; a language model's is tokenised again unless `keep` is
     set."""
     if keep or not isinstance(policy, LanguagePolicy):

@@ -71,14 +71,14 @@ class RankSplitSource:
 class RankSplitRunner(EpisodeRunner):
     """An episode runner whose episodes are split over ranks."""
 
-    def __init__(self, arena: EpisodeRunner, table: RankSplit) -> None:
-        super().__init__(arena.make_env, arena.name, max_concurrent=arena.max_concurrent, max_steps=arena.max_steps)
+    def __init__(self, runner: EpisodeRunner, table: RankSplit) -> None:
+        super().__init__(runner.make_env, runner.name, max_concurrent=runner.max_concurrent, max_steps=runner.max_steps)
         self.table = table
 
     async def play_all(
-        self, matches: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
+        self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """Returns the episodes of `matches`, in order."""
+        """Returns the episodes of `specs`, in order."""
         with self.table.weights_context():
-            own = await super().play_all(self.table.local_part(matches), branching, on_episode)
+            own = await super().play_all(self.table.local_part(specs), branching, on_episode)
         return self.table.gather_episodes(own, on_episode)

@@ -43,10 +43,10 @@ def describe_error(error: BaseException) -> ErrorText:
     """Returns the text of an exception, or of the first exception in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    said = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
     return ErrorText(
-        _bounded(said, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2), _bounded(trace, MAX_TRACEBACK_CHARS, 1000)
+        _bounded(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2), _bounded(trace, MAX_TRACEBACK_CHARS, 1000)
     )
 
 

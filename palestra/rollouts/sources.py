@@ -46,7 +46,7 @@ class EpisodeSource(Protocol):
 
 @dataclass
 class EnvSource:
-    """Episodes played on demand, each in one of `arenas`. `seats` returns the current policy of each seat; `env_seats`
+    """Episodes played on demand, each in one of `runners`. `seats` returns the current policy of each seat; `env_seats`
     lists the seats of an env (default: all).
 
     Envs are drawn by their `weights` (default: equal); `curriculum: frontier` multiplies these by s(1 - s), where s is
@@ -56,7 +56,7 @@ class EnvSource:
     on the step of the run; a step of this stage has `episodes` episodes.
     """
 
-    arenas: Mapping[str, EpisodeRunner]
+    runners: Mapping[str, EpisodeRunner]
     seats: Callable[[], dict[Seat, Policy]]
     seed: int
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -74,13 +74,13 @@ class EnvSource:
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order; all of one step have the same policies."""
-        matches = self.episode_specs(numbers, memory)
-        own = {name: [match for kind, match in matches if kind == name] for name in self.arenas}
+        specs = self.episode_specs(numbers, memory)
+        own = {name: [spec for kind, spec in specs if kind == name] for name in self.runners}
         played = await asyncio.gather(
-            *(self.arenas[name].play_all(part, branching, on_episode) for name, part in own.items())
+            *(self.runners[name].play_all(part, branching, on_episode) for name, part in own.items())
         )
         each = {name: iter(episodes) for name, episodes in zip(own, played, strict=True)}
-        episodes = [next(each[name]) for name, _ in matches]
+        episodes = [next(each[name]) for name, _ in specs]
         self._check_terms(episodes)
         return episodes
 
@@ -100,7 +100,7 @@ class EnvSource:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
         different instances."""
         seats, shares = self.seats(), self.env_probabilities(memory)
-        pools = {name: np.cumsum(self.pool.probabilities(name, memory)) for name in self.arenas} if self.pool else {}
+        pools = {name: np.cumsum(self.pool.probabilities(name, memory)) for name in self.runners} if self.pool else {}
         start = memory.get(STAGE_START_KEY, (0, 0))
         return [self._episode_spec(number, self._step(number, *start), seats, shares, pools) for number in numbers]
 
@@ -130,34 +130,34 @@ class EnvSource:
 
     def env_probabilities(self, memory: AlgorithmState) -> dict[str, float]:
         """Returns the current probability of each env."""
-        plain = _normal({name: self.weights.get(name, 1.0) for name in self.arenas})
+        plain = _normal({name: self.weights.get(name, 1.0) for name in self.runners})
         if self.curriculum == "fixed":
             return plain
         measured = memory.get(SUCCESS_KEY, {})
-        open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.arenas)}
-        aimed = _normal({name: plain[name] * open_[name] for name in self.arenas})
-        return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.arenas}
+        open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.runners)}
+        aimed = _normal({name: plain[name] * open_[name] for name in self.runners})
+        return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.runners}
 
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of each env that was played, and of the instances of its pool. With several envs,
         returns each one's success in this step and its probability in the next; with a pool, its metrics."""
         pooled = self._observe_pools(episodes, memory)
-        return pooled if len(self.arenas) == 1 else pooled | self._observe_envs(episodes, memory)
+        return pooled if len(self.runners) == 1 else pooled | self._observe_envs(episodes, memory)
 
     def _observe_pools(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of the pools' instances; returns metrics, by env if there are several."""
         metrics: Metrics = {}
-        for name in self.arenas if self.pool else ():
+        for name in self.runners if self.pool else ():
             assert self.pool is not None
             outcomes = [(episode.seed - self._first_instance, episode) for episode in episodes if episode.env == name]
-            prefix = f"{name}." if len(self.arenas) > 1 else ""
+            prefix = f"{name}." if len(self.runners) > 1 else ""
             metrics |= {f"{prefix}{k}": v for k, v in self.pool.observe(name, outcomes, memory).items()}
         return metrics
 
     def _observe_envs(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         metrics: Metrics = {}
         running = memory.setdefault(SUCCESS_KEY, {})
-        for name in self.arenas:
+        for name in self.runners:
             if own := [episode for episode in episodes if episode.env == name and episode.error is None]:
                 success = episode_metrics(own).get("success", 0.0)
                 running[name] = running.get(name, success) + self.rate * (success - running.get(name, success))

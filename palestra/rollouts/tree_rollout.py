@@ -1,7 +1,7 @@
 """Rollouts of text and tool envs: one coroutine per episode, which grows a tree if the algorithm compares siblings.
 
 A node is one joint step: the answers of all seats that act, and the env's result. With `branch_at: turn` every joint
-step is tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With
+step is tried K times on copies of the env, and the episode continues from the best (or a random one, or all). With
 `branch_at: root` K whole trajectories start at the first step. In each sibling, a seat that acts after another observes
 what that one did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
 siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
@@ -122,32 +122,32 @@ class EpisodeRunner:
         self.make_env, self.name, self.max_concurrent, self.max_steps = make_env, name, max_concurrent, max_steps
 
     async def play_all(
-        self, matches: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
+        self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """Returns the episodes of `matches`, in order; calls `on_episode` with each one when it ends."""
+        """Returns the episodes of `specs`, in order; calls `on_episode` with each one when it ends."""
         gate = asyncio.Semaphore(self.max_concurrent)
 
-        async def one(match: EpisodeSpec) -> Episode:
+        async def one(spec: EpisodeSpec) -> Episode:
             async with gate:
-                with span("episode", env=self.name, instance=match.instance) as own:
-                    episode = await self.play(match, branching)
+                with span("episode", env=self.name, instance=spec.instance) as own:
+                    episode = await self.play(spec, branching)
                     if own and episode.error:
                         own.set_attribute("error", episode.error)
             if on_episode:
                 on_episode(episode)
             return episode
 
-        return list(await asyncio.gather(*(one(match) for match in matches)))
+        return list(await asyncio.gather(*(one(spec) for spec in specs)))
 
-    async def play(self, match: EpisodeSpec, branching: Branching) -> Episode:
+    async def play(self, spec: EpisodeSpec, branching: Branching) -> Episode:
         """Returns one episode. Exceptions of its env or policies are recorded in `error` and `traceback`."""
-        seats = {seat: policy.name for seat, policy in match.policies.items()}
-        episode = Episode(self.name, match.instance, seats)
-        growth = _TreeRollout(episode, match, branching, self.max_steps)
+        seats = {seat: policy.name for seat, policy in spec.policies.items()}
+        episode = Episode(self.name, spec.instance, seats)
+        growth = _TreeRollout(episode, spec, branching, self.max_steps)
         try:
             env = growth.register_env(self.make_env())
             episode.picture = env.picture
-            first = require_step(await _call(env, env.reset, match.instance), "reset")
+            first = require_step(await _call(env, env.reset, spec.instance), "reset")
             await growth.grow(Branch(env, first))
         except Exception as error:  # the rollout boundary: failures are recorded, not raised
             episode.error, episode.traceback = describe_error(error)
@@ -161,22 +161,22 @@ class _TreeRollout:
     """The tree of one episode during its rollout."""
 
     episode: Episode
-    match: EpisodeSpec
+    spec: EpisodeSpec
     branching: Branching
     max_steps: int
     paths: list[tuple[int, ...]] = field(default_factory=list)  # one per node of the episode
     open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
 
-    async def grow(self, line: Branch) -> None:
-        """Plays from `line` to the end; if the episode continues from several siblings, from all of them
+    async def grow(self, branch: Branch) -> None:
+        """Plays from `branch` to the end; if the episode continues from several siblings, from all of them
         concurrently."""
-        while not line.step.done:
-            if len(line.path) >= self.max_steps:
+        while not branch.step.done:
+            if len(branch.path) >= self.max_steps:
                 raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
-            children = await self._branch(line)
+            children = await self._branch(branch)
             if not children:
                 break
-            rng = random.Random(self._seed("pick", line))
+            rng = random.Random(self._seed("pick", branch))
             picked = self.branching.pick([node for node, _ in children], rng)
             for node, child in children:
                 node.chosen = any(node is p for p in picked)
@@ -188,8 +188,8 @@ class _TreeRollout:
                     for child in kept:
                         group.create_task(self.grow(child))
                 return
-            line = kept[0]
-        await self._close(line.env)
+            branch = kept[0]
+        await self._close(branch.env)
 
     async def end(self) -> None:
         """Closes envs that a failure left open, and numbers the nodes by depth, then from left to right."""
@@ -214,65 +214,65 @@ class _TreeRollout:
         del self.open_envs[id(env)]
         await _call(env, env.close)
 
-    async def _ask_all(self, line: Branch, k: int) -> dict[Seat, list[Answer]]:
-        """Returns `k` answers of each seat that acts; none, and ends `line`, if a seat's prompt is too long."""
-        asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
+    async def _ask_all(self, branch: Branch, k: int) -> dict[Seat, list[Answer]]:
+        """Returns `k` answers of each seat that acts; none, and ends `branch`, if a seat's prompt is too long."""
+        asked = {seat: self._ask(branch, seat, k) for seat in branch.step.observations}
         try:
             return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         except ContextLengthExceeded as error:
-            self._truncate(line, error)
+            self._truncate(branch, error)
             return {}
 
-    def _truncate(self, line: Branch, error: ContextLengthExceeded) -> None:
-        """Ends `line` at its last node. Raises `error` if there is none, since not even the first prompt fits."""
-        if line.parent is None:
+    def _truncate(self, branch: Branch, error: ContextLengthExceeded) -> None:
+        """Ends `branch` at its last node. Raises `error` if there is none, since not even the first prompt fits."""
+        if branch.parent is None:
             raise error
-        last = self.episode.nodes[line.parent]
+        last = self.episode.nodes[branch.parent]
         last.done = last.truncated = True
         last.info = last.info | {CONTEXT_FULL_KEY: True}
 
-    async def _branch(self, line: Branch) -> list[tuple[Node, Branch]]:
-        """Returns the siblings that answer `line`'s observations, each with the branch that it starts; none if `line`
-        ends because a prompt is too long."""
-        k = self.branching.width(len(line.path))
-        joined = self.branching.joint_indices(k, list(line.step.observations))
-        answers = await self._ask_all(line, k)
+    async def _branch(self, branch: Branch) -> list[tuple[Node, Branch]]:
+        """Returns the siblings that answer the observations of `branch`, each with the branch that it starts; none if
+        `branch` ends because a prompt is too long."""
+        k = self.branching.width(len(branch.path))
+        joined = self.branching.joint_indices(k, list(branch.step.observations))
+        answers = await self._ask_all(branch, k)
         if not answers:
             return []
-        forks = [self.register_env(await _call(line.env, line.env.fork)) for _ in joined[1:]]
-        envs = [*forks, line.env]  # the original env is the last sibling's
+        copies = [self.register_env(await _call(branch.env, branch.env.fork)) for _ in joined[1:]]
+        envs = [*copies, branch.env]  # the original env is the last sibling's
         joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
         steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
-        return [self._note(line, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
+        return [self._note(branch, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
 
-    async def _ask(self, line: Branch, seat: Seat, k: int) -> list[Answer]:
-        if seat not in self.match.policies:
-            raise ValueError(_unplayed(line.env, self.episode.env, seat))
-        expert = getattr(line.env, "expert", None)
+    async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
+        if seat not in self.spec.policies:
+            raise ValueError(_unplayed(branch.env, self.episode.env, seat))
+        expert = getattr(branch.env, "expert", None)
         query = Query(
-            role=line.env.roles.get(seat, ""),
-            observation=line.step.observations[seat],
+            role=branch.env.roles.get(seat, ""),
+            observation=branch.step.observations[seat],
             n=k,
-            seed=self._seed(seat, line),
-            history=line.history.get(seat, ()),
-            legal_actions=(line.step.legal_actions or {}).get(seat),
+            seed=self._seed(seat, branch),
+            history=branch.history.get(seat, ()),
+            legal_actions=(branch.step.legal_actions or {}).get(seat),
             expert=partial(expert, seat) if expert else None,
         )
-        return await self.match.policies[seat].act(query)
+        return await self.spec.policies[seat].act(query)
 
-    def _note(self, line: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
-        step = reweigh(step, self.match.term_weights)
+    def _note(self, branch: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
+        step = reweigh(step, self.spec.term_weights)
         for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
                 raise ValueError(
                     f'env "{self.episode.env}" gives {payee} a reward of {reward}: rewards must be finite numbers'
                 )
-        path = (*line.path, i)
+        path = (*branch.path, i)
         node = Node(
             id=len(self.episode.nodes),
-            parent=line.parent,
-            depth=len(line.path),
-            observations=line.step.observations,
+            parent=branch.parent,
+            depth=len(branch.path),
+            observations=branch.step.observations,
             answers=joint,
             rewards=dict(step.rewards),
             team_reward=step.team_reward,
@@ -282,13 +282,13 @@ class _TreeRollout:
         )
         self.episode.nodes.append(node)
         self.paths.append(path)
-        history = dict(line.history)
+        history = dict(branch.history)
         for seat, answer in joint.items():
-            history[seat] = (*history.get(seat, ()), (line.step.observations[seat], answer))
+            history[seat] = (*history.get(seat, ()), (branch.step.observations[seat], answer))
         return node, Branch(env, step, node.id, path, history)
 
-    def _seed(self, what: str, line: Branch) -> int:
-        return derive_seed(self.match.seed, what, line.path)
+    def _seed(self, what: str, branch: Branch) -> int:
+        return derive_seed(self.spec.seed, what, branch.path)
 
 
 def _unplayed(env: Env, name: str, seat: Seat) -> str:

@@ -177,7 +177,7 @@ def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
 
 def _answer_row(answer: Answer) -> dict[str, Any]:
     arrays = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
-    said = {
+    columns = {
         "policy": answer.policy,
         "answer": answer.text,
         "stop": answer.stop_reason,
@@ -190,7 +190,7 @@ def _answer_row(answer: Answer) -> dict[str, Any]:
     if answer.routed_experts is not None:
         shape = np.array(answer.routed_experts.shape, np.int32)
         arrays |= {"experts": answer.routed_experts.ravel(), "experts_shape": shape}
-    return said | arrays
+    return columns | arrays
 
 
 def _json(value: Any) -> str:
@@ -244,11 +244,11 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
         node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
-        said = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
+        values = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
         mask = SamplingMask(row["mask_ids"], row["mask_counts"]) if len(row["mask_counts"]) else None
         experts = row["experts"].reshape(row["experts_shape"]) if len(row["experts_shape"]) else None
         more = {"versions": row["versions"], "sampling_mask": mask, "routed_experts": experts}
-        node.answers[seat] = Answer(*said, **more)
+        node.answers[seat] = Answer(*values, **more)
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

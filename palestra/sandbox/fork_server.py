@@ -151,7 +151,7 @@ def main() -> None:
         if not backend.missing():
             backend.load()
     process_tree.become_subreaper()
-    door = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     _clear_up()
@@ -160,7 +160,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     gc.freeze()
     try:
-        server = ForkServer(door, root)
+        server = ForkServer(listener, root)
         try:
             server.serve()
         finally:

@@ -78,12 +78,12 @@ class ProcessMonitor:
 
         Call it after all processes have been killed.
         """
-        for stream, said in self._outputs.items():
-            while len(said) <= self.limits.output and self._read(stream):
+        for stream, output in self._outputs.items():
+            while len(output) <= self.limits.output and self._read(stream):
                 pass
             stream.close()
         self.program.stdin.close()
-        stdout, stderr = (bytes(said[: self.limits.output]) for said in self._outputs.values())
+        stdout, stderr = (bytes(output[: self.limits.output]) for output in self._outputs.values())
         return stdout, stderr
 
     def _feed(self, unsent: memoryview, events: selectors.BaseSelector) -> memoryview:
@@ -100,9 +100,9 @@ class ProcessMonitor:
     def _read(self, stream: IO[bytes]) -> bool:
         """Reads up to CHUNK_BYTES available bytes; returns False if none were read."""
         piece = stream.read(CHUNK_BYTES)
-        said = self._outputs[stream]
-        said += piece or b""
-        if len(said) > self.limits.output:
+        output = self._outputs[stream]
+        output += piece or b""
+        if len(output) > self.limits.output:
             self.exceeded_limit = self.exceeded_limit or "output"
         return bool(piece)
 

@@ -98,9 +98,9 @@ def serve(options: ServeOptions, say: Say = print) -> None:
         same = {"data", "bases", "device", "dtype", "threads", "max_num_seqs", "kv_cache_gib"}
         settings = WorkerSettings(store=url, **options.model_dump(include=same))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
-        with open_listener(options.host, options.port) as door:
+        with open_listener(options.host, options.port) as listener:
             app = create_app(context, root_path=options.root_path, origins=origins, with_metrics=options.metrics)
-            asyncio.run(_serve(options, app, worker, door, say))
+            asyncio.run(_serve(options, app, worker, listener, say))
         context.store.close()
 
 
@@ -119,7 +119,7 @@ def _hold(options: ServeOptions) -> AbstractContextManager[Any]:
 
 
 def _context(options: ServeOptions, url: str) -> ServiceContext:
-    bell, _ = WakeupSocket.pair()  # replaced when a worker starts
+    wakeup, _ = WakeupSocket.pair()  # replaced when a worker starts
     keys = ApiKeys(options.auth, _secret(options.data / "secret"))
     store = Store.open(url)
     store.bind_data_folder(keys.sign("data folder"))
@@ -128,13 +128,13 @@ def _context(options: ServeOptions, url: str) -> ServiceContext:
         weight_store=WeightStore(options.data / "weights"),
         keys=keys,
         bases={name: load_base_info(name, path, options.aliases) for name, path in options.bases.items()},
-        wakeup=bell,
+        wakeup=wakeup,
         limits=options.limits,
     )
 
 
 async def _serve(
-    options: ServeOptions, app: FastAPI, worker: WorkerProcess | None, door: socket.socket, say: Say
+    options: ServeOptions, app: FastAPI, worker: WorkerProcess | None, listener: socket.socket, say: Say
 ) -> None:
     server = build_server(
         app,
@@ -145,9 +145,9 @@ async def _serve(
         on_second_signal=worker.kill if worker else lambda: None,
     )
     watch = asyncio.create_task(worker.keep_alive()) if worker else None
-    say(_how_to_connect(options, door.getsockname()[1]))
+    say(_how_to_connect(options, listener.getsockname()[1]))
     try:
-        await server.serve(sockets=[door])
+        await server.serve(sockets=[listener])
     finally:
         if worker and watch:
             watch.cancel()

@@ -73,10 +73,10 @@ class Algorithm(Protocol):
 
 @dataclass(kw_only=True)
 class TextEval(Evaluation):
-    """A held-out evaluation on instances 0 to `episodes` - 1 of `arena`, each played `samples` times. `seat_policies`
+    """A held-out evaluation on instances 0 to `episodes` - 1 of `runner`, each played `samples` times. `seat_policies`
     returns the policy of each seat at its current weights."""
 
-    arena: EpisodeRunner
+    runner: EpisodeRunner
     seat_policies: Callable[[], dict[Seat, Policy]]
     samples: int = 1
 
@@ -87,7 +87,7 @@ class TextEval(Evaluation):
 
     async def play(self, seed: int) -> list[Episode]:
         """Returns the episodes, played by the policies at their current weights."""
-        return await play_instances(self.arena, self.seat_policies(), self.numbers, seed, samples=self.samples)
+        return await play_instances(self.runner, self.seat_policies(), self.numbers, seed, samples=self.samples)
 
 
 @dataclass
@@ -365,7 +365,7 @@ async def _update(
 
 
 async def play_instances(
-    arena: EpisodeRunner,
+    runner: EpisodeRunner,
     seats: Mapping[Seat, Policy],
     numbers: Sequence[int],
     seed: int,
@@ -374,12 +374,12 @@ async def play_instances(
     samples: int = 1,
 ) -> list[Episode]:
     """Plays episodes without branching, and returns them in the order of their `numbers`: number i is sample i %
-    `samples` of instance i // `samples` of the arena's env. Calls `on_episode` with each one when it ends."""
-    matches = []
+    `samples` of instance i // `samples` of the runner's env. Calls `on_episode` with each one when it ends."""
+    specs = []
     for instance, sample in (divmod(number, samples) for number in numbers):
         own = [sample] if sample else []  # sample 0 has the seed of an evaluation with `samples=1`
-        matches.append(EpisodeSpec(instance, seats, derive_seed(seed, "exam", arena.name, instance, *own)))
-    return await arena.play_all(matches, Branching(), on_episode)
+        specs.append(EpisodeSpec(instance, seats, derive_seed(seed, "exam", runner.name, instance, *own)))
+    return await runner.play_all(specs, Branching(), on_episode)
 
 
 def throughput(episodes: Sequence[Episode], timer: PhaseTimer, policy: str | None = None) -> Metrics:

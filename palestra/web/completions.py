@@ -39,12 +39,12 @@ class ChatServer:
         self, host: str = "127.0.0.1", port: int = 0, *, hosts: Collection[str] = (), limits: HttpLimits = HTTP_LIMITS
     ) -> None:
         self.sessions: dict[str, SessionProtocol] = {}
-        door = open_listener(host, port)
-        self.url = f"http://{url_host(host)}:{door.getsockname()[1]}/v1"
+        listener = open_listener(host, port)
+        self.url = f"http://{url_host(host)}:{listener.getsockname()[1]}/v1"
         origins = OriginPolicy.for_host(host, hosts=hosts, pages=False)
         app = AdmissionMiddleware(self._app(), origins, limits, auth_check=self._admit, error_body=_fault)
         self._http = HttpServer(app, DRAIN_TIMEOUT_S, 75)
-        self._thread = threading.Thread(target=run_in_thread, args=(self._http, door), name="endpoint", daemon=True)
+        self._thread = threading.Thread(target=run_in_thread, args=(self._http, listener), name="endpoint", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -88,14 +88,14 @@ class ChatServer:
             raise HTTPException(410, str(error)) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        said = ChatReply(answer) if isinstance(answer, str) else answer
-        message = parse_assistant_message(said.text)
-        finish = "tool_calls" if "tool_calls" in message else "length" if said.hit_length_limit else "stop"
+        reply = ChatReply(answer) if isinstance(answer, str) else answer
+        message = parse_assistant_message(reply.text)
+        finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if stream:
             return _streamed(head, message, finish)
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(said)})
+        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
 
 
 def _read(body: bytes, models: tuple[str, ...]) -> tuple[ChatCall, bool]:
@@ -116,10 +116,10 @@ def _events(head: dict[str, Any], message: dict[str, Any], finish: str) -> Itera
     yield "[DONE]"
 
 
-def _usage(said: ChatReply) -> dict[str, Any]:
-    if said.token_counts is None:
+def _usage(reply: ChatReply) -> dict[str, Any]:
+    if reply.token_counts is None:
         return {}
-    read, written = said.token_counts
+    read, written = reply.token_counts
     return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
 
 

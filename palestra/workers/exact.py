@@ -161,13 +161,13 @@ class ExactSolver:
         turns = range(n) if len(self.seats) == 1 else [0]
         facts = np.zeros(2 * n + 1)
         for turn in turns:
-            seated = self._seated(np.roll(members, turn).tolist(), known)
-            found = end_probabilities(self.tree, realization_plan(self.tree, seated)) @ outcomes
+            strategies = self._strategies(np.roll(members, turn).tolist(), known)
+            found = end_probabilities(self.tree, realization_plan(self.tree, strategies)) @ outcomes
             facts += np.concatenate([np.roll(found[:n], -turn), np.roll(found[n:-1], -turn), found[-1:]]) / len(turns)
         mean, wins, draws = facts[:n], facts[n:-1] * games, facts[-1] * games
         return PayoffCell(games, tuple(mean.tolist()), (0.0,) * n, tuple(wins.tolist()), float(draws), exact=True)
 
-    def _seated(self, names: Sequence[str], known: PolicyLookup) -> np.ndarray:
+    def _strategies(self, names: Sequence[str], known: PolicyLookup) -> np.ndarray:
         """Returns the policy [I, A] that takes each seat's rows from that seat's member."""
         policy = np.zeros(self.tree.action_mask.shape)
         for seat, name in enumerate(names):

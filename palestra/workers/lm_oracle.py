@@ -135,23 +135,24 @@ class LanguageWorker:
 
     async def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
         learner = await self._learner(task, members)
-        cast = LMSeatAssigner(self, task, members, learner)
+        assigner = LMSeatAssigner(self, task, members, learner)
         steps = task.train_steps or self.config.steps
         metrics: Mapping[str, float] = {}
         count = self.config.episodes
         for step in range(steps):
             self.engines.clear_caches()
-            matches = [
-                cast.assign(derive_seed(self.seed, task.name, i), i) for i in range(step * count, (step + 1) * count)
+            specs = [
+                assigner.assign(derive_seed(self.seed, task.name, i), i)
+                for i in range(step * count, (step + 1) * count)
             ]
-            episodes = await self.episode_runner.play_all(matches, self.config.algorithm.branching)
+            episodes = await self.episode_runner.play_all(specs, self.config.algorithm.branching)
             _sound(episodes, task)
             metrics = await update_learner(self.config.algorithm, learner, episodes, step / steps)
-            cast.env_steps += sum(len(episode.nodes) for episode in episodes)
+            assigner.env_steps += sum(len(episode.nodes) for episode in episodes)
             if step >= int(RESULT_START * steps):
-                cast.record(episodes)
+                assigner.record(episodes)
         learner.save(out)
-        return cast.result(metrics)
+        return assigner.result(metrics)
 
     async def _learner(self, task: TrainTask, members: Mapping[str, Path]) -> LanguageLearner:
         """Returns a learner that starts from the task's member, or from the taught adapter."""
@@ -171,7 +172,7 @@ class LanguageWorker:
         """Trains an adapter to answer with legal actions; identical in every worker of a run."""
         # imitation runs at progress 0 of the schedule, where a warm-up has rate 0
         changes = {"lr": self.config.imitation_lr or self.config.policy.lr, "warmup_ratio": 0.0}
-        learner, lesson = self._new("words", self.config.policy.model_copy(update=changes)), SFT(imitate="all")
+        learner, algorithm = self._new("words", self.config.policy.model_copy(update=changes)), SFT(imitate="all")
         teacher, count = (
             ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds)),
             self.config.episodes * self.config.algorithm.group_size,
@@ -180,8 +181,10 @@ class LanguageWorker:
             self.engines.clear_caches()
             taught = DemonstrationPolicy(learner.policy(), teacher)
             seeds = [derive_seed(self.seed, "words", i) for i in range(step * count, (step + 1) * count)]
-            matches = [EpisodeSpec(seed, dict.fromkeys(self.env_seats, taught), seed) for seed in seeds]
-            await update_learner(lesson, learner, await self.episode_runner.play_all(matches, lesson.branching), 0.0)
+            specs = [EpisodeSpec(seed, dict.fromkeys(self.env_seats, taught), seed) for seed in seeds]
+            await update_learner(
+                algorithm, learner, await self.episode_runner.play_all(specs, algorithm.branching), 0.0
+            )
         return learner
 
     # ---- members and games
@@ -199,14 +202,14 @@ class LanguageWorker:
         """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
         count, turns = task.games_per_cell, len(self.env_seats) if len(self.seats) == 1 else 1
         self.engines.clear_caches()
-        matches: list[EpisodeSpec] = []
+        specs: list[EpisodeSpec] = []
         for number, names in enumerate(task.cells):
             policies = [self._member(name, members) for name in names]
             for i in range(count):
-                seated = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
+                by_seat = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
                 seed = derive_seed(self.seed, task.name, number, i)
-                matches.append(EpisodeSpec(seed, dict(zip(self.env_seats, seated, strict=True)), seed))
-        episodes = await self.episode_runner.play_all(matches, Branching())
+                specs.append(EpisodeSpec(seed, dict(zip(self.env_seats, by_seat, strict=True)), seed))
+        episodes = await self.episode_runner.play_all(specs, Branching())
         _sound(episodes, task)
         results = []
         for number, names in enumerate(task.cells):
@@ -304,11 +307,11 @@ class LMActionReader:
         if name not in self._policies:
             table = self.tree.action_mask / self.tree.action_mask.sum(1, keepdims=True)
             if isinstance(policy, LanguagePolicy):
-                said = word_probabilities(self.engine, policy, self.queries, self.words)
-                rest = 1.0 - said.sum(1)
+                probabilities = word_probabilities(self.engine, policy, self.queries, self.words)
+                rest = 1.0 - probabilities.sum(1)
                 table *= rest[:, None]
                 for i, legal in enumerate(self.tree.action_mask):
-                    table[i, legal] += said[i, : legal.sum()]
+                    table[i, legal] += probabilities[i, : legal.sum()]
             self._policies[name] = table
         return self._policies[name]
 

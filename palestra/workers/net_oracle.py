@@ -157,14 +157,16 @@ class NetWorker:
         """Returns the mixture that plays the seats other than the learner's, and the statistics of its games."""
         seat = self.seats[task.player][0]
         others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
-        cast = self._cast(members)
-        lots = opponent_sampler(task.opponents, cast, [self._player(number) for number in others])
+        table = self._table(members)
+        sampler = opponent_sampler(task.opponents, table, [self._player(number) for number in others])
         if task.self_play:
-            current = cast.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
-            lots = SelfPlaySampler(lots, task.self_play, current)
-        return Mixture(self.training_rollout.env, others, cast.members, lots), OpponentStats(seat, others, cast.names)
+            current = table.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
+            sampler = SelfPlaySampler(sampler, task.self_play, current)
+        return Mixture(self.training_rollout.env, others, table.members, sampler), OpponentStats(
+            seat, others, table.names
+        )
 
-    def _cast(self, members: Mapping[str, Path]) -> MemberRegistry:
+    def _table(self, members: Mapping[str, Path]) -> MemberRegistry:
         return MemberRegistry(lambda player, name: self.loader.member(name, members, self.seats[player]))
 
     def _player(self, seat: int) -> Player:
@@ -190,10 +192,10 @@ class NetWorker:
 
     def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays the cells of a payoff table."""
-        cast, seed = self._cast(members), derive_seed(self.seed, task.name)
-        keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
+        table, seed = self._table(members), derive_seed(self.seed, task.name)
+        keys = [[table.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
         rollout, games = self.payoff_rollout, task.games_per_cell
-        return PlayResult(tuple(play_cells(rollout, cast.members, keys, games, seed, rotate_seats=self.symmetric)))
+        return PlayResult(tuple(play_cells(rollout, table.members, keys, games, seed, rotate_seats=self.symmetric)))
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:

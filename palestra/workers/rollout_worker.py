@@ -62,7 +62,7 @@ class RolloutWorker:
         if isinstance(task, EvalTask):
             evaluation = self.evals[task.evaluation]
             policies, samples = evaluation.seat_policies(), evaluation.samples
-            return await play_instances(evaluation.arena, policies, task.numbers, task.seed, samples=samples)
+            return await play_instances(evaluation.runner, policies, task.numbers, task.seed, samples=samples)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source
         return await source.play(task.numbers, task.branching, dict(task.source_state))

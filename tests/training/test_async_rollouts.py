@@ -244,7 +244,7 @@ def test_training_error_propagates_and_cancels_rollouts(tmp_path):
 def test_evaluations_run_at_their_interval(tmp_path):
     setup = toy(2, [(5, 2)], no_gate)
     seats = setup.stages[0].source.seats
-    setup.evals = [TextEval(name="dev", episodes=3, every=2, arena=EpisodeRunner(Whisper, "dev"), seat_policies=seats)]
+    setup.evals = [TextEval(name="dev", episodes=3, every=2, runner=EpisodeRunner(Whisper, "dev"), seat_policies=seats)]
     path = run_toy(setup, tmp_path)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 1, 3, 4]
 
@@ -392,7 +392,7 @@ def answers_of(episode):
 
 def test_no_deadlock_if_half_of_the_episodes_block(base, tmp_path):
     setup = build(config(base, steps=4))
-    setup.stages[0].source.arenas["train"] = EpisodeRunner(Slow, "train")
+    setup.stages[0].source.runners["train"] = EpisodeRunner(Slow, "train")
     with Run.create(tmp_path, "", "slow") as run:
         assert run_training(setup, run)
         steps = recorded(run.path)

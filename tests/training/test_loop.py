@@ -52,7 +52,7 @@ def matches(setup, step):
 
 
 def arena_of(setup):
-    return setup.stages[0].source.arenas["train"]
+    return setup.stages[0].source.runners["train"]
 
 
 def scores(path):
@@ -126,7 +126,7 @@ def test_train_instances_are_unique_and_evaluation_is_held_out(trained_pair):
     trained = {Whisper().reset(seed).observations["guide"] for seed in seeds}
     examined = {env.reset(seed).observations["guide"] for seed in range(200)}
     assert not trained & examined
-    assert setup.evals[0].arena.make_env().split == "test" and arena_of(setup).make_env().split == "train"
+    assert setup.evals[0].runner.make_env().split == "test" and arena_of(setup).make_env().split == "train"
 
 
 def examine(path, seats=None, *, swap=False, sampling=None, checkpoint=None, episodes=200, env=None):
@@ -208,7 +208,7 @@ def test_students_imitate_their_teachers(base, tmp_path):
     assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["target_fraction"] == 1.0
     assert list(setup.learners) == ["guide", "walker"]
     seats = setup.evals[0].seat_policies()  # in evaluations the student acts itself
-    episodes = asyncio.run(setup.evals[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
+    episodes = asyncio.run(setup.evals[0].runner.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
     assert member_name(seats["guide"].name) == "guide" and episodes[0].error is None
     spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
     assert [a.text for a in spoken].count("1") >= 17

@@ -55,11 +55,11 @@ class PairAlgorithm(GroupAlgorithm):
 
     def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
         """Returns index pairs (better, worse) of siblings whose values and texts differ."""
-        said = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
+        tokens = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
         gaps = {
             (better, worse): values[better] - values[worse]
             for better, worse in permutations(range(len(sides)), 2)
-            if said[better] and said[worse] and said[better] != said[worse]
+            if tokens[better] and tokens[worse] and tokens[better] != tokens[worse]
         }
         found = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
         return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]

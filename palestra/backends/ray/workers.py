@@ -175,8 +175,8 @@ class RayBackend:
         self._users[content] -= 1
         if not self._users[content]:
             del self._users[content], self._stored[content]
-            for hand in [*self._idle, *self._busy.values()]:
-                hand.drop(content)
+            for worker in [*self._idle, *self._busy.values()]:
+                worker.drop(content)
 
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
@@ -203,15 +203,15 @@ class RayBackend:
         return sum(map(self._running, self._groups))
 
     def close(self) -> None:
-        hands = [*self._idle, *self._busy.values()]
-        if hands and ray.is_initialized():
+        workers = [*self._idle, *self._busy.values()]
+        if workers and ray.is_initialized():
             ray.wait(
-                [hand.actor.end.remote() for hand in hands],
-                num_returns=len(hands),
+                [worker.actor.end.remote() for worker in workers],
+                num_returns=len(workers),
                 timeout=END_TIMEOUT_S + export_wait_s(),
             )
-            for hand in hands:
-                ray.kill(hand.actor)
+            for worker in workers:
+                ray.kill(worker.actor)
         if self._owner:
             leave_cluster()
         self._idle.clear()
@@ -220,7 +220,7 @@ class RayBackend:
 
     def _running(self, group: _Group) -> int:
         """Returns the number of tasks that the workers of a group are running."""
-        return sum(hand.task is not None and hand.group is group for hand in self._busy.values())
+        return sum(worker.task is not None and worker.group is group for worker in self._busy.values())
 
     def _hire(self, group: _Group) -> None:
         actor = self._actor.options(scheduling_strategy="SPREAD", **group.needs.options).remote()
@@ -228,22 +228,22 @@ class RayBackend:
 
     def _hand_out(self) -> None:
         free = self._at_once - self._running(self._common)
-        for hand in list(self._idle):
-            if hand.group is self._common and not free:
+        for worker in list(self._idle):
+            if worker.group is self._common and not free:
                 continue
-            if task := hand.group.queue.pop():
+            if task := worker.group.queue.pop():
                 packages = {
                     name: self._fetchable(name, folder) for name, folder in self._members.folders_for(task).items()
                 }
-                self._idle.remove(hand)
-                free -= hand.group is self._common
-                hand.task, trace = task, hand.group.queue.traces.get(task.name)
-                new = hand.take(list(packages.values()))
+                self._idle.remove(worker)
+                free -= worker.group is self._common
+                worker.task, trace = task, worker.group.queue.traces.get(task.name)
+                new = worker.take(list(packages.values()))
                 contents = {name: package.content for name, package in packages.items()}
-                do = hand.actor.do.options(num_returns=2)
-                answer, hand.output = do.remote(task, contents, new, hand.unused, trace)
-                hand.unused = []
-                self._busy[answer] = hand
+                do = worker.actor.do.options(num_returns=2)
+                answer, worker.output = do.remote(task, contents, new, worker.unused, trace)
+                worker.unused = []
+                self._busy[answer] = worker
 
     def _fetchable(self, name: str, folder: Path) -> Package:
         """Returns a member's files in the object store: the files that its task returned, files of equal content, or
@@ -267,31 +267,31 @@ class RayBackend:
 
     def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
-        hand = self._busy.pop(ref)
+        worker = self._busy.pop(ref)
         try:
-            answer, files = ray.get(ref), {} if hand.output is None else ray.get(hand.output)
+            answer, files = ray.get(ref), {} if worker.output is None else ray.get(worker.output)
         except RayTaskError as error:
             answer = describe_error(error)
         except RayError as error:
-            self._replace(hand, f"{type(error).__name__}: {error}")
+            self._replace(worker, f"{type(error).__name__}: {error}")
             return None
         if isinstance(answer, ErrorText):
-            raise task_error(hand.task, answer) if hand.task else worker_start_error(answer)
-        self._stillborn, hand.ready, hand.group.unready_since = 0, True, None
-        (task, hand.task), (output, hand.output) = (hand.task, None), (hand.output, None)
-        self._idle.append(hand)
+            raise task_error(worker.task, answer) if worker.task else worker_start_error(answer)
+        self._stillborn, worker.ready, worker.group.unready_since = 0, True, None
+        (task, worker.task), (output, worker.output) = (worker.task, None), (worker.output, None)
+        self._idle.append(worker)
         if task and isinstance(answer, FilesLost):
             self._put_again(task, answer.contents)
             for content in answer.contents:
-                hand.held.pop(content, None)
-            hand.group.queue.tasks.appendleft(task)
+                worker.held.pop(content, None)
+            worker.group.queue.tasks.appendleft(task)
         elif task:
             result, seconds = answer
-            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=seconds)
-            hand.group.queue.finish(task)
+            worker_stats.count(WORKER_KIND, worker.where, done=1, seconds=seconds)
+            worker.group.queue.finish(task)
             return self._done(task, result, seconds, files, output)
         elif answer:  # the reply to `make`; the reply to `greet` is None
-            hand.where, hand.node = answer
+            worker.where, worker.node = answer
         return None
 
     def _done(
@@ -304,24 +304,24 @@ class RayBackend:
         out = unpack_folder(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.output_member else None
         return TaskResult(task, result, out, seconds)
 
-    def _replace(self, hand: _RayWorkerHandle, why: str) -> None:
+    def _replace(self, worker: _RayWorkerHandle, why: str) -> None:
         """Starts a new actor in place of a dead one and puts its task at the front of the queue."""
-        ray.kill(hand.actor)  # it may be alive but unreachable
-        worker_stats.count(WORKER_KIND, hand.where or "not placed yet", why, lost=1)
-        if hand.task:
-            hand.group.queue.retry(hand.task, why, node=hand.node, is_node_lost=_is_node_lost)
-        elif not hand.ready:
+        ray.kill(worker.actor)  # it may be alive but unreachable
+        worker_stats.count(WORKER_KIND, worker.where or "not placed yet", why, lost=1)
+        if worker.task:
+            worker.group.queue.retry(worker.task, why, node=worker.node, is_node_lost=_is_node_lost)
+        elif not worker.ready:
             self._stillborn += 1
             if self._stillborn >= MAX_ATTEMPTS:
                 raise ValueError(f"{MAX_ATTEMPTS} workers in a row died before they were ready, the last one: {why}")
-        self._hire(hand.group)
+        self._hire(worker.group)
         for idle in self._idle:  # their node may be gone too: check before giving them a task
             self._busy[idle.actor.greet.remote()] = idle
         self._idle.clear()
-        if hand.group.unready_since is None and not any(
-            other.ready for other in self._busy.values() if other.group is hand.group
+        if worker.group.unready_since is None and not any(
+            other.ready for other in self._busy.values() if other.group is worker.group
         ):
-            hand.group.unready_since = time.monotonic()
+            worker.group.unready_since = time.monotonic()
 
     def _complain(self) -> None:
         """Raises ValueError if tasks have waited longer than `PLACEMENT_TIMEOUT_S` for a first worker."""

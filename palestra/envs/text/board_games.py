@@ -88,19 +88,19 @@ class TextGame(Env):
     def reset(self, seed: int) -> Step:
         self.rng = random.Random(seed)
         self.state = self.rules.initial_state()
-        return self._said({}, {})
+        return self._step_result({}, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         ((seat, answer),) = actions.items()
         legal = self.rules.legal_actions(self.state)
-        said = [action for action in legal if self._means(answer, self.action_words[action])]
-        action = said[0] if said else self.rng.choice(legal)
+        matching = [action for action in legal if self._means(answer, self.action_words[action])]
+        action = matching[0] if matching else self.rng.choice(legal)
         self.state = self.rules.next_state(self.state, action)
-        info: dict[str, Any] = {"invalid": {seat: not said}, "action": self.action_words[action]}
-        if not said:
+        info: dict[str, Any] = {"invalid": {seat: not matching}, "action": self.action_words[action]}
+        if not matching:
             words = ", ".join(self.action_words[action] for action in legal)
             info["why_invalid"] = {seat: f"it is none of the words allowed ({words}); one was drawn at random"}
-        return self._said({} if said else {seat: {FORM_TERM: 0.0 - self.illegal_penalty}}, info)
+        return self._step_result({} if matching else {seat: {FORM_TERM: 0.0 - self.illegal_penalty}}, info)
 
     def fork(self) -> Self:
         """Returns an independent copy; states are immutable, so only the random generator is copied."""
@@ -126,7 +126,7 @@ class TextGame(Env):
             self._own_words.sub(lambda found: self.vocabulary[found[0]], state_text) if self._own_words else state_text
         )
 
-    def _said(self, terms: dict[Seat, dict[str, float]], info: dict[str, Any]) -> Step:
+    def _step_result(self, terms: dict[Seat, dict[str, float]], info: dict[str, Any]) -> Step:
         """Samples pending chance moves, then returns the next step, whose rewards so far are `terms`."""
         while (turn := self.rules.current_player(self.state)) == CHANCE:
             actions, weights = zip(*self.rules.chance_outcomes(self.state), strict=True)

@@ -221,9 +221,9 @@ def write_message(world: World, actions_BND: np.ndarray, continuous: bool) -> No
     words = world.word.shape[1]
     for b in range(len(world.word)):
         choice = int(actions_BND[b, 0, 0])
-        said = choice if 0 <= choice < words else 0
+        word = choice if 0 <= choice < words else 0
         for k in range(words):
-            world.word[b, k] = clip_unit(actions_BND[b, 0, k]) if continuous else k == said
+            world.word[b, k] = clip_unit(actions_BND[b, 0, k]) if continuous else k == word
 
 
 @jit

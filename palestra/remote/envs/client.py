@@ -85,13 +85,13 @@ class RemoteEnv(Env):
         return self._noted(step)
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
-        said = encode_mapping(actions)
+        encoded = encode_mapping(actions)
         try:
-            reply = await self._asked(pb.Request(session=self._session, step=said))
+            reply = await self._asked(pb.Request(session=self._session, step=encoded))
             step = reply.step
         except SessionLost as lost:
-            step = await self._replay([*self._actions, said], str(lost))
-        self._actions.append(said)
+            step = await self._replay([*self._actions, encoded], str(lost))
+        self._actions.append(encoded)
         return self._noted(step)
 
     async def fork(self) -> Self:
@@ -134,23 +134,23 @@ class RemoteEnv(Env):
             raise _raised(reply.fault, self._connection.address)
         return reply
 
-    async def _replay(self, said: list[pb.Pairs], why: str) -> pb.Step:
+    async def _replay(self, actions: list[pb.Pairs], why: str) -> pb.Step:
         """Replays the episode in a new session, on any server, and returns its last step."""
         counters["env_lost"] += 1
         self._note(why, lost=1)
-        step = await self._open_session(said, why)
+        step = await self._open_session(actions, why)
         counters["env_replays"] += 1
         self._note(replays=1)
         counters["env_replayed_steps"] += len(self._step_digests)
         return step
 
-    async def _open_session(self, said: list[pb.Pairs], why: str) -> pb.Step:
-        """Opens a session, plays the actions `said` in one request and returns the last step.
+    async def _open_session(self, actions: list[pb.Pairs], why: str) -> pb.Step:
+        """Opens a session, plays the actions `actions` in one request and returns the last step.
 
         Raises RuntimeError after `MAX_LOST_SERVERS` lost servers in a row, and if a replayed step differs from the
         original.
         """
-        request = pb.Request(open=pb.Open(kind=self.spec.kind, seed=self._seed, actions=said))
+        request = pb.Request(open=pb.Open(kind=self.spec.kind, seed=self._seed, actions=actions))
         attempts = 0
         while attempts < MAX_LOST_SERVERS:
             connection = await get_pool(self.spec.server_config).acquire()
@@ -158,7 +158,7 @@ class RemoteEnv(Env):
             self._connection, request.session = connection, connection.allocate_session()
             self._session = request.session
             try:
-                reply = await connection.call(request, self.spec.server_config.request_timeout * (1 + len(said)))
+                reply = await connection.call(request, self.spec.server_config.request_timeout * (1 + len(actions)))
             except SessionLost as lost:
                 attempts, why = attempts + 1, str(lost)
                 self._note(why, lost=1)
@@ -171,7 +171,7 @@ class RemoteEnv(Env):
             self._compare(reply.opened.steps, why)
             return reply.opened.steps[-1]
         raise RuntimeError(
-            f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(said)} joint steps into an "
+            f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(actions)} joint steps into an "
             f"instance. That step may bring servers down, or take longer than the deadline: {why}"
         )
 
@@ -210,9 +210,9 @@ class RemoteEnvWithExpert(RemoteEnv):
         for _ in range(MAX_LOST_SERVERS):
             try:
                 request.session = self._session
-                said = (await self._asked(request)).said
-                restore_rng_state(rng, said.random)
-                return read_value(said.answer)
+                answered = (await self._asked(request)).said
+                restore_rng_state(rng, answered.random)
+                return read_value(answered.answer)
             except SessionLost as lost:
                 await self._replay(self._actions, str(lost))
         raise RuntimeError(

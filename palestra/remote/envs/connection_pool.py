@@ -139,12 +139,12 @@ class ConnectionPool:
                 await self.changed.wait()
 
     def _nobody(self) -> str:
-        said = "; ".join(map(str, self.last_errors.values())) or "none of them takes new sessions"
+        reasons = "; ".join(map(str, self.last_errors.values())) or "none of them takes new sessions"
         who = ", ".join(self.connect_tasks) or f"none, says {self.server_config.servers}"
         return (
-            f"no env server has answered for {self.server_config.server_timeout:g} s ({said}). Servers: {who}. Start "
-            "one with "
-            "`palestra serve-envs`, correct at:, or wait longer: at: {servers: [...], server_timeout: 600}"
+            f"no env server has answered for {self.server_config.server_timeout:g} s ({reasons}). Servers: {who}. "
+            "Start one with `palestra serve-envs`, correct at:, or wait longer: at: {servers: [...], server_timeout: "
+            "600}"
         )
 
 

@@ -114,9 +114,9 @@ def write_step(into: pb.Step, step: Step) -> None:
 
 def read_step(message: pb.Step) -> Step:
     """Reads the step in a message. Raises ValueError if it is malformed."""
-    said = {part: read_value(getattr(message, part)) for part in FIELD_DEFAULTS if message.HasField(part)}
+    fields = {part: read_value(getattr(message, part)) for part in FIELD_DEFAULTS if message.HasField(part)}
     mappings = [read_mapping(getattr(message, part)) for part in MAPPING_FIELDS]
-    return Step(mappings[0], mappings[1], info=mappings[2], **said)
+    return Step(mappings[0], mappings[1], info=mappings[2], **fields)
 
 
 def step_digest(message: pb.Step) -> bytes:
@@ -202,8 +202,8 @@ def _array(into: pb.Array, value: np.ndarray) -> None:
 
 def _chat(into: pb.Value, value: Chat, depth: int) -> None:
     into.chat.SetInParent()
-    for items, said in ((into.chat.messages, value.messages), (into.chat.tools, value.tools)):
-        for one in said:
+    for items, source in ((into.chat.messages, value.messages), (into.chat.tools, value.tools)):
+        for one in source:
             write_value(items.items.add(), one, _deeper(depth))
 
 

@@ -239,12 +239,12 @@ def _reserved(options: EnvServerOptions) -> Iterator[int]:
     try:
         with socket.create_server((options.host, options.port), family=family) as alone:
             port = alone.getsockname()[1]
-        door = socket.socket(family)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        door.bind((options.host, port))
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((options.host, port))
     except OSError as error:
         raise ValueError(f"cannot listen at {options.host}:{options.port}: {error}. Choose another --port.") from error
-    with door:
+    with listener:
         yield port
 
 

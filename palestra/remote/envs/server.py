@@ -92,8 +92,8 @@ class EnvServer:
         """Stops opening sessions, announces this to clients, and returns once no session is open."""
         self.sessions.is_draining = True
         await self.health.enter_graceful_shutdown()
-        for talk in list(self.streams):
-            talk.schedule_write(even_if_empty=True)
+        for stream in list(self.streams):
+            stream.schedule_write(even_if_empty=True)
         while self.sessions.num_open:
             await asyncio.sleep(0.02)
 
@@ -130,31 +130,31 @@ class EnvServer:
 
     async def play(self, _: AsyncIterator[pb.Requests], context: Any) -> None:
         """RPC Play: serves a bidirectional stream; replies are sent in the order in which they become ready."""
-        client, talk = ClientSessions(), ReplyStream(context, self.sessions)
+        client, stream = ClientSessions(), ReplyStream(context, self.sessions)
         hello = pb.Hello(protocol=PROTOCOL_VERSION, worker=self.worker_id, workers=self.listen_options.num_workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.num_open, draining=self.sessions.is_draining))
-        self.streams[talk] = asyncio.create_task(self._converse(client, talk))
+        self.streams[stream] = asyncio.create_task(self._converse(client, stream))
         try:
-            await asyncio.wait([self.streams[talk]])  # a separate task, so that `stop` can cancel it
+            await asyncio.wait([self.streams[stream]])  # a separate task, so that `stop` can cancel it
         finally:
-            self.streams.pop(talk).cancel()
+            self.streams.pop(stream).cancel()
             task = asyncio.create_task(
                 self.sessions.close_client(client)
             )  # a separate task, since the current one may be cancelled
             self.close_tasks.add(task)
             task.add_done_callback(self.close_tasks.discard)
 
-    async def _converse(self, client: ClientSessions, talk: ReplyStream) -> None:
-        while (asked := await talk.context.read()) is not grpc.aio.EOF:
-            await _check(asked, talk.context)
+    async def _converse(self, client: ClientSessions, stream: ReplyStream) -> None:
+        while (asked := await stream.context.read()) is not grpc.aio.EOF:
+            await _check(asked, stream.context)
             turn = time.monotonic() + TURN_S
             for request in asked.requests:
-                talk.add_reply(self.sessions.execute(client, request))
+                stream.add_reply(self.sessions.execute(client, request))
                 if time.monotonic() > turn:
                     await asyncio.sleep(0)
                     turn = time.monotonic() + TURN_S
-            await talk.write()
-            await talk.wait_for_room()
+            await stream.write()
+            await stream.wait_for_room()
 
     async def _answer(self, client: ClientSessions, request: pb.Request) -> pb.Reply:
         reply = self.sessions.execute(client, request)
@@ -282,8 +282,8 @@ async def _refuse(_: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or not this server's")
 
 
-def _options(door: ListenOptions) -> list[tuple[str, int]]:
-    half = int(1000 * door.lease_s / 2)
+def _options(options: ListenOptions) -> list[tuple[str, int]]:
+    half = int(1000 * options.lease_s / 2)
     return [
         ("grpc.so_reuseport", 1),  # shared with the other workers and the parent's reserving socket
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES + 2**20),  # plus envelope

@@ -200,8 +200,8 @@ class EnvSessions:
         rng = random.Random()
         restore_rng_state(rng, request.expert.random)
 
-        def write(said: Any) -> None:
-            write_value(reply.said.answer, said)
+        def write(value: Any) -> None:
+            write_value(reply.said.answer, value)
             reply.said.random = encode_rng_state(rng)
 
         return self._then(self._called(env, env.expert, request.expert.seat, rng), write)

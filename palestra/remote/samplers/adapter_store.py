@@ -35,8 +35,8 @@ class AdapterStore:
 
     def adapter_name(self, snapshot: Snapshot) -> str:
         """Returns the unique adapter name of `snapshot`: its own name, the folder's token and the snapshot's id."""
-        said = re.sub(r"[^\w.@-]", "_", snapshot.name, flags=re.ASCII) or "adapter"
-        return f"{said}.{self.token}.{snapshot.id}"
+        label = re.sub(r"[^\w.@-]", "_", snapshot.name, flags=re.ASCII) or "adapter"
+        return f"{label}.{self.token}.{snapshot.id}"
 
     def write(self, snapshot: Snapshot) -> Path:
         """Returns the folder of `snapshot`, writing it first if needed. The folder appears atomically."""

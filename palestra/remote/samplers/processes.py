@@ -89,8 +89,8 @@ class SamplerProcess:
         return self.url is not None
 
     def _complaint(self) -> str:
-        said = self.log.read_text(errors="replace").strip().splitlines()
-        return " ".join(said[-12:]) or "it says nothing"
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return " ".join(lines[-12:]) or "it says nothing"
 
     def stop(self) -> None:
         """Terminates the process, kills it after `STOP_TIMEOUT_S` seconds, and closes its pipes."""

@@ -105,7 +105,7 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
 
     Raises ValueError if the base cannot be loaded or the port is taken.
     """
-    with open_listener(options.host, options.port) as door:
+    with open_listener(options.host, options.port) as listener:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
         sampler = Sampler(engine, max_num_seqs=options.max_num_seqs, cache_bytes=budget_bytes(options.kv_cache_gib))
@@ -116,8 +116,8 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
         )  # clients keep connections open during training steps
         if options.with_parent:
             threading.Thread(target=_end_with_parent, daemon=True).start()
-        print_line(_where(options, door.getsockname()[1], key))
-        asyncio.run(server.serve(sockets=[door]))
+        print_line(_where(options, listener.getsockname()[1], key))
+        asyncio.run(server.serve(sockets=[listener]))
         engine_side.close()
 
 
@@ -147,7 +147,7 @@ def make_app(state: SamplerState) -> Starlette:
             Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _said_no},
+        exception_handlers={HTTPException: _refusal_response},
     )
     app.state.sampler_state = state
     return app
@@ -272,7 +272,7 @@ def _refuse(status: int, message: str) -> NoReturn:
     raise HTTPException(status, message)
 
 
-async def _said_no(call: Call, error: Exception) -> Response:
+async def _refusal_response(call: Call, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse(wire.error_body(error.status_code, error.detail), error.status_code)
 

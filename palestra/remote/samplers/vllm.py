@@ -300,16 +300,16 @@ class VllmSampler:
             ) from error
         if status < 300:
             return json.loads(content) if content[:1] in (b"{", b"[") else content.decode()
-        said = f"the sampler at {server.url} answered {status}: {_message(content)}"
+        message = f"the sampler at {server.url} answered {status}: {_message(content)}"
         if status in (401, 403):
-            raise ValueError(f"{said}. Put its key into the environment variable that sampler.key_env names.")
+            raise ValueError(f"{message}. Put its key into the environment variable that sampler.key_env names.")
         if status in RETRY_STATUSES and (
             status != 500 or path == COMPLETIONS_PATH
         ):  # vLLM returns 500 for invalid adapters
-            raise ServerUnavailable(said)
+            raise ServerUnavailable(message)
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
-            raise AdapterLost(said)
-        raise request_error(said)
+            raise AdapterLost(message)
+        raise request_error(message)
 
 
 async def _opened(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
@@ -342,9 +342,9 @@ def _dumped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _answers(server: SamplerServer, said: Any, request: Request) -> list[Completion]:
+def _answers(server: SamplerServer, reply: Any, request: Request) -> list[Completion]:
     """Parses completions: token_ids [T] int32 and logprobs [T] float32. Raises ValueError if token ids are missing."""
-    choices = sorted(said["choices"], key=lambda choice: choice["index"])
+    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     count = wire.num_completions(request)
     if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
         raise ValueError(
@@ -382,8 +382,8 @@ def _routed_experts(encoded: str | None) -> np.ndarray | None:
 def _message(content: bytes) -> str:
     """Returns the message of an error response, at most 500 characters."""
     try:
-        said = json.loads(content)
-        said = said.get("error", said)
-        return str(said.get("message") or said.get("detail") or said)[:500]
+        reply = json.loads(content)
+        reply = reply.get("error", reply)
+        return str(reply.get("message") or reply.get("detail") or reply)[:500]
     except (ValueError, AttributeError):
         return content[:500].decode(errors="replace")

@@ -17,7 +17,7 @@ def reverse_kl_answer(loss: ReverseKL) -> dict[str, Any]:
     """Returns the answer to a reverse-KL pass in the format of MinT's clients: the loss of each example, and means per
     token with nonzero weight."""
     sums = loss.example_losses.tolist()
-    tokens = sum(int(np.count_nonzero(lesson.weights)) for lesson in loss.examples)
+    tokens = sum(int(np.count_nonzero(example.weights)) for example in loss.examples)
     mean = sum(sums) / max(1, tokens)
     return {
         "type": "mint_forward_backward_reverse_kl",

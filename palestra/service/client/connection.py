@@ -55,11 +55,11 @@ class ServiceConnection:
         self._http, self._retry_policy = self.run(self._opened()), FIRST_RETRY
         self.loop_thread.on_close = self._http.close
         try:
-            said = self.run(self.post("create_session", tags=[], user_metadata={}, sdk_version="palestra"))
+            session = self.run(self.post("create_session", tags=[], user_metadata={}, sdk_version="palestra"))
         except (RequestRefused, ConnectionError):
             self.close()
             raise
-        self.id = str(said["session_id"])
+        self.id = str(session["session_id"])
         self.loop_thread.run_detached(self._beat)
         self._palestra: bool | None = None
         self._numbers = {"model": 0, "sampler": 0}
@@ -124,11 +124,11 @@ class ServiceConnection:
             )
             if reply.content_type == "application/x-protobuf":
                 return reply
-            said = reply.json()
-            if reply.status == 408 or said.get("type") == "try_again":
+            content = reply.json()
+            if reply.status == 408 or content.get("type") == "try_again":
                 continue
-            if "error" in said:
-                raise RequestRefused(said["error"])
+            if "error" in content:
+                raise RequestRefused(content["error"])
             return reply
 
     async def upload(self, archive: bytes) -> str:

@@ -224,8 +224,8 @@ class RemoteWeights:
             "eps": adam.adam_eps,
         }
         params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.max_grad_norm or 0.0}
-        said = self._ask("optim_step", adam_params=params)
-        return {key.partition(":")[0]: value for key, value in (said.get("metrics") or {}).items()}
+        reply = self._ask("optim_step", adam_params=params)
+        return {key.partition(":")[0]: value for key, value in (reply.get("metrics") or {}).items()}
 
     def start_stage(self) -> None:
         """Resets the optimizer and makes the current weights the reference."""
@@ -234,8 +234,8 @@ class RemoteWeights:
 
     def snapshot(self, name: str) -> RemoteSnapshot:
         """Saves the current weights for sampling and returns a snapshot that refers to them."""
-        said = self._ask("save_weights_for_sampler", sampling_session_seq_id=self.connection.next_number("sampler"))
-        return RemoteSnapshot(said["sampling_session_id"], name)
+        reply = self._ask("save_weights_for_sampler", sampling_session_seq_id=self.connection.next_number("sampler"))
+        return RemoteSnapshot(reply["sampling_session_id"], name)
 
     def save(self, folder: Path) -> None:
         """Saves the weights on the server and downloads a copy to `folder`, with the server path in `remote.json`."""
@@ -287,14 +287,14 @@ def to_wire_loss(loss: Callable, options: Mapping[str, Any]) -> WireLoss | None:
     ValueError for a loss that reads more than log-probabilities, or an entropy option that servers do not support."""
     if loss is actor_critic_loss:
         raise ValueError(NO_CRITIC)
-    name, said = WIRE_LOSS_NAMES.get(loss), _defaults(loss) | dict(options)
-    if (said.get("entropy") or 0) < 0:
-        raise ValueError(f"entropy_coef: {said['entropy']:g} is a cost, and servers pay a bonus only: set 0 or more")
-    if name and not (said.get("kl") or said.get("dual_clip")) and (name == "ppo" or not said.get("entropy")):
-        return WireLoss(name, _options(name, said))
-    if said.get("entropy"):
+    name, values = WIRE_LOSS_NAMES.get(loss), _defaults(loss) | dict(options)
+    if (values.get("entropy") or 0) < 0:
+        raise ValueError(f"entropy_coef: {values['entropy']:g} is a cost, and servers pay a bonus only: set 0 or more")
+    if name and not (values.get("kl") or values.get("dual_clip")) and (name == "ppo" or not values.get("entropy")):
+        return WireLoss(name, _options(name, values))
+    if values.get("entropy"):
         raise ValueError(
-            f"entropy_coef: {said['entropy']:g} is paid by servers only with GRPO's surrogate: clipped, without "
+            f"entropy_coef: {values['entropy']:g} is paid by servers only with GRPO's surrogate: clipped, without "
             "kl_coef and dual_clip: set algorithm.entropy_coef: 0, or train without --engine"
         )
     return None
@@ -304,12 +304,12 @@ def _defaults(loss: Callable) -> dict[str, Any]:
     return {p.name: p.default for p in signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
-def _options(name: str, said: Mapping[str, Any]) -> dict[str, float]:
+def _options(name: str, options: Mapping[str, Any]) -> dict[str, float]:
     if name != "ppo":
-        return {option: said[option] for option in CLIP_OPTIONS if option in said}
-    high = said["clip"] if said["clip_high"] is None else said["clip_high"]
-    bounds = dict(zip(CLIP_OPTIONS, (1 - said["clip"], 1 + high), strict=True))
-    return bounds | ({"entropy": said["entropy"]} if said["entropy"] else {})
+        return {option: options[option] for option in CLIP_OPTIONS if option in options}
+    high = options["clip"] if options["clip_high"] is None else options["clip_high"]
+    bounds = dict(zip(CLIP_OPTIONS, (1 - options["clip"], 1 + high), strict=True))
+    return bounds | ({"entropy": options["entropy"]} if options["entropy"] else {})
 
 
 def local_gradients(

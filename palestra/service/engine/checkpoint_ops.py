@@ -70,8 +70,8 @@ class CheckpointOps:
         mixed = weighted_sum(adapters, job.coefficients, base.engine.linear_layers)
         folder, size = self.weight_store.write(partial(save_adapter, adapter=mixed, base=base.name))
         self._checkpoint(path, row.owner, base.name, source.lora, folder, size)
-        said = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
-        self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **said)
+        details = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
+        self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **details)
 
     def load(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Loads weights into a model. Raises ValueError if they are damaged or do not fit."""

@@ -83,8 +83,8 @@ class WorkerSettings(BaseModel):
 class Worker:
     """Runs requests until `stop` is called or the front-end process exits."""
 
-    def __init__(self, settings: WorkerSettings, store: Store, bell: WakeupSocket) -> None:
-        self.settings, self.store, self.wakeup = settings, store, bell
+    def __init__(self, settings: WorkerSettings, store: Store, wakeup: WakeupSocket) -> None:
+        self.settings, self.store, self.wakeup = settings, store, wakeup
         self.weight_store = WeightStore(settings.data / "weights")
         self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
         self.live_models = LiveModels(store, self.weight_store, self.bases, max_live=settings.resident)

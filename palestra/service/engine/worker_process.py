@@ -25,8 +25,8 @@ class DatabaseRetry:
     During shutdown, or if the front end has exited, it raises the error after `MIN_STOP_ATTEMPTS` attempts.
     """
 
-    def __init__(self, bell: WakeupSocket) -> None:
-        self.wakeup, self.stopping, self.failing_since = bell, False, 0.0
+    def __init__(self, wakeup: WakeupSocket) -> None:
+        self.wakeup, self.stopping, self.failing_since = wakeup, False, 0.0
 
     def __call__(self, error: Exception, attempt: int) -> None:
         self.failing_since = self.failing_since if attempt else time.monotonic()
@@ -40,12 +40,12 @@ class DatabaseRetry:
         time.sleep(pause)
 
 
-def run_worker(settings: WorkerSettings, bell: WakeupSocket) -> None:
+def run_worker(settings: WorkerSettings, wakeup: WakeupSocket) -> None:
     """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
     database does not answer during shutdown."""
     with _lock(settings.data):
-        patience = DatabaseRetry(bell)
-        worker = Worker(settings, Store.open(settings.store, patience), bell)
+        patience = DatabaseRetry(wakeup)
+        worker = Worker(settings, Store.open(settings.store, patience), wakeup)
 
         def stop(*_: object) -> None:
             worker.stop()
@@ -53,7 +53,7 @@ def run_worker(settings: WorkerSettings, bell: WakeupSocket) -> None:
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end ends the worker
-        bell.wake()
+        wakeup.wake()
         try:
             worker.run()
         except OUTAGE_ERRORS as error:

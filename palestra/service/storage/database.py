@@ -98,8 +98,8 @@ def _wanted(url: str) -> str:
 
 def first_line(error: Exception) -> str:
     """Returns the first line of the driver's message, without the statement and its values."""
-    said = str(getattr(error, "orig", None) or error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    message = str(getattr(error, "orig", None) or error).strip()
+    return message.splitlines()[0] if message else type(error).__name__
 
 
 def _sqlite(connection: Any, _record: Any) -> None:

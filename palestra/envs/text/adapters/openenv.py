@@ -76,7 +76,7 @@ class OpenEnv(Env):
 
     async def reset(self, seed: int) -> Step:
         await self.close()
-        self._seed, self._said, self._total, self._owed = seed, list[dict[str, Any]](), 0.0, 0.0
+        self._seed, self._actions, self._total, self._owed = seed, list[dict[str, Any]](), 0.0, 0.0
         self._session = await _Session.open(self.url, self.timeout)
         reply = await self._session.ask("reset", {**self.options, "seed": seed})
         self._shown, self._over, self._count = self._text(reply), False, 0
@@ -91,7 +91,7 @@ class OpenEnv(Env):
             reply = await self._session.ask("step", action)
         except ActionRejected as error:
             return self._refused(str(error))
-        self._said.append(action)
+        self._actions.append(action)
         self._shown = self._text(reply)
         return self._step(reply, {"agent": False})
 
@@ -100,7 +100,7 @@ class OpenEnv(Env):
         twin = copy.copy(self)
         vars(twin)["_session"] = None  # keeps the original's session open
         await twin.reset(self._seed)
-        for action in self._said:
+        for action in self._actions:
             await twin.step({"agent": json.dumps(action)})
         if twin._shown != self._shown:
             await twin.close()
@@ -119,12 +119,12 @@ class OpenEnv(Env):
 
     # ---- actions and observations
 
-    def _action(self, said: str) -> dict[str, Any]:
+    def _action(self, text: str) -> dict[str, Any]:
         with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            action = json.loads(said)
+            action = json.loads(text)
             if isinstance(action, dict):
                 return action
-        return {self.field: said}
+        return {self.field: text}
 
     def _text(self, reply: dict[str, Any]) -> str:
         shown = reply.get("observation") or {}
@@ -149,8 +149,8 @@ class OpenEnv(Env):
         self._over = done or self._count >= self.steps
         paid = self._owed if self._over or self.reward == "dense" else 0.0
         self._owed -= paid
-        said = (reply.get("metadata") or {}).get("success")
-        success = said if isinstance(said, bool) else done and self._total >= self.success
+        reported = (reply.get("metadata") or {}).get("success")
+        success = reported if isinstance(reported, bool) else done and self._total >= self.success
         terms = {"agent": {SERVER_TERM: paid, FORM_TERM: 0.0 - cost}}
         info = {"success": success, "invalid": invalid} | terms_info(terms)
         seen = {} if self._over else {"agent": self._shown if shown is None else shown}

@@ -109,7 +109,7 @@ class TextArena(Env):
 
     def reset(self, seed: int) -> Step:
         self._begin(seed)
-        self._said: tuple[str, ...] = ()
+        self._moves: tuple[str, ...] = ()
         self._over = False
         return Step(self._seen())
 
@@ -119,11 +119,11 @@ class TextArena(Env):
         seat = self.seats[self._mover]
         if set(actions) != {seat}:
             raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
-        said = answer_text(actions[seat])
-        done, invalid = self._say(said)
+        move = answer_text(actions[seat])
+        done, invalid = self._say(move)
         info: dict[str, Any] = {"invalid": {seat: invalid}}
         terms = {seat: {FORM_TERM: -INVALID_PENALTY if invalid and self.reward == "dense" else 0.0}}
-        self._over = done or len(self._said) >= self.steps
+        self._over = done or len(self._moves) >= self.steps
         if not self._over:
             return Step(self._seen(), total_rewards(terms), info=info | terms_info(terms))
         paid, end_info = self._ends() if done else ({}, {})
@@ -159,11 +159,11 @@ class TextArena(Env):
                 state.elimination_order = EliminatedPlayers(self.players, state.elimination_order)
             self._mover, self._shown = _seen_by_mover(self._arena)
 
-    def _say(self, said: str) -> tuple[bool, bool]:
+    def _say(self, move: str) -> tuple[bool, bool]:
         """Plays one action; returns whether the game has ended and whether it called the move invalid."""
-        self._said = (*self._said, said)
+        self._moves = (*self._moves, move)
         with self._dice.installed(), _complaints(self._arena.state) as complaints:
-            done, _ = self._arena.step(action=said)
+            done, _ = self._arena.step(action=move)
         done = done or self._all_out
         if not done:
             with self._dice.installed():
@@ -176,10 +176,10 @@ class TextArena(Env):
         return isinstance(out, EliminatedPlayers) and out.all_eliminated
 
     def _again(self) -> None:
-        said = self._said
+        moves = self._moves
         self._begin(self._seed)
-        self._said = ()
-        for answer in said:
+        self._moves = ()
+        for answer in moves:
             self._say(answer)
 
     def _ends(self) -> tuple[dict[int, float], dict[str, Any]]:

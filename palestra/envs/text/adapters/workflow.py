@@ -120,9 +120,9 @@ class Workflow(Env):
             raise ValueError("no seat acts next: call reset(seed) before step")
         if set(actions) != set(self._asked):
             raise ValueError(f"{sorted(self._asked)} acts next, but the actions are for {sorted(actions)}")
-        said = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
-        self._played.append(said)
-        for asked, text in said.values():
+        turn = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
+        self._played.append(turn)
+        for asked, text in turn.values():
             if not asked.answer.done():  # else the program closed the connection
                 asked.answer.set_result(text)
         return await self._next()

@@ -50,12 +50,12 @@ def read_test(answer: object, problem: ProgramProblem) -> ProgramTest | None:
     return None
 
 
-def _arguments(said: str, problem: ProgramProblem) -> tuple[object, ...] | None:
+def _arguments(text: str, problem: ProgramProblem) -> tuple[object, ...] | None:
     """Returns the arguments of a call `f(1, 2)`, or of a list for `xs`; None if they cannot be parsed."""
     if problem.kind == "expression":
-        xs = parse_literal(re.sub(r"^xs\s*=", "", said).strip())
+        xs = parse_literal(re.sub(r"^xs\s*=", "", text).strip())
         return (xs,) if isinstance(xs, list) else None
-    name, opened, inner = said.partition("(")
+    name, opened, inner = text.partition("(")
     if name.strip() not in (problem.entry, "candidate") or not opened or not inner.endswith(")"):
         return None
     arguments = parse_literal(f"({inner[:-1]},)" if inner[:-1].strip() else "()")

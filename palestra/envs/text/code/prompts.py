@@ -85,7 +85,7 @@ def compact_observation(problem: ProgramProblem, turns: Sequence[CodeTurn]) -> s
     summary = f"{problem.short_question} code {_clip(code)}"
     if last.test is None:
         return f"{summary} test none"
-    got = _said(last, problem)
+    got = _result_text(last, problem)
     shown = strip_comma_spaces(got) if problem.kind == "expression" else got
     return f"{summary} test {_line(last.test, problem)} got {shown}"
 
@@ -96,7 +96,7 @@ def _line(case: ProgramTest, problem: ProgramProblem) -> str:
     return format_test(case, problem)
 
 
-def _said(turn: CodeTurn, problem: ProgramProblem) -> str:
+def _result_text(turn: CodeTurn, problem: ProgramProblem) -> str:
     if turn.compile_error is not None or turn.trial is None:
         return "error"
     return _clip(turn.trial.output.strip()) if turn.trial.completed else "error"
@@ -147,8 +147,8 @@ def _outcome(turn: CodeTurn, problem: ProgramProblem) -> str:
         return ""
     if not turn.trial.completed:
         return f"The program failed: {_clip(turn.trial.output)}"
-    said = _clip(turn.trial.output.rstrip())
-    return f"The program printed\n```\n{said}\n```" if problem.kind == "stdin" else f"The program gave {said}"
+    output = _clip(turn.trial.output.rstrip())
+    return f"The program printed\n```\n{output}\n```" if problem.kind == "stdin" else f"The program gave {output}"
 
 
 def _clip(text: str) -> str:

@@ -38,11 +38,11 @@ def parse_literal(text: str) -> Any:
 # ---- printed text
 
 
-def outputs_equal(expected: str, said: str) -> bool:
+def outputs_equal(expected: str, actual: str) -> bool:
     """True if two outputs are equal apart from blanks at line ends, empty lines at the end, and the seventh digit of
     numbers that are expected with a decimal point.
     """
-    wanted, got = _lines(expected), _lines(said)
+    wanted, got = _lines(expected), _lines(actual)
     return wanted == got or (len(wanted) == len(got) and all(map(_same_line, wanted, got)))
 
 
@@ -109,8 +109,8 @@ def _same_parts(kind: str, wanted: list[Any], other: Any, got: list[Any], exact:
         return sorted(map(canonical_text, wanted)) == sorted(map(canonical_text, got))
     if kind == "dict":
         return all(
-            one == two and _same(value, said, exact)
-            for (one, value), (two, said) in zip(_sorted(wanted), _sorted(got), strict=True)
+            one == two and _same(value, actual, exact)
+            for (one, value), (two, actual) in zip(_sorted(wanted), _sorted(got), strict=True)
         )
     return all(_same(one, two, exact) for one, two in zip(wanted, got, strict=True))
 

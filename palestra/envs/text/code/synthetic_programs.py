@@ -110,19 +110,19 @@ class SyntheticProgram:
     @property
     def short_question(self) -> str:
         steps = " then ".join(part.short_text for part in (self.first_map, self.second_map) if part)
-        said = [f"keep {self.filter_step.short_text}" if self.filter_step else "", f"each {steps}" if steps else ""]
+        texts = [f"keep {self.filter_step.short_text}" if self.filter_step else "", f"each {steps}" if steps else ""]
         return " ".join(
-            filter(None, [*said, *(part.short_text for part in (self.order_step, self.reduce_step) if part)])
+            filter(None, [*texts, *(part.short_text for part in (self.order_step, self.reduce_step) if part)])
         )
 
     @property
     def question(self) -> str:
         steps = " and then ".join(part.long_text for part in (self.first_map, self.second_map) if part)
-        said = [
+        texts = [
             f"keep only those that are {self.filter_step.long_text}" if self.filter_step else "",
             f"for each, {steps}" if steps else "",
         ]
-        tasks = [*filter(None, said), *(part.long_text for part in (self.order_step, self.reduce_step) if part)]
+        tasks = [*filter(None, texts), *(part.long_text for part in (self.order_step, self.reduce_step) if part)]
         return f"`xs` is a list of integers. Start from its numbers: {'; then '.join(tasks)}."
 
     @property

@@ -268,12 +268,12 @@ def _answer(outcome: RunResult, name: str, most: int) -> tuple[bool, str]:
 
 def _status(outcome: RunResult, name: str) -> ProgramTestResult:
     """Returns the status of a result file, and the start of the text below it."""
-    status, _, said = _text(outcome.files.get(name, b"")[:MAX_STATUS_BYTES]).partition("\n")
+    status, _, message = _text(outcome.files.get(name, b"")[:MAX_STATUS_BYTES]).partition("\n")
     if status in ("ok", WAITING):
-        return ProgramTestResult(status == "ok", said if status == "ok" else WAITING)
+        return ProgramTestResult(status == "ok", message if status == "ok" else WAITING)
     missing = LIMIT_MESSAGES.get(outcome.ended, NO_RESULT)
-    cut = outcome.ended != "exit" and said in ("", NO_RESULT)
-    return ProgramTestResult(False, missing if cut or not said else said)
+    cut = outcome.ended != "exit" and message in ("", NO_RESULT)
+    return ProgramTestResult(False, missing if cut or not message else message)
 
 
 def _text(data: bytes) -> str:

@@ -102,21 +102,21 @@ def _opens(text: str, match: re.Match[str]) -> bool:
 def _segment(part: ArgumentPart, text: str, topic: Topic) -> _Segment:
     words = content_words(text)
     named = list(dict.fromkeys(number.lower() for number in topic.id_pattern.findall(text)))
-    said = frozenset(words)
+    word_set = frozenset(words)
     explained = len(words) >= topic.min_words * len(named)
     found = [topic.by_id[number] for number in named if number in topic.by_id]
     return _Segment(
         part=part,
         text=text,
         words=words,
-        cited=tuple(fact for fact in found if explained and fact.words & said),
-        quoted=tuple(fact for fact in topic.facts if fact not in found and _quotes(said, fact)),
+        cited=tuple(fact for fact in found if explained and fact.words & word_set),
+        quoted=tuple(fact for fact in topic.facts if fact not in found and _quotes(word_set, fact)),
         unknown=tuple(number for number in named if number not in topic.by_id),
     )
 
 
-def _quotes(said: frozenset[str], fact: Fact) -> bool:
-    return len(fact.words) >= MIN_CONTENT_WORDS and len(fact.words & said) >= MIN_QUOTED_SHARE * len(fact.words)
+def _quotes(words: frozenset[str], fact: Fact) -> bool:
+    return len(fact.words) >= MIN_CONTENT_WORDS and len(fact.words & words) >= MIN_QUOTED_SHARE * len(fact.words)
 
 
 def _citations(segments: Sequence[_Segment], side: Side) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -164,8 +164,8 @@ def _concludes(segment: _Segment, topic: Topic, side: Side) -> bool:
 
 def _stance(segments: Sequence[_Segment]) -> Side | None:
     """Returns the side supported by the last conclusion that states yes or no, None without one."""
-    said = [match[1].lower() for s in segments if s.part == "so" and (match := _STANCE.match(s.text))]
-    return next((side for side in SIDES if said and said[-1] == STANCES[side]), None)
+    stances = [match[1].lower() for s in segments if s.part == "so" and (match := _STANCE.match(s.text))]
+    return next((side for side in SIDES if stances and stances[-1] == STANCES[side]), None)
 
 
 def _points(segment: _Segment, topic: Topic) -> Iterator[Point]:

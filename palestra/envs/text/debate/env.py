@@ -113,7 +113,7 @@ class Debate(Env):
                 self.speeches += (Speech(current, argument, self.rule_judge.score_argument(argument, heard)),)
         new = self.speeches[len(heard) :]
         self._sound &= all(s.argument.is_readable for s in new if s.side == "pro")
-        return await self._said(new, current)
+        return await self._step_after(new, current)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns a good answer for `seat`: its own facts, a rebuttal, and a conclusion for its side (mode truth: for
@@ -159,7 +159,7 @@ class Debate(Env):
 
     # ---- rewards
 
-    async def _said(self, new: tuple[Speech, ...], current: int) -> Step:
+    async def _step_after(self, new: tuple[Speech, ...], current: int) -> Step:
         terms = self._earned(new)
         info: dict[str, Any] = {
             "round": current,

@@ -174,8 +174,8 @@ def winner_by_score(scores: dict[Side, float]) -> Winner:
 
 def read_verdict(answer: object) -> Side | None:
     """Returns the side named after the last `####`, or in the whole answer without one; None unless exactly one is."""
-    said = set(re.findall(r"\b(pro|con)\b", str(answer).rpartition("####")[2].lower()))
-    return next((side for side in SIDES if said == {side}), None)
+    verdicts = set(re.findall(r"\b(pro|con)\b", str(answer).rpartition("####")[2].lower()))
+    return next((side for side in SIDES if verdicts == {side}), None)
 
 
 def honesty_score(argument: Argument, opponent_points: Sequence[Point]) -> float:

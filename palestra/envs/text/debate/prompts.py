@@ -60,15 +60,15 @@ def role_prompts(mode: DebateMode, seats: Sequence[str], rounds: int, longest: i
     return {seat: roles[seat] for seat in seats}
 
 
-def compact_observation(topic: Topic, seat: str, said: Sequence[Speech], left: int) -> str:
+def compact_observation(topic: Topic, seat: str, speeches: Sequence[Speech], left: int) -> str:
     """Returns the compact observation `topic c3 pro r1 r7 con r3 r9 you con said pro r1 r7 so yes`.
 
     The judge's omits the evidence. `left`: remaining answers of this seat; 0 omits it.
     """
     shown = [] if seat == "judge" else [f"{side} {' '.join(f.id for f in topic.facts_of(side))}" for side in SIDES]
-    speeches = " ".join(map(compact_speech, said)) or "none"
+    transcript = " ".join(map(compact_speech, speeches)) or "none"
     rest = f" left {left}" if left else ""
-    return " ".join(["topic", topic.text, *shown, "you", seat, "said", speeches]) + rest
+    return " ".join(["topic", topic.text, *shown, "you", seat, "said", transcript]) + rest
 
 
 def compact_speech(speech: Speech) -> str:
@@ -79,47 +79,54 @@ def compact_speech(speech: Speech) -> str:
     return " ".join([speech.side, *references, *(["so", STANCES[heard.stance]] if heard.stance else [])])
 
 
-def full_observation(topic: Topic, side: Side, said: Sequence[Speech], current: int, rounds: int) -> str:
+def full_observation(topic: Topic, side: Side, speeches: Sequence[Speech], current: int, rounds: int) -> str:
     """Returns a debater's full observation: the motion, all the evidence and the transcript."""
     evidence = [
         f"Evidence for {side}:\n" + "\n".join(f"[{fact.id}] {fact.text}" for fact in topic.facts_of(side))
         for side in SIDES
     ]
-    transcript = f"Said so far:\n{_transcript(said)}" if said else "Nothing was said yet."
+    transcript = f"Said so far:\n{_transcript(speeches)}" if speeches else "Nothing was said yet."
     return "\n\n".join(
         [f"Motion: {topic.text}", *evidence, transcript, f"Round {current} of {rounds}. You are {side}."]
     )
 
 
-def full_judge_observation(topic: Topic, said: Sequence[Speech]) -> str:
+def full_judge_observation(topic: Topic, speeches: Sequence[Speech]) -> str:
     """Returns the judge's full observation: the motion, the transcript and the cited facts."""
-    facts = "\n".join(f"[{number}] {text}" for number, text in cited_facts(topic, said).items()) or "none"
+    facts = "\n".join(f"[{number}] {text}" for number, text in cited_facts(topic, speeches).items()) or "none"
     return "\n\n".join(
-        [f"Motion: {topic.text}", _transcript(said), f"Cited and in evidence:\n{facts}", "Your verdict: pro or con?"]
+        [
+            f"Motion: {topic.text}",
+            _transcript(speeches),
+            f"Cited and in evidence:\n{facts}",
+            "Your verdict: pro or con?",
+        ]
     )
 
 
-def _transcript(said: Sequence[Speech]) -> str:
+def _transcript(speeches: Sequence[Speech]) -> str:
     """Returns the transcript; every line of a speech is prefixed, so no speech can imitate another speaker."""
-    return "\n\n".join(f"{s.side}, round {s.round}:\n{_marked(s.argument.text or '(nothing)')}" for s in said)
+    return "\n\n".join(f"{s.side}, round {s.round}:\n{_marked(s.argument.text or '(nothing)')}" for s in speeches)
 
 
 def _marked(text: str) -> str:
     return "\n".join(f"> {line}" for line in text.splitlines())
 
 
-def cited_facts(topic: Topic, said: Sequence[Speech]) -> dict[str, str]:
+def cited_facts(topic: Topic, speeches: Sequence[Speech]) -> dict[str, str]:
     """Returns the texts of the facts named in any speech, by id."""
     named = {
-        number for s in said for number in (*s.argument.supporting_ids, *s.argument.rebutted_ids, *s.argument.false_ids)
+        number
+        for s in speeches
+        for number in (*s.argument.supporting_ids, *s.argument.rebutted_ids, *s.argument.false_ids)
     }
     return {fact.id: fact.text for fact in topic.facts if {fact.id, fact.id.lower()} & named}
 
 
-def endpoint_messages(topic: Topic, said: Sequence[Speech], mode: DebateMode, first: Side) -> list[Message]:
+def endpoint_messages(topic: Topic, speeches: Sequence[Speech], mode: DebateMode, first: Side) -> list[Message]:
     """Returns the messages that ask an endpoint for a verdict; side `first` is A and listed first in each round."""
     names = {first: "A"} | {side: "B" for side in SIDES if side != first}
-    order = sorted(enumerate(said, start=1), key=lambda numbered: (numbered[1].round, names[numbered[1].side]))
+    order = sorted(enumerate(speeches, start=1), key=lambda numbered: (numbered[1].round, names[numbered[1].side]))
     debate = {
         "motion": topic.text,
         "A holds that the motion is": "right" if first == "pro" else "not right",
@@ -127,7 +134,7 @@ def endpoint_messages(topic: Topic, said: Sequence[Speech], mode: DebateMode, fi
         "speeches": [
             {"by": names[s.side], "round": s.round, "spoken": spoken, "text": s.argument.text} for spoken, s in order
         ],
-        "facts": cited_facts(topic, said),
+        "facts": cited_facts(topic, speeches),
     }
     return [
         {"role": "system", "content": ENDPOINT_PROMPT.format(asked=JUDGE_CRITERIA[mode])},

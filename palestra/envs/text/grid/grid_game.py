@@ -104,7 +104,7 @@ class GridGame(Env):
         self.initial_potential = self.potential(self.state)
         self._acting, self._turn, self._steps = 0, 0, 0
         self.plan: tuple[Any, ...] | None = None
-        self._said, self._over = "", False
+        self._message, self._over = "", False
         return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -125,7 +125,7 @@ class GridGame(Env):
 
     def _planned(self, answer: Any) -> Step:
         self.plan = self.parse_plan(answer)
-        self._said = str(answer)[-MAX_QUOTE_CHARS:]
+        self._message = str(answer)[-MAX_QUOTE_CHARS:]
         self._acting = 1
         refused = "" if self.plan else f"it could not be read. {self.plan_format}"
         return self._step({"planner": self._plan_terms()}, 0.0, refused)
@@ -198,8 +198,8 @@ class GridGame(Env):
         if self.rendering == "compact":
             plan = self.write_plan(self.plan) if self.plan else "none"
             return f"{self.compact_observation()} plan {plan}" if seat == "executor" else self.compact_observation()
-        said = f"\nYour planner said:\n{self._said}" if seat == "executor" else ""
-        return f"{self.ascii_observation()}\nTurn {self._turn + 1} of {self.turns}.{said}"
+        message = f"\nYour planner message:\n{self._message}" if seat == "executor" else ""
+        return f"{self.ascii_observation()}\nTurn {self._turn + 1} of {self.turns}.{message}"
 
     def _role(self, seat: Seat) -> str:
         return f"{self.compact_name} {seat}" if self.rendering == "compact" else self.rules_for(seat)

@@ -137,14 +137,14 @@ class GuessingGame(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the best question given the answers seen by the asker; the answerer's is the true answer."""
         if seat == "answerer":
-            said = self.true_answer(self.secret, self.pending_question)
+            reply = self.true_answer(self.secret, self.pending_question)
         else:
             possible = self.secrets
             for asked, answer in self.history:
                 possible = tuple(secret for secret in possible if self.true_answer(secret, asked) == answer)
             # after a lie no secret may be left
-            said = self.format_question(self.best_question(possible or self.secrets, rng))
-        return said if self.rendering == "compact" else f"#### {said}"
+            reply = self.format_question(self.best_question(possible or self.secrets, rng))
+        return reply if self.rendering == "compact" else f"#### {reply}"
 
     # ---- one answer
 
@@ -164,10 +164,10 @@ class GuessingGame(Env):
         return self._step({self.asker: gain}, {self.asker: False})
 
     def _answer(self, answer: Any) -> Step:
-        asked, said = self.pending_question, " ".join(answer_words(answer))
-        truth, readable = self.true_answer(self.secret, asked), said in self.valid_answers()
-        lied = readable and said != truth
-        self.history = (*self.history, AnsweredQuestion(asked, said if lied and not self.corrected else truth))
+        asked, reply = self.pending_question, " ".join(answer_words(answer))
+        truth, readable = self.true_answer(self.secret, asked), reply in self.valid_answers()
+        lied = readable and reply != truth
+        self.history = (*self.history, AnsweredQuestion(asked, reply if lied and not self.corrected else truth))
         self.pending_question = None
         cost = -INVALID_PENALTY if not readable else -LIE_PENALTY if lied else 0.0
         return self._step({"answerer": cost}, {"answerer": not readable}, {"lie": lied})

@@ -87,7 +87,7 @@ class TwentyQuestions(GuessingGame):
         self.table = read_table(Path(file or TABLE_FILE))
         names = list(self.table.things)
         check_range("things", len(names) if things is None else things, 2, len(names))
-        self._questions = {_plain(said): key for key, said in self.table.attributes.items()}
+        self._questions = {_plain(question): key for key, question in self.table.attributes.items()}
         super().__init__(names[:things], max_questions, split, answers, corrected, reward, rendering)
 
     def canonical_text(self, secret: Secret) -> str:
@@ -153,7 +153,7 @@ class TwentyQuestions(GuessingGame):
                 f"{rules} You know the thing. Answer each question truthfully. End your answer with #### and one word: "
                 "yes or no."
             )
-        attributes = "\n".join(f"{key}: {said}" for key, said in self.table.attributes.items())
+        attributes = "\n".join(f"{key}: {question}" for key, question in self.table.attributes.items())
         return (
             f"{rules} You ask. You win by naming the thing within {self.questions} questions; naming a wrong one costs "
             f"a question.\nIt is one of: {', '.join(map(str, self.secrets))}.\nYou can ask:\n{attributes}\nThink "
@@ -163,6 +163,6 @@ class TwentyQuestions(GuessingGame):
         )
 
 
-def _plain(said: Any) -> tuple[str, ...]:
+def _plain(question: Any) -> tuple[str, ...]:
     """Returns the words of a question without punctuation."""
-    return tuple(word for word in (part.strip("?.!:\"'*`") for part in answer_words(said)) if word)
+    return tuple(word for word in (part.strip("?.!:\"'*`") for part in answer_words(question)) if word)

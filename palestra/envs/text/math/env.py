@@ -137,11 +137,11 @@ class Math(Env):
 
     # ---- one answer
 
-    async def _reply(self, seat: Seat, said: str) -> Reply:
+    async def _reply(self, seat: Seat, text: str) -> Reply:
         if seat == "tool":
-            return await self._ran(extract_program(said))
-        answer = self._found(said, bare=self.is_compact)
-        return Reply(said, answer, await self._judged(answer))
+            return await self._ran(extract_program(text))
+        answer = self._found(text, bare=self.is_compact)
+        return Reply(text, answer, await self._judged(answer))
 
     async def _ran(self, program: str) -> Reply:
         assert self.sandbox

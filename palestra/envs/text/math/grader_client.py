@@ -113,12 +113,12 @@ class GraderClient:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout
         for line in process.stdout:
-            said = json.loads(line)
+            message = json.loads(line)
             with self._lock:
-                if "missing" in said:
-                    self._refuse(said["missing"])
-                elif question := self._open.pop(said["id"], None):
-                    question.result.set_result(GraderResult(said["ended"], said["score"]))
+                if "missing" in message:
+                    self._refuse(message["missing"])
+                elif question := self._open.pop(message["id"], None):
+                    question.result.set_result(GraderResult(message["ended"], message["score"]))
         process.stdout.close()
         process.wait()
         with self._lock:

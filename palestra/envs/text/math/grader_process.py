@@ -70,14 +70,14 @@ def math_grader() -> Grader:
         return next((one for one in found if not isinstance(one, str)), None)
 
     def judge(request: Request) -> float | None:
-        gold, said = read(request["gold"]), read(request["answer"])
-        if said is None:
+        gold, answer = read(request["gold"]), read(request["answer"])
+        if answer is None:
             return None
-        if gold is None or not is_fully_evaluated(said, gold):
+        if gold is None or not is_fully_evaluated(answer, gold):
             return 0.0
-        if (near := is_near(gold, said)) is not None:
+        if (near := is_near(gold, answer)) is not None:
             return float(near)
-        return float(verify(gold, said, timeout_seconds=None, allow_set_relation_comp=True))
+        return float(verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
 
     judge(
         {"gold": "x > 1/2", "answer": "\\frac{2}{4} < x"}
@@ -86,11 +86,11 @@ def math_grader() -> Grader:
     return Grader(judge, lambda request: None)
 
 
-def is_fully_evaluated(said: Any, gold: Any) -> bool:
+def is_fully_evaluated(answer: Any, gold: Any) -> bool:
     """Returns False if an answer holds a sum, power or root of plain numbers with a rational value and the right answer
     holds none: 1 + 2, 2^10, the root of 1764.
     """
-    return not any(map(is_unevaluated, subexpressions(said))) or any(map(is_unevaluated, subexpressions(gold)))
+    return not any(map(is_unevaluated, subexpressions(answer))) or any(map(is_unevaluated, subexpressions(gold)))
 
 
 def is_unevaluated(part: Any) -> bool:
@@ -114,16 +114,16 @@ def subexpressions(expression: Any) -> Any:
     return preorder_traversal(expression)
 
 
-def is_near(gold: Any, said: Any) -> bool | None:
+def is_near(gold: Any, answer: Any) -> bool | None:
     """Returns True if two constants, at least one of them a decimal, differ by at most `DECIMAL_TOLERANCE` of the right
     one; None for anything else.
     """
     from sympy import Expr, Float
 
-    constants = isinstance(gold, Expr) and isinstance(said, Expr) and not (gold.free_symbols | said.free_symbols)
-    if not constants or not (gold.has(Float) or said.has(Float)):
+    constants = isinstance(gold, Expr) and isinstance(answer, Expr) and not (gold.free_symbols | answer.free_symbols)
+    if not constants or not (gold.has(Float) or answer.has(Float)):
         return None
-    wanted, got = complex(gold.evalf(20)), complex(said.evalf(20))
+    wanted, got = complex(gold.evalf(20)), complex(answer.evalf(20))
     return abs(wanted - got) <= DECIMAL_TOLERANCE * abs(wanted)
 
 
@@ -218,16 +218,16 @@ class GraderServer:
 
     def serve(self) -> None:
         """Runs until stdin is closed, which the system does when the parent process ends for any reason."""
-        bell, rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(rope, warn_on_full_buffer=False)
+        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         unread = b""
         while True:
             ready, _, _ = select.select(
-                [0, bell], [], [], YOUNG_CPU_S if len(self.running) > len(self.slow_children) else None
+                [0, wakeup_read], [], [], YOUNG_CPU_S if len(self.running) > len(self.slow_children) else None
             )
-            if bell in ready:
-                os.read(bell, 4096)
+            if wakeup_read in ready:
+                os.read(wakeup_read, 4096)
             if 0 in ready:
                 data = os.read(0, 65536)
                 if not data:

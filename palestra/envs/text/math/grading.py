@@ -61,10 +61,10 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
     if answers_equal_text(answer, gold):
         return CORRECT
     if wanted := parse_number(gold):
-        said = parse_number(answer)
-        if said is None:
+        number = parse_number(answer)
+        if number is None:
             return UNREADABLE
-        return CORRECT if said.is_lowest_terms and numbers_equal(said, wanted) else INCORRECT
+        return CORRECT if number.is_lowest_terms and numbers_equal(number, wanted) else INCORRECT
     if (said_relation := parse_relation(answer)) and (wanted_relation := parse_relation(gold)):
         is_lowest = said_relation[2].is_lowest_terms
         return CORRECT if is_lowest and relations_equal(said_relation, wanted_relation) else INCORRECT

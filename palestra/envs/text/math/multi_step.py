@@ -28,13 +28,13 @@ def _instructions(rng: random.Random, steps: int) -> Problem:
     """Draws instructions: Start with 12. Add 7. Double it. ..."""
     start = rng.randint(1, 50)
     tree: ExpressionTree = start
-    said, short = [f"Start with {start}."], f"start {start}"
+    sentences, short = [f"Start with {start}."], f"start {start}"
     for _ in range(steps):
         sign, number = _step(rng, int(evaluate_tree(tree)))
         tree = (sign, tree, number)
-        said.append(SPECIAL_SENTENCES.get((sign, number), STEP_SENTENCES[sign]).format(number))
+        sentences.append(SPECIAL_SENTENCES.get((sign, number), STEP_SENTENCES[sign]).format(number))
         short += f" {STEP_WORDS[sign]} {number}"
-    return problem_from_tree(tree, f"{' '.join(said)} What number do you have?", short, f"multi_step {short}")
+    return problem_from_tree(tree, f"{' '.join(sentences)} What number do you have?", short, f"multi_step {short}")
 
 
 def _step(rng: random.Random, now: int) -> tuple[str, int]:

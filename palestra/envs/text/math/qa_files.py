@@ -58,14 +58,14 @@ def _read(path: Path, question: str | None, answer: str | None, changed: int) ->
 
 
 def _problem(row: Row, question: str, answer: str, where: str) -> Problem:
-    asked, said = _cell(row, question, where), published_answer(_cell(row, answer, where))
-    if not said or len(said) > MAX_ANSWER_CHARS:
+    asked, gold = _cell(row, question, where), published_answer(_cell(row, answer, where))
+    if not gold or len(gold) > MAX_ANSWER_CHARS:
         raise ValueError(
             f'{where}: no answer in column "{answer}", which has no #### and no \\boxed{{}} and is '
-            f"{'empty' if not said else f'longer than {MAX_ANSWER_CHARS} characters'}; name another: columns: "
+            f"{'empty' if not gold else f'longer than {MAX_ANSWER_CHARS} characters'}; name another: columns: "
             f"{{answer: ...}}"
         )
-    return Problem(asked, said, asked, f"print({said!r})", f"question {' '.join(asked.split())}")
+    return Problem(asked, gold, asked, f"print({gold!r})", f"question {' '.join(asked.split())}")
 
 
 def _cell(row: Row, name: str, where: str) -> str:

@@ -27,18 +27,18 @@ def draw_numbers(story: WordTemplate, rng: random.Random) -> dict[str, int]:
     """Draws numbers that satisfy the constraints of a template, including those that are not in its text."""
     while True:
         numbers: dict[str, int] = {}
-        if all(_apply_rule(said, numbers, rng) for said in story.number_rules):
+        if all(_apply_rule(rule, numbers, rng) for rule in story.number_rules):
             return numbers
 
 
-def _apply_rule(said: str, numbers: dict[str, int], rng: random.Random) -> bool:
+def _apply_rule(rule: str, numbers: dict[str, int], rng: random.Random) -> bool:
     """Applies one rule to `numbers`: draws or computes a number, or returns whether a condition holds."""
-    if drawn := _DRAWN.fullmatch(said):
+    if drawn := _DRAWN.fullmatch(rule):
         numbers[drawn[1]] = rng.randint(int(drawn[2]), int(drawn[3]))
-    elif made := _MADE.fullmatch(said):
+    elif made := _MADE.fullmatch(rule):
         numbers[made[1]] = _integer(made[2], numbers)
     else:
-        return bool(evaluate(said, numbers))
+        return bool(evaluate(rule, numbers))
     return True
 
 
@@ -46,8 +46,8 @@ def fill_template(story: WordTemplate, numbers: dict[str, int], rng: random.Rand
     """Returns the problem that a template gives with these numbers."""
     name, other, third = rng.sample(NAMES, 3)
     things, boxes, animals, ware = map(rng.choice, (THINGS, BOXES, ANIMALS, WARES))
-    cast = {"name": name, "other": other, "third": third, "things": things, "boxes": boxes}
-    text = story.text.format(**numbers, **cast, animals=animals, ware=ware)
+    words = {"name": name, "other": other, "third": third, "things": things, "boxes": boxes}
+    text = story.text.format(**numbers, **words, animals=animals, ware=ware)
     shown = {slot: numbers[slot] for slot in sorted({*_SLOT.findall(story.text)} & numbers.keys())}
     program = _NAME.sub(lambda found: str(numbers[found[0]]), story.answer).replace(" ", "")
     key = f"word {story.name} {' '.join(f'{slot} {number}' for slot, number in shown.items())}"

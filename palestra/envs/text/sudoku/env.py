@@ -108,10 +108,10 @@ class Sudoku(Env):
         cells from the solution. A checker confirms a correct proposal."""
         right = self.instance.solution
         if seat == "checker" and self.proposed and all(right[cell] == digit for cell, digit in self.proposed.items()):
-            said = CONFIRM
+            answer = CONFIRM
         else:
-            said = format_cell_digits(self.size, self._next(rng))
-        return said if self.rendering == "compact" else f"#### {said}"
+            answer = format_cell_digits(self.size, self._next(rng))
+        return answer if self.rendering == "compact" else f"#### {answer}"
 
     # ---- one answer
 

@@ -20,13 +20,13 @@ def read_cells(answer: object, size: int) -> CellDigits | None:
     are ignored and "_" is an empty cell too.
     """
     words = answer_words(answer)
-    said = " ".join(words)
-    if _LIST.fullmatch(said):
-        found = [tuple(int(part.replace(".", "0")) for part in match) for match in _CELL.findall(said)]
+    text = " ".join(words)
+    if _LIST.fullmatch(text):
+        found = [tuple(int(part.replace(".", "0")) for part in match) for match in _CELL.findall(text)]
         cells = {(row - 1) * size + column - 1: digit for row, column, digit in found}
         bad = any(not (1 <= r <= size and 1 <= c <= size and digit <= size) for r, c, digit in found)
         return None if bad or len(cells) < len(found) else cells
-    digits = re.sub(r"[|/+ -]", "", said).replace(".", "0").replace("_", "0")
+    digits = re.sub(r"[|/+ -]", "", text).replace(".", "0").replace("_", "0")
     if len(digits) != size * size or not (digits.isascii() and digits.isdecimal()):
         return None
     return None if max(digits) > str(size) else dict(enumerate(map(int, digits)))

@@ -136,9 +136,9 @@ class Tools(Env):
         message = parse_assistant_message(str(actions[seat]))
         self.messages, self._turn = (*self.messages, message), self._turn + 1
         if not message.get("tool_calls") and not TOOL_CALL_PATTERN.search(message["content"]):
-            return self._said(seat, message["content"])
+            return self._receive_text(seat, message["content"])
         if self._turn >= self.turns:  # no later turn could use the results
-            return self._said(seat, "", late=True)
+            return self._receive_text(seat, "", late=True)
         return await self._call(seat, message)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -195,15 +195,15 @@ class Tools(Env):
         self.found_needs |= new
         return FOUND_REWARD * len(new) / len(own) if new else 0.0
 
-    def _said(self, seat: Seat, said: str, *, late: bool = False) -> Step:
+    def _receive_text(self, seat: Seat, text: str, *, late: bool = False) -> Step:
         """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
         if seat == "researcher":
-            note = said[: prompts.MAX_NOTE_CHARS]
+            note = text[: prompts.MAX_NOTE_CHARS]
             facts = [need for need in self.needs if need.note]
             passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / len(facts) if facts else 0.0
             self._begin("solver", note)
             return self._step({seat: {"facts": passed}}, {seat: False})
-        answer = said if self.is_compact else said.rpartition("####")[2].strip()
+        answer = text if self.is_compact else text.rpartition("####")[2].strip()
         success = not late and self.task.is_solved(answer, self.scratch.files)
         readable = late or self.task.is_readable(answer)
         self._over = True

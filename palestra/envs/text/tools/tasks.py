@@ -63,25 +63,25 @@ class ToolTask:
     output_file: str | None = None
     library: Library | None = None
 
-    def is_solved(self, said: str, files: Mapping[str, str]) -> bool:
+    def is_solved(self, text: str, files: Mapping[str, str]) -> bool:
         """True if the reply, or the file `output_file`, holds the answer."""
-        return is_correct(files.get(self.output_file, "") if self.output_file else said, self.answer)
+        return is_correct(files.get(self.output_file, "") if self.output_file else text, self.answer)
 
-    def is_readable(self, said: str) -> bool:
+    def is_readable(self, text: str) -> bool:
         """True if the reply could be an answer at all: it holds a number if one is expected."""
-        return bool(said) and (
-            self.output_file is not None or parse_number(self.answer) is None or bool(_NUMBER.search(said))
+        return bool(text) and (
+            self.output_file is not None or parse_number(self.answer) is None or bool(_NUMBER.search(text))
         )
 
 
-def is_correct(said: str, answer: str) -> bool:
-    """True if `said` states the answer and no other: the only number in it has the same value, or the words are the
+def is_correct(text: str, answer: str) -> bool:
+    """True if `text` states the answer and no other: the only number in it has the same value, or the words are the
     same, ignoring case.
     """
     wanted = parse_number(answer)
     if wanted is None:
-        return _words(said) == _words(answer)
-    return {parse_number(found) for found in _NUMBER.findall(said[-MAX_ANSWER_CHARS:])} == {wanted}
+        return _words(text) == _words(answer)
+    return {parse_number(found) for found in _NUMBER.findall(text[-MAX_ANSWER_CHARS:])} == {wanted}
 
 
 def parse_number(text: str) -> Fraction | None:

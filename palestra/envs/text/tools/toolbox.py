@@ -231,8 +231,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _field(name: str, hint: Any, parameter: inspect.Parameter, description: str | None) -> tuple[Any, Any]:
-    said = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
-    text = said[0] if said else description
+    notes = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    text = notes[0] if notes else description
     default = ... if parameter.default is parameter.empty else parameter.default
     return Annotated[hint, Field(description=text)] if text else hint, Field(default, alias=name)
 

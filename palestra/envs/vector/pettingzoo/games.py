@@ -48,7 +48,7 @@ class _PettingZooGame:
             obs_encoder(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)
         ]
         self.action_decoders = [action_decoder(env.action_space(agent), str(agent)) for agent in self.agents]
-        said = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
+        has_masks = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
         self.spec = VectorEnvSpec(
             tuple(str(agent) for agent in self.agents),
             tuple(encoder.shape for encoder in self.obs_encoders),
@@ -56,7 +56,7 @@ class _PettingZooGame:
             state_size=_state_size(env) if state else 0,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(
-                said, [choice.space for choice in self.action_decoders], False, str(env)
+                has_masks, [choice.space for choice in self.action_decoders], False, str(env)
             ),
             has_seat_terminated=len(self.agents) > 1,
         )
@@ -267,12 +267,12 @@ class LeanParallelWrapper(aec_to_parallel_wrapper):
             env.step(actions[agent])
             for rewarded in env.agents:
                 rewards[rewarded] += env.rewards[rewarded]
-        said = {**env.terminations}, {**env.truncations}, {**env.infos}
+        ends = {**env.terminations}, {**env.truncations}, {**env.infos}
         seen = {agent: env.observe(agent) for agent in env.agents}
         while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
             env.step(None)  # removes an agent that has ended
         self.agents = env.agents
-        return seen, rewards, *said
+        return seen, rewards, *ends
 
 
 def strip_check_wrappers(env: Any) -> Any:

@@ -90,12 +90,12 @@ def _answer(row: sql.Row, *, binary: bool) -> Response:
 def _try_again(ctx: ServiceContext, queue: RequestQueue, row: sql.Row) -> Response:
     ahead = ctx.store.count(requests, requests.c.state.in_(("queued", "taken")), requests.c.serial < row.serial)
     depth = queue.depth(row.owner).num_requests
-    said = TryAgainResponse(
+    response = TryAgainResponse(
         request_id=row.id, status="pending", queue_depth=depth, queue_position=ahead, retry_after_s=0.0
     )
     headers = {"Retry-After": "0", "X-Queue-Depth": f"{depth}", "X-Queue-Position": f"{ahead}"}
     headers["X-Queue-Status"] = "running" if row.state == "taken" else "queued"
-    return Response(said.model_dump_json(), 408, headers, "application/json")
+    return Response(response.model_dump_json(), 408, headers, "application/json")
 
 
 @router.post("/retrieve_futures")

@@ -78,9 +78,9 @@ def _status(row: sql.Row) -> dict[str, Any] | None:
     """Returns the status of a session; None if it is neither finished nor in use. Sessions never fail and are never
     cancelled here."""
     if row.finished is not None:
-        said = row.info.get("finish") or {}
-        reason = {"type": said.get("reason", "success")}
-        return {"type": "client_finished", "reason": reason, "detail": said.get("detail")}
+        finish = row.info.get("finish") or {}
+        reason = {"type": finish.get("reason", "success")}
+        return {"type": "client_finished", "reason": reason, "detail": finish.get("detail")}
     return {"type": "active"} if row.seen > time.time() - SESSION_TIMEOUT_S else None
 
 
