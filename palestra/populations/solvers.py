@@ -106,8 +106,8 @@ class ProjectedReplicator(MetaSolver):
     iterations: int = Field(50_000, ge=1)
     """Euler steps."""
     dt: float | None = Field(None, gt=0)
-    """Step size; null: 0.001, or 0.05 divided by the largest difference of a player's payoffs if that is less. Payoffs
-    that differ by much less than 1 need a larger step, or more iterations."""
+    """Step size; null: 0.001 if the largest difference of a player's payoffs is between 1 and 50; 0.001 divided by a
+    smaller difference, and 0.05 divided by a larger one."""
     gamma: float = Field(1e-6, ge=0)
     """Lower bound of every member's probability."""
 

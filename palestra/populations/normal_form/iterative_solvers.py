@@ -16,6 +16,7 @@ from palestra.populations.normal_form.payoff_tensors import PayoffTensors, membe
 Strategies = list[np.ndarray]
 
 DEFAULT_DT, SMALL_STEP = 1e-3, 0.05  # default Euler step; its largest relative change of a probability
+ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to the largest payoff
 INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel, so that the first round is uniform
 
 
@@ -69,18 +70,20 @@ def projected_replicator(
     player.
 
     Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Without `dt` steps
-    are `DEFAULT_DT`, or smaller for large payoffs, so that a step changes no probability by more than a share of
-    `SMALL_STEP`: averages of larger steps are far from an equilibrium. Raises ValueError if `gamma` is too large for a
-    distribution, or `dt` so large that a step can make a probability negative.
+    depend on the largest difference of a player's payoffs: `DEFAULT_DT` between 1 and 50; larger for smaller payoffs, in
+    proportion, since their dynamics are as much slower; smaller for larger ones, so that a step changes no probability
+    by more than a share of `SMALL_STEP`. Raises ValueError if `gamma` is too large for a distribution, or `dt` so large
+    that a step can make a probability negative.
     """
     if gamma * max(payoffs[0].shape) > 1:
         raise ValueError(
             f"{max(payoffs[0].shape)} members cannot each have a probability of at least {gamma}: lower gamma"
         )
+    rounding = ROUNDING * max(float(np.abs(table).max()) for table in payoffs)
     payoffs = [table - table.mean() for table in payoffs]  # a large constant would leave rounding errors in each step
     spread = max(float(np.ptp(table)) for table in payoffs)
     if dt is None:
-        dt = min(DEFAULT_DT, SMALL_STEP / spread) if spread > 0 else DEFAULT_DT
+        dt = min(DEFAULT_DT * max(1, 1 / spread), SMALL_STEP / spread) if spread > rounding else DEFAULT_DT
     elif dt * spread > 1:
         raise ValueError(
             f"dt: {dt:g} is too large for payoffs that differ by up to {spread:.3g}, since probabilities become "

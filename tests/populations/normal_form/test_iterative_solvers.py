@@ -100,6 +100,17 @@ def test_projected_replicator_of_large_payoffs(scale: float, constant: float) ->
         assert strategy == pytest.approx(np.array([5, 6, 5]) / 16, abs=0.005)
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 0.1])
+def test_projected_replicator_of_small_payoffs_is_that_of_larger_ones(scale: float) -> None:
+    """With steps of 0.001 at any scale, payoffs of 1e-3 left play where it began, at 1/2."""
+    table = np.array([[0.7, 0.2], [0.0, 1.0]])  # differences of 1: the dynamics begin to slow down below that
+    found, small = (projected_replicator([k * table, -k * table], iterations=20_000) for k in (1.0, scale))
+    for one, other in zip(found, small, strict=True):
+        assert one == pytest.approx(other, abs=1e-6) and abs(one[0] - 0.5) > 0.03
+    level = np.full((2, 2), 0.3) + [[0, 1e-17], [0, 0]]  # a constant, up to rounding
+    assert all(one == pytest.approx([0.5, 0.5]) for one in projected_replicator([level, -level], iterations=100))
+
+
 def test_replicator_steps_that_leave_the_simplex_are_refused() -> None:
     table = np.array([[0.0, 30.0], [30.0, 0.0]])
     with pytest.raises(ValueError, match=r"dt: 0\.1 is too large for payoffs that differ by up to 30"):
