@@ -70,9 +70,9 @@ def projected_replicator(
     player.
 
     Starts from uniform play, with Euler steps `dt`; `gamma` is the lower bound of every probability. Without `dt` steps
-    depend on the largest difference of a player's payoffs: `DEFAULT_DT` between 1 and 50; larger for smaller payoffs, in
-    proportion, since their dynamics are as much slower; smaller for larger ones, so that a step changes no probability
-    by more than a share of `SMALL_STEP`. Raises ValueError if `gamma` is too large for a distribution, or `dt` so large
+    depend on the largest difference of a player's payoffs: `DEFAULT_DT` between 1 and 50; larger for smaller payoffs,
+    in proportion, since their dynamics are slower; smaller for larger ones, so that a step changes no probability by
+    more than a share of `SMALL_STEP`. Raises ValueError if `gamma` is too large for a distribution, or `dt` so large
     that a step can make a probability negative.
     """
     if gamma * max(payoffs[0].shape) > 1:

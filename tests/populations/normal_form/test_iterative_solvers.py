@@ -107,7 +107,7 @@ def test_projected_replicator_of_small_payoffs_is_that_of_larger_ones(scale: flo
     found, small = (projected_replicator([k * table, -k * table], iterations=20_000) for k in (1.0, scale))
     for one, other in zip(found, small, strict=True):
         assert one == pytest.approx(other, abs=1e-6) and abs(one[0] - 0.5) > 0.03
-    level = np.full((2, 2), 0.3) + [[0, 1e-17], [0, 0]]  # a constant, up to rounding
+    level = np.array([[0.3, np.nextafter(0.3, 1)], [0.3, 0.3]])  # a constant, up to rounding
     assert all(one == pytest.approx([0.5, 0.5]) for one in projected_replicator([level, -level], iterations=100))
 
 
