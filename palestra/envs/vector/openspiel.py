@@ -26,7 +26,8 @@ class OpenSpielGame:
     outcomes are drawn from `numpy.random.default_rng(seed)`. Only seats that act get new observations; rewards are
     those of the step in which they occur.
 
-    Raises ValueError for unknown games, mean-field games, and games without the tensor `view`.
+    Raises ValueError for unknown games, mean-field games, games without the tensor `view`, and in `reset` or `step` for
+    actions beyond the number that the game declares.
     """
 
     def __init__(self, game: str, tensor_kind: TensorKind | None) -> None:
@@ -87,8 +88,13 @@ class OpenSpielGame:
         return SingleStep(observations, agent_mask, action_mask=action_mask)
 
     def _legal(self, seat: int) -> np.ndarray:
-        mask = np.zeros(self.game.num_distinct_actions(), bool)
-        mask[self.state.legal_actions(seat)] = True
+        mask, legal = np.zeros(self.game.num_distinct_actions(), bool), self.state.legal_actions(seat)
+        if legal and max(legal) >= len(mask):
+            raise ValueError(
+                f'"{self.game.get_type().short_name}" allows action {max(legal)} of {len(mask)} distinct actions: its '
+                "actions are not a fixed set, so no network can choose among them; choose another game"
+            )
+        mask[legal] = True
         return mask
 
     def close(self) -> None:

@@ -188,3 +188,6 @@ def test_unsupported_games_are_refused() -> None:
         OpenSpielEnv(1, game="mfg_crowd_modelling")
     with pytest.raises(ValueError, match="no information_state tensor"):
         OpenSpielEnv(1, game="backgammon", view="information_state")
+    pytest.importorskip("open_spiel.python.games.chat_game")
+    with pytest.raises(ValueError, match=r'"chat_game" allows action \d+ of 2 distinct actions'):
+        OpenSpielEnv(1, game="chat_game").reset(np.array([0]))
