@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import terms_info, total_rewards
 from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
-from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number
+from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number, replies_info
 from palestra.envs.text.math.word_templates import ANIMALS, NAMES, THINGS
 from palestra.envs.text.options import RewardMode, check_range
 from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split, hash_share
@@ -141,7 +141,8 @@ class MathRelay(Env):
         is_correct = self.grades[seat].is_correct
         own = {seat: {"message": float(is_correct)}} if seat == FIRST and self.reward == "dense" else {}
         success = self._next is None and is_correct
-        info = self._info(success) | terms_info(own)
+        gold = None if self._next else right_result(self.story.end)
+        info = replies_info(self.replies, self.grades, success, gold) | terms_info(own)
         return Step(self._observations(), total_rewards(own), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -150,18 +151,6 @@ class MathRelay(Env):
 
     def _grade(self, seat: Seat, reply: str) -> AnswerGrade:
         return grade_directly(last_number(reply), right_result(worked_reply(seat, self.story))) or UNREADABLE
-
-    def _info(self, success: bool) -> dict[str, Any]:
-        answers = {seat: last_number(reply) for seat, reply in self.replies.items()}
-        info = {
-            "turn": len(self.replies),
-            "success": success,
-            "answers": answers,
-            "invalid": {seat: not grade.is_readable for seat, grade in self.grades.items()},
-        }
-        if self._next:
-            return info
-        return info | {"answer": answers[self.seats[-1]], "gold": right_result(self.story.end)}
 
     def _observations(self) -> dict[Seat, Any]:
         if self._next is None:

@@ -88,7 +88,8 @@ class MathReview(Env):
         is_correct = self.grades[seat].is_correct
         own = {seat: {"correct": float(is_correct)}} if seat == "reasoner" and self.reward == "dense" else {}
         success = not left and is_correct
-        info = self._info(success) | terms_info(own)
+        gold = None if left else self.problem.answer
+        info = replies_info(self.replies, self.grades, success, gold) | terms_info(own)
         return Step(self._observations(), total_rewards(own), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -97,18 +98,6 @@ class MathReview(Env):
 
     def _grade(self, reply: str) -> AnswerGrade:
         return grade_directly(last_number(reply), self.problem.answer) or UNREADABLE
-
-    def _info(self, success: bool) -> dict[str, Any]:
-        answers = {seat: last_number(reply) for seat, reply in self.replies.items()}
-        info = {
-            "turn": len(self.replies),
-            "success": success,
-            "answers": answers,
-            "invalid": {seat: not grade.is_readable for seat, grade in self.grades.items()},
-        }
-        if self._next:
-            return info
-        return info | {"answer": answers[self.seats[-1]], "gold": self.problem.answer}
 
     def _observations(self) -> dict[Seat, Any]:
         if self._next is None:
@@ -124,6 +113,21 @@ def acting_seat(seat: Seat | None, actions: Mapping[Seat, Any]) -> Seat:
         why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
         raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
     return seat
+
+
+def replies_info(
+    replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str | None
+) -> dict[str, Any]:
+    """Returns the info of a step: its turn, success, and by seat the answers and which replies have none; with `gold`,
+    the right answer of an episode that has ended, also that and the final answer."""
+    answers = {seat: last_number(reply) for seat, reply in replies.items()}
+    info = {
+        "turn": len(replies),
+        "success": success,
+        "answers": answers,
+        "invalid": {seat: not grade.is_readable for seat, grade in grades.items()},
+    }
+    return info if gold is None else info | {"answer": list(answers.values())[-1], "gold": gold}
 
 
 def ask_with_examples(role: str, examples: Sequence[dict[str, str]], question: str) -> Chat | str:
