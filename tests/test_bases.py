@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import palestra
 from palestra.builders.engines import Engines
-from palestra.builders.text import make_episode_runner, make_policy
+from palestra.builders.policy_resolver import make_policy
+from palestra.builders.text import make_episode_runner
 from palestra.builders.text_config import TextConfig
 from palestra.chat import parse_assistant_message, to_template_message
 from palestra.config import validate

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from palestra.algorithms.text.grpo_config import GRPOConfig
 from palestra.builders.critics import critic_kind
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.learned_reward import learned_reward_source
+from palestra.builders.policy_resolver import PolicyResolver, make_policy, stage_resolver, stage_scorers, teachers_of
 from palestra.builders.sampling_masks import biased_sampling_notes, check_dropout, check_sampling_masks
 from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import TextConfig
-from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
-from palestra.engine.sampler import Sampler
-from palestra.engine.scoring import answer_logprobs
-from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm import LanguageLearner, Scorer
 from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.policies.base import Policy
-from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.endpoint_scores import answer_logprobs_at
 from palestra.policies.in_flight import InFlightPolicy
-from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
-from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.remote.envs.address import pop_metrics
 from palestra.remote.envs.remote_env import env_factory, has_option, make_env
 from palestra.rollouts.dataset import DataFile, read_data
@@ -39,7 +29,7 @@ from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.seeding import derive_seed
 from palestra.training.async_rollouts import AsyncTextTrainer
 from palestra.training.text import Stage, TextEval, TextTrainer
-from palestra.types import Sample, Seat
+from palestra.types import Seat
 
 if TYPE_CHECKING:
     from palestra.service.client.client import RemoteEngines
@@ -76,15 +66,15 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     learning = {name: learner for name, learner in learners.items() if name in policy_names.values()}
     check_sampling_masks(parts, learning)
     check_dropout(parts, learning)
-    _assign_teachers(parts, resolver)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
-    resolvers = [_stage_resolver(part, config, resolver) for part in parts]
+    resolvers = [stage_resolver(part, config, resolver) for part in parts]
     sources = [_source(*row) for row in zip(parts, seats, runners, records, resolvers, strict=True)]
     if table:
         sources = [RankSplitSource(source, table) for source in sources]
         eval_runners = {name: RankSplitRunner(runner, table) for name, runner in eval_runners.items()}
-    stages = [_stage(*row, resolver) for row in zip(parts, labels, sources, strict=True)]
+    scorers = [stage_scorers(*row) for row in zip(parts, resolvers, strict=True)]
+    stages = [_stage(*row, resolver) for row in zip(parts, labels, sources, scorers, strict=True)]
     make: Callable[..., TextTrainer] = TextTrainer
     if config.staleness:
         in_flight = {name: policy for name, policy in resolver.in_flight.items() if name in learning}
@@ -138,65 +128,6 @@ def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
     return RankSplit(engines.ranks, engines.rollout_context) if isinstance(engines, Engines) and shares else None
 
 
-@dataclass(frozen=True)
-class PolicyResolver:
-    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not. Policies in
-    `in_flight` play instead of the learners of the same names in training."""
-
-    learners: Mapping[str, LanguageLearner]
-    fixed: Mapping[str, Policy]
-    engines: Engines | RemoteEngines
-    in_flight: Mapping[str, InFlightPolicy] = field(default_factory=dict)
-
-    def training_policies(self, seats: Mapping[Seat, str], teachers: Mapping[str, str]) -> dict[Seat, Policy]:
-        """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
-        self.engines.clear_caches()
-        playing = {name: policy for name, policy in self.in_flight.items() if name not in teachers}
-        return {seat: playing.get(name) or self._now(name, teachers) for seat, name in seats.items()}
-
-    def eval_policies(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
-        """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
-        teachers."""
-        self.engines.clear_caches()
-        return {seat: _examined(self._now(name, {}), sampling) for seat, name in seats.items()}
-
-    def current_policy(self, name: str) -> Policy:
-        """Returns policy `name` at its current weights."""
-        return self._now(name, {})
-
-    def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
-        """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
-        return {seat: self._scribe(name) for seat, name in seats.items()}
-
-    def _scribe(self, name: str) -> Policy:
-        """Policy `name` with its current version and encoder, but without an adapter."""
-        if name not in self.learners:
-            return self.fixed[name]
-        learner = self.learners[name]
-        config, versioned = learner.config, f"{name}@{learner.version}"
-        return LanguagePolicy(
-            versioned,
-            learner.sampler,
-            learner.encoder,
-            config.sampling,
-            **config.prompt_options,
-        )
-
-    def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
-        """Policy `name` at its current weights."""
-        if name not in self.learners:
-            return self.fixed[name]
-        policy = self.learners[name].policy()
-        return DemonstrationPolicy(policy, self._now(teachers[name], {})) if name in teachers else policy
-
-
-def _stage_resolver(part: TextConfig, config: TextConfig, resolver: PolicyResolver) -> PolicyResolver:
-    """Returns `resolver` with the untrained policies whose settings a stage changes, such as their sampling."""
-    changed = {name: part.policies[name] for name in resolver.fixed if part.policies[name] != config.policies[name]}
-    own = {name: make_policy(name, policy, resolver.engines) for name, policy in changed.items()}
-    return replace(resolver, fixed={**resolver.fixed, **own}) if own else resolver
-
-
 def _source(
     part: TextConfig,
     seats: dict[Seat, str],
@@ -218,7 +149,7 @@ def _source(
         if learning := {name for name in seats.values() if name in resolver.learners}:
             recorded.check(part.algorithm, learning)
         return recorded
-    teachers = {} if part.algorithm.needs_teacher else _teachers(part)
+    teachers = {} if part.algorithm.needs_teacher else teachers_of(part)
     source = EnvSource(
         runners,
         lambda: resolver.training_policies(seats, teachers),
@@ -235,46 +166,15 @@ def _source(
     return learned_reward_source(part, source, resolver.engines, resolver.learners) if part.reward_model else source
 
 
-def _assign_teachers(parts: Sequence[TextConfig], resolver: PolicyResolver) -> None:
-    """Gives every learner that is distilled the teacher that scores its answers. Raises ValueError if a learner has no
-    teacher, or if the teacher has a different vocabulary or is not a language model in this process."""
-    taught = {n: _teachers(part).get(n) for part in parts if part.algorithm.needs_teacher for n in resolver.learners}
-    for name, teacher in taught.items():
-        if teacher is None:
-            if name in {t for t in taught.values() if t}:
-                continue  # a learner may teach without being taught
-            raise ValueError(f"policies.{name} is distilled but has no teacher: set policies.{name}.teacher")
-        learner = resolver.learners[name]
-        policy = resolver.current_policy(teacher)
-        if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
-            learner.teacher = partial(answer_logprobs_at, policy.config)
-            continue
-        if not isinstance(policy, LanguagePolicy) or not isinstance(policy.sampler, Sampler):
-            raise ValueError(
-                f"policies.{name}.teacher: {teacher} cannot score tokens: name a language model in this process (type: "
-                "frozen or lora), or an endpoint with prompt log-probabilities"
-            )
-        if policy.encoder.tokenizer.get_vocab() != learner.encoder.tokenizer.get_vocab():
-            raise ValueError(
-                f"policies.{name}.teacher: {teacher} scores the tokens of {name}, but has a different vocabulary: take "
-                "a teacher of the same family of models"
-            )
-        learner.teacher = partial(_scores_of, teacher, resolver)
-
-
-async def _scores_of(teacher: str, resolver: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Returns log-probabilities [T] of each sample's tokens under the teacher at its current weights."""
-    policy = resolver.current_policy(teacher)
-    assert isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
-    return answer_logprobs(policy.sampler.engine, policy.adapter, samples)
-
-
-def _stage(part: TextConfig, name: str, source: EpisodeSource, resolver: PolicyResolver) -> Stage:
+def _stage(
+    part: TextConfig, name: str, source: EpisodeSource, scorers: Mapping[str, Scorer], resolver: PolicyResolver
+) -> Stage:
     def configure() -> None:
         for learner in resolver.learners.values():
             settings = part.policies[learner.name]
             assert isinstance(settings, LoraPolicyConfig | FullPolicyConfig)
             learner.set_config(settings)
+            learner.teacher = scorers.get(learner.name)
 
     return Stage(source, part.algorithm, part.steps, part.episodes, name, configure)
 
@@ -313,12 +213,8 @@ def _build_eval(
 
 def _used(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
     """Names of the policies that play in a stage, teachers included."""
-    teachers = _teachers(part)
+    teachers = teachers_of(part)
     return {*seats.values(), *(teachers[name] for name in seats.values() if name in teachers)}
-
-
-def _teachers(part: TextConfig) -> dict[str, str]:
-    return {name: teacher for name, p in part.policies.items() if (teacher := getattr(p, "teacher", None))}
 
 
 def _only_seat(config: TextConfig) -> Seat | None:
@@ -367,26 +263,3 @@ def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
     The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
     """
     return EpisodeRunner(env_factory(env), name)
-
-
-def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
-    """Returns the untrained policy that `config` describes, called `name`."""
-    if isinstance(config, RandomConfig):
-        return RandomPolicy(config.words, config.length)
-    if isinstance(config, ScriptedConfig):
-        return ScriptedPolicy(config.answers, name)
-    if isinstance(config, HumanConfig):
-        return HumanPolicy()
-    if isinstance(config, ExpertConfig):
-        return ExpertPolicy(name)
-    if isinstance(config, EndpointConfig):
-        return EndpointPolicy(name, config)
-    return engines.build_frozen_policy(name, config)
-
-
-def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
-    """Returns the policy with the sampling of evaluations, which never record sampling masks."""
-    if not isinstance(policy, LanguagePolicy):
-        return policy
-    changes = changes | ({"keep_sampling_mask": False} if policy.sampling.keep_sampling_mask else {})
-    return policy.with_sampling(changes) if changes else policy

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from palestra.builders.engines import Engines
+from palestra.builders.policy_resolver import make_policy
 from palestra.builders.seats import resolve_seats
-from palestra.builders.text import make_episode_runner, make_policy, seat_policies, with_split
+from palestra.builders.text import make_episode_runner, seat_policies, with_split
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import validate

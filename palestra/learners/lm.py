@@ -24,6 +24,9 @@ from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
 
+# samples -> log-probabilities [T] of each one's tokens under a teacher
+Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
+
 
 class Weights(Protocol):
     """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs."""
@@ -142,7 +145,7 @@ class LanguageLearner:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
-        self.teacher: Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]] | None = None  # like `logprobs`
+        self.teacher: Scorer | None = None
         self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
 

@@ -108,6 +108,24 @@ def test_teacher_is_used_in_its_stage_only(staged):
             assert all((not answer.logprobs.any()) == (step < 3) for answer in answers)
 
 
+def test_answers_are_scored_by_the_teacher_of_the_stage(staged, base, tmp_path):
+    """The first teacher is the base, with which the untrained student agrees; the second has been trained."""
+    trained = list_checkpoints(staged[0])[-1].path / "walker"
+    frozen, students = {"type": "frozen", "base": str(base)}, ("guide", "walker")
+    tree = json.loads(config(base).model_dump_json())
+    tree["policies"] |= {"first": frozen, "second": frozen | {"path": str(trained)}}
+    tree |= {
+        "algorithm": {"type": "distill"},
+        "stages": [
+            {"steps": 1, "policies": {name: {"teacher": teacher, "lr": 1e-5} for name in students}}
+            for teacher in ("first", "second")
+        ],
+    }
+    path, _ = run_of(validate(TextConfig, tree), tmp_path)
+    first, second = [line["teacher_kl"] for line in logged(path, "walker")]
+    assert abs(first) < 1e-6 and abs(second) > 1e-3
+
+
 def test_weights_carry_over_and_the_reference_is_the_stage_start(staged):
     path, _ = staged
     walker = logged(path, "walker")
