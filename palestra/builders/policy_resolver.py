@@ -123,15 +123,13 @@ def stage_scorers(part: TextConfig, resolver: PolicyResolver) -> dict[str, Score
     this process."""
     if not part.algorithm.needs_teacher:
         return {}
-    teachers = teachers_of(part)
-    untaught = [name for name in resolver.learners if name not in teachers and name not in teachers.values()]
-    if untaught:  # a learner may teach without being taught
-        raise ValueError(f"policies.{untaught[0]} is distilled but has no teacher: set policies.{untaught[0]}.teacher")
-    return {
-        name: _scorer(resolver.learners[name], teacher, resolver)
-        for name, teacher in teachers.items()
-        if name in resolver.learners
-    }
+    teachers, scorers = teachers_of(part), {}
+    for name, learner in resolver.learners.items():
+        if name in teachers:
+            scorers[name] = _scorer(learner, teachers[name], resolver)
+        elif name not in teachers.values():  # a learner may teach without being taught
+            raise ValueError(f"policies.{name} is distilled but has no teacher: set policies.{name}.teacher")
+    return scorers
 
 
 def _scorer(learner: LanguageLearner, teacher: str, resolver: PolicyResolver) -> Scorer:
