@@ -51,8 +51,8 @@ def train(
 
     Raises ValueError for a mistake in the config, and RunFailed if the run failed.
     """
-    changed = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals} | settings
-    changes = {key: value for key, value in changed.items() if value is not None}
+    named = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals}
+    changes = {key: value for key, value in named.items() if value is not None} | settings
     if resume is not None:
         if config is not None or changes or name:
             raise ValueError("a resumed run keeps its config: beside resume= there are only steps= and callbacks=")
@@ -82,7 +82,7 @@ def config_tree(
     config: str | Path | Mapping[str, Any] | BaseModel | None, changes: Mapping[str, Any], steps: int | None
 ) -> Tree:
     """Returns the config tree of `config` with `changes`. Raises ValueError if there is nothing to train."""
-    if config is None and "env" not in changes and "data" not in changes:
+    if config is None and not changes.keys() & {"env", "envs", "data", "stages"}:
         raise ValueError('nothing to train: give a config, train("configs/demo.yaml"), or env= and policies=')
     tree: Tree = load(config) if isinstance(config, str | Path) else plain_data(config or {})
     plain = {key: plain_data(value) for key, value in changes.items()}
@@ -103,12 +103,25 @@ def env_tree(env: Any) -> Tree:
 
 
 def plain_data(value: Any) -> Any:
-    """Returns `value` with config objects as mappings; other objects are kept."""
+    """Returns `value` with config objects as mappings; other objects are kept. Raises ValueError for an algorithm of a
+    class that its mapping does not name."""
     if isinstance(value, BaseModel):
+        for each in (value, getattr(value, "algorithm", None)):
+            _check_named(each)
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return {key: plain_data(inner) for key, inner in value.items()}
     return [plain_data(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _check_named(value: Any) -> None:
+    """Raises ValueError for an object of a user's own class whose `type` is a built-in one's."""
+    cls, kind = type(value), getattr(value, "type", "")
+    if isinstance(value, BaseModel) and kind and ":" not in kind and not cls.__module__.startswith("palestra."):
+        raise ValueError(
+            f'{cls.__name__} is a class of yours with type "{kind}", so that a run would be of the built-in {kind}: '
+            f'give it its own, type: str = "module:{cls.__name__}", by which the run and a resume find it'
+        )
 
 
 def _check_algorithm(tree: Tree, algorithm: Any) -> None:

@@ -182,7 +182,8 @@ def _stage(
 def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
     """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
     evaluation = config.evals[name]
-    return with_split(config.env_config(evaluation.base_env), evaluation.env, "dev")
+    own = config.env_config(evaluation.base_env)
+    return with_split(own, "test" if name == "test" else "dev") | (evaluation.env or {})
 
 
 def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
@@ -250,11 +251,9 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
     return result
 
 
-def with_split(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:
-    """Returns `env` with `changes`. If `changes` is None, sets the env's split to `split`, if it has one."""
-    if changes is None:
-        changes = {"split": split} if has_option(env, "split") else {}
-    return env | changes
+def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
+    """Returns `env` with its split set to `split`, if it has one."""
+    return env | ({"split": split} if has_option(env, "split") else {})
 
 
 def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:

@@ -29,7 +29,7 @@ from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.builders.text_policies import HumanConfig, PolicyConfig
-from palestra.config import StrictModel, load_object, validate
+from palestra.config import StrictModel, load_object, merge, validate
 from palestra.engine.lora_config import LoraVariantsConfig
 from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm_config import FullPolicyConfig
@@ -77,7 +77,8 @@ class TextEvalConfig(EvalConfig):
     base_env: str | None = None
     """Name of the training env to evaluate in, if the run has several `envs`. Null: the first one."""
     env: dict[str, Any] | None = None
-    """Env options that differ from training. Null: `split: dev` if the env has splits, else no change."""
+    """Env options that differ from training. Without `split` an env with splits is evaluated on `dev`, or on `test` if
+    that is the evaluation's name."""
     samples: int = Field(1, ge=1, le=4096)
     """Times that each instance is played. Above 1 the evaluation also has pass@k and, in envs that report final
     answers, the majority vote; success is the mean over all samples."""
@@ -114,9 +115,9 @@ class StageConfig(StrictModel):
     env: dict[str, Any] = {}
     """Changes to the options of `env`, or of every env in `envs`."""
     policies: dict[str, dict[str, Any]] = {}
-    """Changes to policies by name, such as the learning rate, sampling or teacher. Keys that decide which weights a
-    policy has (such as type, base, rank, alpha, target_modules, dtype, quantize, path) or how its passes are made
-    (optimizer, precision, micro_batch_tokens, gradient_checkpointing) cannot change."""
+    """Changes to policies by name, such as the learning rate, the teacher, or single keys of `sampling`. Keys that
+    decide which weights a policy has (such as type, base, rank, alpha, target_modules, dtype, quantize, path) or how
+    its passes are made (optimizer, precision, micro_batch_tokens, gradient_checkpointing) cannot change."""
 
 
 class TextConfig(PolicyRunConfig):
@@ -239,7 +240,7 @@ class TextConfig(PolicyRunConfig):
                     f'a stage cannot change what a policy or its trainer is made of ("{fixed[0]}"): set it for the '
                     "whole run"
                 )
-            policies = {name: one | stage.policies.get(name, {}) for name, one in whole["policies"].items()}
+            policies = {name: merge(one, stage.policies.get(name, {})) for name, one in whole["policies"].items()}
             games = {name: env | stage.env for name, env in self.named_envs.items()}
             changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
             yield validate(TextConfig, whole | changes | {"policies": policies})

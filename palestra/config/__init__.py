@@ -10,7 +10,7 @@ from palestra.config.model import (
     type_choices,
     validate,
 )
-from palestra.config.tree import Tree, load, override, parse
+from palestra.config.tree import Tree, load, merge, override, parse
 
 __all__ = [
     "RunName",
@@ -21,6 +21,7 @@ __all__ = [
     "dump",
     "load",
     "load_object",
+    "merge",
     "override",
     "parse",
     "type_choices",

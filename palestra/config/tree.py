@@ -71,6 +71,15 @@ def override(tree: Tree, settings: Iterable[str]) -> Tree:
     return tree
 
 
+def merge(tree: Tree, changes: Tree) -> Tree:
+    """Returns `tree` with `changes`: mappings are merged key by key, other values are replaced."""
+    result = dict(tree)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
 def to_yaml(tree: Tree) -> str:
     """Returns `tree` as YAML. `parse(to_yaml(tree))` restores it."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from itertools import count
 from typing import Any, get_type_hints
 
 from palestra.envs.base import Env
@@ -17,14 +18,16 @@ LOCAL_PREFIX = "local:"
 EnvClass = type[Env] | type[VectorEnv]
 
 _local_envs: dict[str, EnvClass] = {}
+_sources: dict[str, Any] = {}  # the class or function that each was made from
 
 
 def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
     """Returns the name by which a config refers to an env class, or to a function that returns an env.
 
     It is "module:Class" if the class can be imported by that name. Otherwise the env is registered in this process as
-    "local:Name", in place of an earlier env of that name. The keyword arguments of a function are the options of its
-    env; a function that returns a `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
+    "local:Name", or "local:Name-2", ... if another env has that name; one with a `name` of its own replaces an earlier
+    one of that name. The keyword arguments of a function are the options of its env; a function that returns a
+    `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
     """
     if inspect.isclass(env) and issubclass(env, Env | VectorEnv):
         name, cls = env.__name__, env
@@ -32,14 +35,23 @@ def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
             return f"{env.__module__}:{env.__name__}"
     elif callable(env) and not inspect.isclass(env):
         cls = _factory_class(env)
-        name = getattr(env, "name", "") or cls.__name__
+        if own := getattr(env, "name", ""):
+            return _register(own, env, cls)
+        name = cls.__name__
     else:
         raise ValueError(
             f"env is {env!r:.60}: give a name, a config ({{'type': ...}}), a subclass of palestra.Env or "
             "palestra.VectorEnv, or a function without required arguments that returns one (lambda: MyEnv(size=4))"
         )
-    _local_envs[f"{LOCAL_PREFIX}{name}"] = cls
-    return f"{LOCAL_PREFIX}{name}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return _register(next(n for n in names if _sources.get(f"{LOCAL_PREFIX}{n}", env) is env), env, cls)
+
+
+def _register(name: str, source: Any, cls: EnvClass) -> str:
+    """Registers an env class made from `source`; returns its name with the prefix."""
+    key = f"{LOCAL_PREFIX}{name}"
+    _local_envs[key], _sources[key] = cls, source
+    return key
 
 
 def find_local_env(type: str) -> EnvClass:

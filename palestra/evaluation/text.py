@@ -108,7 +108,7 @@ def open_text_eval(
     `evaluate` for the arguments and errors."""
     config = validate(TextConfig, target.tree)
     changes = dict(env)
-    changed = with_split(config.env_config(changes.pop("base_env", None)), None, split) | changes
+    changed = with_split(config.env_config(changes.pop("base_env", None)), split) | changes
     own = make_env(**changed).seats
     in_env = {key for key in config.seats if any(fnmatchcase(seat, key) for seat in own)}
     trained = {key: name for key, name in config.seats.items() if key in in_env or not config.envs}

@@ -40,6 +40,7 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
 def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
     """Returns the prompt of a row, and each continuation with whether it is a success."""
     has = {name for name, value in row.items() if value is not None}
+    success = bool(row["label"]) if "label" in has else True
     prompt: Prompt = row["prompt"] if isinstance(row.get("prompt"), str) else []
     if isinstance(row.get("prompt"), list):
         prompt = _messages(row["prompt"], place)
@@ -52,9 +53,9 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
             raise ValueError(f"{place} has no prompt: give one, or conversations that begin with the same messages")
         return prompt, [(good, True), (bad, False)]
     if {"prompt", "completion"} <= has:
-        return prompt, [(_messages(row["completion"], place), bool(row.get("label", True)))]
+        return prompt, [(_messages(row["completion"], place), success)]
     if "messages" in has:
-        return [], [(_messages(row["messages"], place), True)]
+        return [], [(_messages(row["messages"], place), success)]
     raise ValueError(
         f"{place} has columns {', '.join(row)}: give prompt and completion, or prompt, chosen and rejected, or messages"
     )

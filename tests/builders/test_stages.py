@@ -164,6 +164,24 @@ def test_stage_inherits_unset_keys(base):
     assert unsaid.steps == 7 and unsaid.algorithm == GRPO(group_size=4)
 
 
+def test_stage_changes_single_keys_of_sampling(base):
+    """The other keys keep the run's values. A stage that changed the temperature had the default token limit."""
+    whole = config(base, stages=[{"steps": 1, "policies": {"walker": {"sampling": {"temperature": 0.5}}}}])
+    (part,) = whole.stage_configs()
+    sampling = part.policies["walker"].sampling
+    assert (sampling.max_tokens, sampling.temperature) == (2, 0.5)
+
+
+def test_an_evaluation_is_held_out_unless_it_says_otherwise(base):
+    evals = {"small": {"env": {"turns": 2}}, "test": {}, "train": {"env": {"split": "train"}}}
+    setup = build(config(base, evals=evals))
+    assert {each.name: each.runner.make_env().split for each in setup.evals} == {
+        "small": "dev",
+        "test": "test",
+        "train": "train",
+    }
+
+
 def test_a_full_model_can_rest_in_a_stage(base):
     """As docs/algorithms/stages.md says of policies that should not learn in a stage."""
     policies = {"guide": {"type": "full", "base": str(base)}, "walker": {"type": "expert"}}

@@ -15,8 +15,10 @@ from command_line import palestra as command
 from command_line import refused
 
 import palestra as pl
+from palestra.api.train import config_tree, plain_data
 from palestra.builders import text_config, text_policies, vector_config
-from palestra.envs import local
+from palestra.envs import local, make_env
+from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.files import read_lines
 from palestra.launch import language_population, population
 from palestra.populations import matchmaking, solvers
@@ -78,6 +80,32 @@ def test_config_file_trains_as_on_the_command_line(base, tmp_path):
     run = whisper(base, tmp_path, name="w", evals={})
     command("train", run.path / "config.yaml", "--root", tmp_path, "--name", "cli")
     assert (run.path / "metrics.jsonl").read_bytes() == (tmp_path / "cli" / "metrics.jsonl").read_bytes()
+
+
+def test_envs_of_one_class_are_told_apart():
+    """Two functions, and two classes of a notebook with the same name."""
+
+    def of_size(size):
+        return lambda: PlanPath(size=size)
+
+    def mine(seat):
+        class Mine(pl.Env):
+            seats = (seat,)
+
+        return Mine
+
+    small, large = of_size(4), of_size(8)
+    tree = config_tree(None, {"envs": {"small": small, "large": large, "again": small}}, None)
+    made = {name: make_env(**env).reset(0).observations for name, env in tree["envs"].items()}
+    assert made["small"] == made["again"] != made["large"] and made["small"] == PlanPath(size=4).reset(0).observations
+    names = [local.env_type(mine(seat)) for seat in "ab"]
+    assert [local.find_local_env(name).seats for name in names] == [("a",), ("b",)]
+
+
+def test_a_config_can_be_cleared_by_none():
+    tree = {"env": "sokoban", "mirror": {"url": "s3://b/r"}, "policies": {"default": {"type": "lora", "system": "S"}}}
+    changed = config_tree(tree, {"mirror": None, "policies.default.system": None}, None)
+    assert changed["mirror"] is None and changed["policies"]["default"]["system"] is None
 
 
 def test_callback_stops_a_run_that_can_be_resumed(base, tmp_path):
@@ -229,6 +257,17 @@ def test_invalid_arguments_are_refused_with_the_fix(base, tmp_path):
         with pytest.raises(ValueError, match=match):
             pl.train(root=tmp_path, **wrong)
     assert not list(Path(tmp_path).iterdir())
+
+    class Mine(pl.GRPO):
+        pass
+
+    class Named(pl.GRPO):
+        type: str = "named:Named"
+
+    for algorithm in (Mine(), text_config.TextConfig(env={"type": "sokoban"}, policies=speech(base), algorithm=Mine())):
+        with pytest.raises(ValueError, match=r'Mine is a class of yours with type "grpo", .* "module:Mine"'):
+            plain_data(algorithm)
+    assert plain_data(Named())["type"] == "named:Named"
 
 
 def config_classes(union):

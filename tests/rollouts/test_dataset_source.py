@@ -87,6 +87,16 @@ def test_completion_rows_become_successful_trajectories(tmp_path):
     assert tree(path) == [[(None, "2 + 2", "4", 1.0, True, True)], [(None, "3", "x", 1.0, True, True)]]
 
 
+@pytest.mark.parametrize("label", [True, False, None])
+def test_label_says_whether_a_row_succeeded(tmp_path, label):
+    """A null, as in a table in which few rows have a label, is none."""
+    good, spoken = label is not False, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    rows = ({"prompt": "q", "completion": "x", "label": label}, {"messages": spoken, "label": label})
+    for row in rows:
+        (((*_, reward, done, success),),) = tree(write_lines(tmp_path / "a.jsonl", row))
+        assert (reward, done, success) == (float(good), True, good)
+
+
 def test_preference_rows_become_two_siblings(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "chosen": "4", "rejected": "5"})
     assert tree(path) == [[(None, "2 + 2", "4", 1.0, True, True), (None, "2 + 2", "5", 0.0, True, False)]]
