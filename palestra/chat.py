@@ -143,7 +143,9 @@ def render_message(message: Json) -> str:
 
 def render_tool_call(name: Any, arguments: Any) -> str:
     """Renders a tool call as model text."""
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)  # as chat templates write it
+    call = call.encode(errors="backslashreplace").decode()  # a lone surrogate is escaped: no tokenizer encodes it
+    return f"<tool_call>{call}</tool_call>"
 
 
 def same_message(one: Json, other: Json) -> bool:

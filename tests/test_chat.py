@@ -35,6 +35,14 @@ def test_tool_call_parses_to_openai_format():
     assert tool_calls_of(message) == [ToolCall("add", {"a": 2, "b": 3})]
 
 
+def test_tool_calls_have_the_letters_of_any_language():
+    """As in chat templates; only a lone surrogate, which has no UTF-8, is escaped."""
+    arguments = {"city": "München", "odd": "\ud800"}
+    rendered = render_tool_call("find", arguments)
+    assert '"München"' in rendered and '"\\ud800"' in rendered and rendered.encode()
+    assert tool_calls_of(parse_assistant_message(rendered)) == [ToolCall("find", arguments)]
+
+
 @pytest.mark.parametrize("text", ["plain", "<tool_call>", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
 def test_text_that_is_not_a_tool_call_stays_text(text):
     assert parse_assistant_message(text) == {"role": "assistant", "content": text}

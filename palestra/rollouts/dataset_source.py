@@ -17,7 +17,7 @@ from palestra.policies.base import Policy, Query
 from palestra.policies.lm import LanguagePolicy
 from palestra.rollouts.dataset import DataFile
 from palestra.rollouts.metrics import member_name
-from palestra.rollouts.sources import EpisodeCallback
+from palestra.rollouts.sources import STAGE_START_KEY, EpisodeCallback
 from palestra.rollouts.tree_rollout import Branching
 from palestra.seeding import derive_seed
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Seat
@@ -89,14 +89,14 @@ class DatasetSource:
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
-        """Returns the episodes of these numbers as recorded trees; ignores `branching`. Raises ValueError if the data
-        changed since the run began."""
+        """Returns the episodes of these numbers as recorded trees; ignores `branching`. A stage begins with an epoch.
+        Raises ValueError if the data changed since the run began."""
         if memory.setdefault(FINGERPRINTS_KEY, {}).setdefault(self.name, self.fingerprint) != self.fingerprint:
             raise ValueError(
                 f"the data in {self.name} have changed since the run began: restore them, or start a new run"
             )
-        team = self.seats()
-        episodes = [self.episode(number, team) for number in numbers]
+        team, (_, first) = self.seats(), memory.get(STAGE_START_KEY, (0, 0))
+        episodes = [self.episode(number - first, team) for number in numbers]
         if on_episode:
             for episode in episodes:
                 on_episode(episode)
@@ -107,7 +107,7 @@ class DatasetSource:
         return {}
 
     def episode(self, number: int, team: Mapping[Seat, Policy]) -> Episode:
-        """Returns the episode of a number: with n episodes, number = epoch * n + position in the epoch's order."""
+        """Returns an episode by its number in the stage: with n episodes, epoch * n + position in the epoch's order."""
         epoch, place = divmod(number, len(self.items))
         return self.attribute_episode(*self.items[_order(self.seed, epoch, len(self.items))[place]], team)
 

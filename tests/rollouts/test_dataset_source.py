@@ -21,6 +21,7 @@ from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.policies.scripted import ScriptedPolicy
 from palestra.rollouts.dataset import DataConfig, read_data
 from palestra.rollouts.dataset_source import DatasetSource
+from palestra.rollouts.sources import STAGE_START_KEY
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_lm
@@ -325,8 +326,8 @@ def numbered(tmp_path, speaker, seed=0, count=10):
     return recorded(write_lines(tmp_path / "a.jsonl", *rows), {"a": speaker()}, seed=seed)
 
 
-def drawn(source, numbers):
-    return [int(e.nodes[0].observations["a"]) for e in play(source, numbers)]
+def drawn(source, numbers, memory=None):
+    return [int(e.nodes[0].observations["a"]) for e in play(source, numbers, memory)]
 
 
 def test_each_epoch_is_a_new_permutation_of_the_episodes(tmp_path, speaker):
@@ -340,6 +341,12 @@ def test_each_epoch_is_a_new_permutation_of_the_episodes(tmp_path, speaker):
     assert Counter(drawn(source, range(30))) == dict.fromkeys(range(10), 3)
     assert drawn(numbered(tmp_path, speaker), range(20)) == epochs[0] + epochs[1]
     assert drawn(numbered(tmp_path, speaker, seed=1), range(10)) not in epochs
+
+
+def test_a_stage_reads_whole_epochs_from_its_start(tmp_path, speaker):
+    """The stage before it had 25 episodes: ten more read each of ten rows once."""
+    source = numbered(tmp_path, speaker)
+    assert drawn(source, range(25, 45), {STAGE_START_KEY: [5, 25]}) == drawn(source, range(20))
 
 
 def test_resume_with_changed_data_is_refused(tmp_path, speaker):
