@@ -14,9 +14,8 @@ from pydantic import Field, model_validator
 
 from palestra.config import RunName, StrictModel, Tree, load, validate
 from palestra.experiments.grid import TaskConfig, load_base_config, merged
-from palestra.runs.headline import HEADLINE_EVAL
+from palestra.runs.headline import DEV_EVAL, HEADLINE_EVAL
 
-DEV_EVAL = "dev"  # the evaluation that is scored if there is one
 Choice = bool | int | float | str | None
 Params = dict[str, Any]
 
@@ -158,7 +157,7 @@ def scored_eval(config: TuneConfig, tree: Tree) -> str:
             f"config: {known}. Add one by changes, such as evals: {{dev: {{episodes: 100}}}}"
         )
     options = (evals[name] or {}).get("env") or {}
-    if options.get("split") == HEADLINE_EVAL:
+    if options.get("split", name) == HEADLINE_EVAL:
         raise ValueError(
             f"evals.{name} plays test instances: settings that are chosen on them cannot be measured on them. "
             "Set env: {split: dev}"

@@ -12,6 +12,7 @@ from typing import Any
 from palestra.runs.series import wilson_interval
 
 Tree = Mapping[str, Any]
+DEV_EVAL = "dev"  # the evaluation by which settings are chosen
 HEADLINE_EVAL = "test"  # the evaluation that leads if a run has several
 SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose among answers by their reward
 

@@ -20,6 +20,7 @@ from palestra.rollouts.replay_recorder import ReplayRecorder
 from palestra.rollouts.vector_metrics import EndedEpisodes, VectorMetrics, all_episodes_done, evaluation_metrics
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.runs import Checkpoint
+from palestra.runs.headline import DEV_EVAL
 from palestra.seeding import derive_seed
 from palestra.training.gradient_sync import dead_process_message, stop_processes
 from palestra.training.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
@@ -75,6 +76,9 @@ class VectorEval(Evaluation):
     players: Callable[[], Sequence[VectorPolicy]]
     seats: Mapping[Seat, str]
     replays: int = 0
+
+
+FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
 
 
 def gather_single(item: Any) -> list[Any]:
@@ -185,10 +189,12 @@ class VectorTrainer:
         return lines
 
     def evaluate(self, evaluation: VectorEval) -> dict[str, Any]:
-        """Plays an evaluation, writes its replays to the run and returns its metrics."""
+        """Plays an evaluation, writes its replays to the run and returns its metrics. One called "dev" plays games of
+        its own, since settings may be chosen by it."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
         recorder = ReplayRecorder(evaluation.env, evaluation.replays)
-        metrics = play_eval(recorder, evaluation.players(), evaluation.episodes, seed)
+        first = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0
+        metrics = play_eval(recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first)
         if replays := recorder.replays():
             self.run.write_replays(self.step, evaluation.name, recorder.header(evaluation.seats), replays)
         return metrics

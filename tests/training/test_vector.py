@@ -15,7 +15,10 @@ import yaml
 from typer.testing import CliRunner
 from warm_processes import start_palestra
 
+from palestra.builders.vector import build_vector_run
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
+from palestra.config import validate
 from palestra.runs import read_lines
 
 runner = CliRunner()
@@ -137,6 +140,19 @@ def test_run_learns_and_its_reports_work(tmp_path: Path) -> None:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of `config()`."""
     return train(tmp_path_factory.mktemp("whole") / "whole", config())
+
+
+def test_an_evaluation_called_dev_plays_other_games() -> None:
+    """Those of all others are the same, so that evaluations of one policy can be compared."""
+    tree = {
+        "env": {"type": "simple_spread", "num_envs": 4},
+        "policies": {"agent": {"type": "net", "hidden": [8]}},
+        "algorithm": {"type": "ppo", "rollout_length": 25},
+        "evals": {name: {"episodes": 8, "replays": 0} for name in ("dev", "test", "held_out")},
+    }
+    trainer = build_vector_run(validate(VectorConfig, tree))
+    dev, test, held_out = (trainer.evaluate(each)["returns"] for each in trainer.evals)
+    assert test == held_out != dev
 
 
 def test_resume_after_kill_is_bit_identical(uninterrupted: Path, tmp_path: Path) -> None:
