@@ -46,11 +46,12 @@ class LearnedRewardSource:
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order, with their new rewards."""
         episodes = await self.source.play(numbers, branching, memory, on_episode)
-        nodes = [node for episode in episodes if episode.error is None for node in episode.nodes]
-        answers = {id(answer): answer for node in nodes for answer in self._scored(node).values()}
+        valid = [episode for episode in episodes if episode.error is None]
+        nodes = [(episode, node) for episode in valid for node in episode.nodes]
+        answers = {id(answer): answer for _, node in nodes for answer in self._scored(node).values()}
         scores = dict(zip(answers, await self.score(list(answers.values())) if answers else [], strict=True))
-        for node in nodes:
-            self._reward(node, {seat: scores[id(answer)] for seat, answer in self._scored(node).items()})
+        for episode, node in nodes:
+            self._reward(episode, node, {seat: scores[id(answer)] for seat, answer in self._scored(node).items()})
         return episodes
 
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
@@ -58,16 +59,22 @@ class LearnedRewardSource:
 
     def _scored(self, node: Node) -> dict[str, Answer]:
         """Returns the answers of the learners that have tokens, by seat."""
-        own = {seat: a for seat, a in node.answers.items() if member_name(a.policy) in self.learners}
+        own = {seat: a for seat, a in node.answers.items() if self._learns(a.policy)}
         return {seat: answer for seat, answer in own.items() if len(answer.token_ids)}
 
-    def _reward(self, node: Node, scores: dict[str, float]) -> None:
-        """Replaces the rewards of a node, and their named terms."""
+    def _reward(self, episode: Episode, node: Node, scores: dict[str, float]) -> None:
+        """Replaces the learners' rewards at a node and the named terms of these. A learner also gets env rewards at
+        nodes at which it does not act, such as the loser's at the last move; these have no score."""
         env, learned = self.config.env_weight, self.config.weight
         terms = {seat: dict(own) for seat, own in node.info.get(REWARD_TERMS_KEY, {}).items()}
-        for seat, score in scores.items():
+        paid = [seat for seat in {**node.rewards, **terms} if self._learns(episode.seats.get(seat, ""))]
+        for seat in dict.fromkeys([*scores, *paid]):
             own = terms.get(seat) or {ENV_TERM: node.rewards.get(seat, 0.0)}
-            terms[seat] = {name: env * value for name, value in own.items()} | {LEARNED_TERM: learned * score}
-            node.rewards[seat] = env * node.rewards.get(seat, 0.0) + learned * score
+            more = {LEARNED_TERM: learned * scores[seat]} if seat in scores else {}
+            terms[seat] = {name: env * value for name, value in own.items()} | more
+            node.rewards[seat] = env * node.rewards.get(seat, 0.0) + sum(more.values())
         node.team_reward *= env
         node.info = node.info | {REWARD_TERMS_KEY: terms}
+
+    def _learns(self, policy: str) -> bool:
+        return member_name(policy) in self.learners

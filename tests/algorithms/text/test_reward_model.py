@@ -94,6 +94,25 @@ def test_learned_rewards_replace_or_join_those_of_the_env(env_weight, rewards):
     assert terms == [{"env": env_weight, "reward_model": 2.0}, {"env": 3 * env_weight, "reward_model": 4.0}]
 
 
+@pytest.mark.parametrize(("env_weight", "loss"), [(0.0, 0.0), (0.5, -0.5)])
+def test_env_weight_applies_to_rewards_at_the_steps_of_others(env_weight, loss):
+    """The winner's move ends the game: the loser gets -1 there, without an answer. An opponent's rewards are kept."""
+
+    async def score(answers):
+        return [len(answer.token_ids) for answer in answers]
+
+    first = Node(0, None, 0, {}, {"red": said([5])})
+    last = Node(1, 0, 1, {}, {"blue": said([5, 6])}, {"red": -1.0, "blue": 1.0, "opponent": -1.0}, done=True)
+    episode = Episode("hand", 0, {"red": "agent@0", "blue": "agent@0", "opponent": "script"}, [first, last])
+    source = LearnedRewardSource(
+        Recorded(episode), score, LearnedRewardConfig(path="x", env_weight=env_weight), {"agent"}
+    )
+    asyncio.run(source.play([0], Branching(), {}))
+    assert first.rewards == {"red": 1.0}
+    assert last.rewards == {"red": loss, "blue": 2.0 + env_weight, "opponent": -1.0}
+    assert last.info[REWARD_TERMS_KEY] == {"red": {"env": loss}, "blue": {"env": env_weight, "reward_model": 2.0}}
+
+
 # ---- from pairs to a reward model to a policy
 
 
