@@ -40,18 +40,20 @@ def episode_return(episode: Episode) -> float:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
-    many failed.
+    """Returns success (if an env reports it), joint steps per trajectory, team return, number of episodes, and how many
+    failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest. `redraws`, only if any were, is the number
-    of episodes that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories
-    that ended because the next prompt did not fit into a model's context.
+    Means are over the episodes that did not fail; `failed` counts the rest. Success is over the envs of which some
+    trajectory reports it; their other trajectories count as 0. `redraws`, only if any were, is the number of episodes
+    that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories that ended
+    because the next prompt did not fit into a model's context.
     """
     valid = [e for e in episodes if e.error is None]
     lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
-    known = not lines or any("success" in line[-1].info for line in lines)
+    reporting = {e.env for e in valid for leaf in e.leaves() if leaf.chosen and "success" in leaf.info}
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
-    more = {"success": _mean([e.success for e in valid])} if known else {}
+    known = reporting or not lines
+    more = {"success": _mean([e.success for e in valid if e.env in reporting])} if known else {}
     more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
     more |= {"context_full_fraction": _mean(full)} if any(full) else {}

@@ -135,12 +135,14 @@ class EnvSource:
             return plain
         measured = memory.get(SUCCESS_KEY, {})
         open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.runners)}
-        aimed = _normal({name: plain[name] * open_[name] for name in self.runners})
+        products = {name: plain[name] * open_[name] for name in self.runners}
+        aimed = _normal(products) if any(products.values()) else plain  # plain: each env always or never succeeds
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.runners}
 
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of each env that was played, and of the instances of its pool. With several envs,
-        returns each one's success in this step and its probability in the next; with a pool, its metrics."""
+        returns each one's success in this step, if it reports one, and its probability in the next; with a pool, its
+        metrics."""
         pooled = self._observe_pools(episodes, memory)
         return pooled if len(self.runners) == 1 else pooled | self._observe_envs(episodes, memory)
 
@@ -158,11 +160,25 @@ class EnvSource:
         metrics: Metrics = {}
         running = memory.setdefault(SUCCESS_KEY, {})
         for name in self.runners:
-            if own := [episode for episode in episodes if episode.env == name and episode.error is None]:
-                success = episode_metrics(own).get("success", 0.0)
+            own = [episode for episode in episodes if episode.env == name and episode.error is None]
+            success = self._env_success(name, own, is_known=name in running) if own else None
+            if success is not None:
                 running[name] = running.get(name, success) + self.rate * (success - running.get(name, success))
                 metrics[f"{name}.success"] = success
         return metrics | {f"{name}.share": share for name, share in self.env_probabilities(memory).items()}
+
+    def _env_success(self, name: str, own: Sequence[Episode], *, is_known: bool) -> float | None:
+        """Returns the success rate of the valid episodes of an env; None if it reports none. `is_known`: it reported
+        one before, so that trajectories without one were cut off. Raises ValueError if `frontier` needs the rate."""
+        metrics = episode_metrics(own)
+        if is_known or "success" in metrics:
+            return metrics.get("success", 0.0)
+        if self.curriculum == "frontier" and metrics.get("context_full_fraction", 0.0) < 1:
+            raise ValueError(
+                f'mix: curriculum: frontier needs the success of episodes, and env "{name}" reports none in the info '
+                'of its last step: add info={"success": ...} to the env, or set mix.curriculum: fixed'
+            )
+        return None
 
 
 def _normal(values: Mapping[str, float]) -> dict[str, float]:

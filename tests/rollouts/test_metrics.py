@@ -2,7 +2,7 @@
 
 import pytest
 
-from palestra.rollouts.metrics import episode_return, instance_outcomes, policy_metrics
+from palestra.rollouts.metrics import episode_metrics, episode_return, instance_outcomes, policy_metrics
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"red": "a@0", "blue": "a@0"}
@@ -73,6 +73,15 @@ def _played_by(nodes):
 def _ended(success: bool | None, error: str | None = None) -> Episode:
     info = {} if success is None else {"success": success}
     return Episode("toy", 0, {"a": "a@0"}, [Node(0, None, 0, {}, {}, done=True, info=info)], error)
+
+
+def test_success_is_over_the_envs_that_report_it():
+    """Two episodes of an env that reports success, one of them cut off, and one of an env that does not."""
+    other = _ended(None)
+    other.env = "other"
+    assert episode_metrics([_ended(True), other])["success"] == 1.0
+    assert episode_metrics([_ended(True), _ended(None), other])["success"] == 0.5
+    assert "success" not in episode_metrics([other])
 
 
 def test_outcomes_have_a_letter_for_each_instance_in_order():

@@ -51,8 +51,17 @@ def test_frontier_keeps_a_share_of_solved_envs_and_starts_uniform():
     assert source.env_probabilities({}) == {"whisper": 0.5, "chant": 0.5}
 
 
-def ended(env, success, error=None):
-    node = Node(0, None, 0, {}, {}, done=True, info={"success": success})
+@pytest.mark.parametrize("success", [0.0, 1.0])
+def test_frontier_respects_weights_if_every_env_is_solved_or_unsolved(success):
+    source = games(curriculum="frontier", weights={"whisper": 3.0, "chant": 1.0})
+    solved = {SUCCESS_KEY: {"whisper": success, "chant": 1.0}}
+    assert source.env_probabilities(solved) == pytest.approx({"whisper": 0.75, "chant": 0.25})
+    excluded = games(curriculum="frontier", weights={"chant": 0.0})
+    assert excluded.env_probabilities({SUCCESS_KEY: {"whisper": success}}) == {"whisper": 1.0, "chant": 0.0}
+
+
+def ended(env, success, error=None, **info):
+    node = Node(0, None, 0, {}, {}, done=True, info=info if success is None else {"success": success})
     return Episode(env, 0, {}, [node], error)
 
 
@@ -64,6 +73,23 @@ def test_success_rate_is_per_env_without_failed_episodes():
     figures = source.observe([ended("whisper", True), ended("chant", False)], memory)
     assert memory == {SUCCESS_KEY: {"whisper": 0.75, "chant": 0.0}}
     assert figures["whisper.success"] == 1.0 and figures["chant.share"] == pytest.approx(0.05)
+
+
+def test_env_without_success_has_no_rate_and_frontier_refuses_it():
+    episodes, memory = [ended("whisper", True), ended("chant", None)], {}
+    assert set(games().observe(episodes, memory)) == {"whisper.success", "whisper.share", "chant.share"}
+    assert memory == {SUCCESS_KEY: {"whisper": 1.0}}
+    with pytest.raises(ValueError, match='needs the success of episodes, and env "chant" reports none'):
+        games(curriculum="frontier").observe(episodes, {})
+
+
+def test_trajectories_cut_off_by_the_context_are_no_env_without_success():
+    source, cut, memory = games(curriculum="frontier", rate=0.5), ended("chant", None, context_full=True), {}
+    source.observe([cut], memory)
+    assert memory == {SUCCESS_KEY: {}}  # unknown
+    source.observe([ended("chant", True)], memory)
+    source.observe([cut], memory)
+    assert memory == {SUCCESS_KEY: {"chant": 0.5}}
 
 
 def test_single_env_keeps_no_success_rates():
