@@ -10,12 +10,10 @@ from pydantic import Field
 from palestra.config import StrictModel
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.rollouts.metrics import member_name
-from palestra.rollouts.sources import EpisodeCallback, EpisodeSource
+from palestra.rollouts.sources import ENV_TERM, LEARNED_TERM, EpisodeCallback, EpisodeSource
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node
 
-LEARNED_TERM = "reward_model"  # name of the reward model's part of a reward
-ENV_TERM = "env"  # name of the env's part, if the env names none itself
 Score = Callable[[Sequence[Answer]], Awaitable[Sequence[float]]]  # the reward of each answer
 
 

@@ -27,7 +27,12 @@ EpisodeCallback = Callable[[Episode], None] | None
 SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
 ATTEMPT_STRIDE = 2**28  # attempt a at episode n (refill.py) has number n + a * ATTEMPT_STRIDE, below 2**32
 STAGE_START_KEY = "stage_start"  # key in `memory`: numbers of the first step and the first episode of the stage
+TERMS_CHECKED_KEY = "reward_terms_checked"  # key in `memory`: true after a step in which rewards had the named terms
 STATE_KEYS = (SUCCESS_KEY, POOL_KEY, STAGE_START_KEY)  # keys in `memory` that decide what is played
+
+# Terms that learned_reward.py adds after play, when `reward_weights` has been applied:
+LEARNED_TERM = "reward_model"  # name of the reward model's part of a reward
+ENV_TERM = "env"  # name of the env's part, if the env names none itself
 
 
 class EpisodeSource(Protocol):
@@ -67,8 +72,6 @@ class EnvSource:
     pool: InstancePool | None = None
     reward_weights: RewardWeights = field(default_factory=dict)
     episodes: int = 1
-    _terms: set[str] = field(default_factory=set)  # names of reward terms in the first step's episodes
-    _num_checked: int = 0  # episodes of the first step whose terms are in `_terms`
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
@@ -80,21 +83,7 @@ class EnvSource:
             *(self.runners[name].play_all(part, branching, on_episode) for name, part in own.items())
         )
         each = {name: iter(episodes) for name, episodes in zip(own, played, strict=True)}
-        episodes = [next(each[name]) for name, _ in specs]
-        self._check_terms(episodes)
-        return episodes
-
-    def _check_terms(self, episodes: Sequence[Episode]) -> None:
-        """Raises ValueError if `reward_weights` names a term that no reward of the first step has."""
-        if not self.reward_weights or self._num_checked >= self.episodes:
-            return
-        self._terms |= seen_terms(episodes)
-        self._num_checked += sum(episode.error is None for episode in episodes)
-        if self._num_checked >= self.episodes and (unknown := self.reward_weights.keys() - self._terms):
-            raise ValueError(
-                f"reward_weights names {', '.join(sorted(unknown))}, and no reward of the first step has such a term; "
-                f"it has {', '.join(sorted(self._terms)) or 'no named terms'}"
-            )
+        return [next(each[name]) for name, _ in specs]
 
     def episode_specs(self, numbers: Sequence[int], memory: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
@@ -142,9 +131,26 @@ class EnvSource:
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of each env that was played, and of the instances of its pool. With several envs,
         returns each one's success in this step, if it reports one, and its probability in the next; with a pool, its
-        metrics."""
+        metrics. Raises ValueError if `reward_weights` names a term that no reward of the run's first step has."""
+        self._check_terms(episodes, memory)
         pooled = self._observe_pools(episodes, memory)
         return pooled if len(self.runners) == 1 else pooled | self._observe_envs(episodes, memory)
+
+    def _check_terms(self, episodes: Sequence[Episode], memory: AlgorithmState) -> None:
+        """Checks the names of `reward_weights` in the first step of a run that played episodes: later ones, after a
+        resume or in another stage, may lack a term that an env names only where it applies."""
+        valid = [episode for episode in episodes if episode.error is None]
+        if not self.reward_weights or not valid or memory.get(TERMS_CHECKED_KEY):
+            return
+        terms = seen_terms(valid)
+        terms -= {LEARNED_TERM, ENV_TERM} if LEARNED_TERM in terms else set()
+        if unknown := self.reward_weights.keys() - terms:
+            raise ValueError(
+                f"reward_weights names {', '.join(sorted(unknown))}, and no reward of the first step has such a term; "
+                f"it has {', '.join(sorted(terms)) or 'no named terms'}. Correct the name, or let the env name the "
+                "term also where it is 0"
+            )
+        memory[TERMS_CHECKED_KEY] = True
 
     def _observe_pools(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         """Updates the running success of the pools' instances; returns metrics, by env if there are several."""

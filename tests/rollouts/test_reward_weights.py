@@ -1,15 +1,19 @@
 """Weights of named reward terms: by hand, and in runs."""
 
 import contextlib
+import json
 
 import pytest
+from toys import Whisper
 
 import palestra
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.reward_weights import FadingWeight, reweigh, weights_at
+from palestra.rollouts.sources import EnvSource
+from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import load_episodes, read_lines
-from palestra.types import Step
+from palestra.types import Episode, Node, Step
 
 
 def test_only_terms_are_weighted():
@@ -72,6 +76,28 @@ def test_weight_fades_over_the_steps_of_a_run_with_stages(tmp_path, more):
         palestra.train(config(reward_weights=weights, stages=stages, **more), root=tmp_path)
     (path,) = tmp_path.iterdir()
     assert messages_by_step(path) == [{2.0}, {1.5}, {1.0}, {0.5}]
+
+
+def episode_with(*terms, error=None):
+    info = {REWARD_TERMS_KEY: {"a": dict.fromkeys(terms, 1.0)}}
+    return Episode("toy", 0, {"a": "a@0"}, [Node(0, None, 0, {}, {}, done=True, info=info)], error)
+
+
+def test_terms_are_checked_in_the_first_step_of_a_run_only():
+    """A resumed run, and each stage, has a new source, and the memory of the run."""
+
+    def source(**weights):
+        runners = {"toy": EpisodeRunner(Whisper, "toy")}
+        return EnvSource(runners, dict, 0, reward_weights=weights or {"form": 0.5}, episodes=2)
+
+    memory = {}
+    source().observe([episode_with("facts", error="broken")], memory)  # no episode to check
+    with pytest.raises(ValueError, match=r"reward_weights names form, and no reward .* it has facts"):
+        source().observe([episode_with("facts"), episode_with("form", error="broken")], memory)
+    with pytest.raises(ValueError, match=r"names reward_model, and .* it has facts"):  # added after play
+        source(reward_model=0.5).observe([episode_with("facts", "reward_model", "env")], memory)
+    source().observe([episode_with("facts"), episode_with("form")], memory)
+    source().observe([episode_with("facts"), episode_with("facts")], json.loads(json.dumps(memory)))
 
 
 def test_unused_term_is_refused_after_the_first_step(tmp_path):
