@@ -17,11 +17,11 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from palestra.envs.base import Env, require_step
 from palestra.policies.base import ContextLengthExceeded, Policy, Query
@@ -32,6 +32,7 @@ from palestra.seeding import derive_seed
 from palestra.tracing import span
 from palestra.types import Answer, Episode, Node, Seat, Step
 
+T = TypeVar("T")
 Keep = Literal["best", "random", "epsilon", "all"]
 Joints = Literal["paired", "crossed"]
 MAX_JOINT_ANSWERS = 4096  # per joint step: each costs a fork and a step of the env
@@ -218,7 +219,7 @@ class _TreeRollout:
         """Returns `k` answers of each seat that acts; none, and ends `branch`, if a seat's prompt is too long."""
         asked = {seat: self._ask(branch, seat, k) for seat in branch.step.observations}
         try:
-            return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+            return dict(zip(asked, await _run_together(asked.values()), strict=True))
         except ContextLengthExceeded as error:
             self._truncate(branch, error)
             return {}
@@ -242,7 +243,7 @@ class _TreeRollout:
         copies = [self.register_env(await _call(branch.env, branch.env.fork)) for _ in joined[1:]]
         envs = [*copies, branch.env]  # the original env is the last sibling's
         joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
-        steps = await asyncio.gather(*(_advance(env, joint) for env, joint in zip(envs, joints, strict=True)))
+        steps = await _run_together(_advance(env, joint) for env, joint in zip(envs, joints, strict=True))
         return [self._note(branch, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
 
     async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
@@ -304,10 +305,31 @@ async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
     return require_step(await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()}), "step")
 
 
+async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of calls that run concurrently, in order. If one fails, cancels the others and raises its
+    error when they have ended, so that none still uses an env that is then closed."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
     """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
-    if env.blocking:
-        result = await asyncio.get_running_loop().run_in_executor(ENV_THREADS, method, *arguments)
-    else:
-        result = method(*arguments)
+    result = await _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
     return await result if inspect.isawaitable(result) else result
+
+
+async def _call_on_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns `method(*arguments)`. If the task is cancelled, waits until the method has returned, since a thread
+    cannot be stopped and its env is closed next; a second cancellation does not wait."""
+    call = ENV_THREADS.submit(method, *arguments)
+    try:
+        return await asyncio.wrap_future(call)
+    except asyncio.CancelledError:
+        if not call.cancel():
+            await asyncio.wait([asyncio.wrap_future(call)])
+        raise

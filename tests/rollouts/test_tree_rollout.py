@@ -487,6 +487,87 @@ def test_envs_and_forks_are_closed_exactly_once(where, branching):
     assert sorted(map(id, kind.closed)) == sorted(map(id, kind.opened))
 
 
+class RecordsClose(Count):
+    """A blocking env whose steps with the answer "0" fail at once, and other steps after the first take 0.2 s. Records
+    whether an env was closed while a thread was in its step."""
+
+    blocking = True
+    stepping = False
+    closed_in_step: list
+    began: threading.Event
+
+    def step(self, actions):
+        if actions["a"] == "0" and len(self.said) == self.turns - 1:
+            self.began.wait(10)
+            raise RuntimeError("boom")
+        self.stepping = True
+        if len(self.said) == self.turns - 1:
+            self.began.set()
+            time.sleep(0.2)
+        self.stepping = False
+        return super().step(actions)
+
+    def fork(self):
+        twin = type(self)(self.turns)
+        twin.said = list(self.said)
+        return twin
+
+    def close(self):
+        self.closed_in_step.append(self.stepping)
+
+
+def slow_step():
+    return type("Slow", (RecordsClose,), {"closed_in_step": [], "began": threading.Event()})
+
+
+@pytest.mark.parametrize(("turns", "branching"), [(1, Branching("root", 3)), (2, Branching("root", 3))], ids=str)
+def test_envs_are_closed_after_the_steps_of_their_siblings(turns, branching):
+    """Siblings step together at the root, then each on its own: the first fails, the others are in a step."""
+    kind = slow_step()
+    script = (lambda query, i: str(i)) if turns == 1 else lambda query, i: query.observation[-1].replace("-", str(i))
+    (episode,), _ = grow(lambda: kind(turns), branching, script=script)
+    assert episode.error == "RuntimeError: boom"
+    assert kind.closed_in_step == [False] * 3
+
+
+def test_cancelled_rollouts_close_their_envs_after_the_step():
+    kind = slow_step()
+
+    async def broken_off():
+        team = {"a": Spoken("a@1", lambda query, i: "1")}
+        playing = asyncio.create_task(EpisodeRunner(lambda: kind(1), "slow").play(EpisodeSpec(0, team, 0), Branching()))
+        await asyncio.to_thread(kind.began.wait, 10)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        assert playing.cancelled()
+
+    asyncio.run(broken_off())
+    assert kind.closed_in_step == [False]
+
+
+def test_failure_of_a_seat_ends_the_requests_of_the_others():
+    """The other seat may be a person, who would take long."""
+    ended = []
+
+    class Slow(Spoken):
+        async def act(self, query):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(query.n)
+
+    def fail(query, i):
+        raise KeyError("lost")
+
+    team = {"a": Spoken("a@1", fail), "b": Slow("b@1", lambda query, i: "1")}
+
+    async def play():
+        episode = await EpisodeRunner(lambda: Both(1), "toy").play(EpisodeSpec(0, team, 0), Branching())
+        return episode.error, list(ended)
+
+    assert asyncio.run(play()) == ("KeyError: 'lost'", [1])
+
+
 def test_env_constructor_error_gives_a_failed_episode():
     _, episodes, _ = fragile("make", Branching())
     assert [e.error for e in episodes] == ["OSError: no sandbox"] * 4 and all(e.nodes == [] for e in episodes)
