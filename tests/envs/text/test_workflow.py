@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 
 import httpx
@@ -81,6 +82,25 @@ def test_nondeterministic_program_is_reported_on_replay():
     env = {"function": "toy_workflows:restless", "seats": ["agent"]}
     assert play(env, agent, branching=Branching("root", 3)).error is None
     assert "cannot be forked" in play(env, agent, branching=Branching("turn", 3)).error
+
+
+def test_program_of_a_failed_fork_is_ended():
+    def running():
+        return [thread for thread in threading.enumerate() if thread.name == "workflow 4711"]
+
+    async def fork():
+        env = Workflow(seats=["agent"], function="toy_workflows:restless")
+        await env.reset(4711)
+        await env.step({"agent": "hm"})
+        assert len(running()) == 1
+        with pytest.raises(ValueError, match="cannot be forked"):
+            await env.fork()
+        env.close()
+
+    asyncio.run(fork())
+    for thread in running():
+        thread.join(10)
+    assert not running()
 
 
 def test_env_passes_the_env_check():

@@ -99,15 +99,18 @@ class OpenEnv(Env):
         """Replays the actions in a new session. Raises ValueError if the last observation differs."""
         twin = copy.copy(self)
         vars(twin)["_session"] = None  # keeps the original's session open
-        await twin.reset(self._seed)
-        for action in self._actions:
-            await twin.step({"agent": json.dumps(action)})
-        if twin._shown != self._shown:
+        try:
+            await twin.reset(self._seed)
+            for action in self._actions:
+                await twin.step({"agent": json.dumps(action)})
+            if twin._shown != self._shown:
+                raise ValueError(
+                    f"{self.url} gave another observation when the same actions were replayed, so it cannot be forked "
+                    "within an episode. Let the server draw from the seed, or set algorithm.branch_at: root"
+                )
+        except BaseException:  # also a cancellation: only this method knows the twin
             await twin.close()
-            raise ValueError(
-                f"{self.url} gave another observation when the same actions were replayed, so it cannot be forked "
-                "within an episode. Let the server draw from the seed, or set algorithm.branch_at: root"
-            )
+            raise
         twin._count, twin._over = self._count, self._over
         twin._total, twin._owed = self._total, self._owed
         return twin

@@ -131,10 +131,14 @@ class Workflow(Env):
         """Restarts the program and replays the answers. Raises ValueError if its requests differ."""
         twin = copy.copy(self)
         twin._running = None
-        await twin.reset(self._seed)
-        for earlier in self._played:
-            twin._check(earlier)
-            await twin.step({seat: text for seat, (_, text) in earlier.items()})
+        try:
+            await twin.reset(self._seed)
+            for earlier in self._played:
+                twin._check(earlier)
+                await twin.step({seat: text for seat, (_, text) in earlier.items()})
+        except BaseException:  # also a cancellation: only this method knows the twin
+            twin.close()
+            raise
         return twin
 
     def close(self) -> None:
