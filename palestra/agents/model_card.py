@@ -16,6 +16,7 @@ from palestra.config import Tree, load
 from palestra.engine.bases import SHIPPED_BASES_DIR
 from palestra.engine.packaged_bases import PACKAGED_BASES
 from palestra.files import read_lines
+from palestra.runs.headline import algorithm_label, total_steps
 from palestra.runs.series import group_lines, success_interval
 
 HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,8 +55,9 @@ def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, eval
     head: Tree = {"base_model": hub} if hub else {}
     if agent.kind != "network":
         head |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
-    tags = ["palestra", "reinforcement-learning", "multi-agent", *(["lora"] if adapter else []), *_kinds(tree)]
-    head["tags"] = list(dict.fromkeys(tags)) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
+    tags = ["palestra", "reinforcement-learning", "multi-agent", *(["lora"] if adapter else [])]
+    tags += [*_envs(tree), *_learns(agent, tree).split(", then ")]
+    head["tags"] = list(dict.fromkeys(filter(None, tags))) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
     if licence:
         head["license"] = licence
     if results := [result for name, lines in evals.items() for result in _index(name, lines[-1], tree)]:
@@ -63,17 +65,20 @@ def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, eval
     return head
 
 
-def _kinds(tree: Tree) -> list[str]:
-    """Returns the types of a run's envs and of its algorithm."""
-    envs = [tree.get("env") or {}, *(tree.get("envs") or {}).values()]
-    learns = tree.get("population") or tree.get("algorithm") or {}
-    return [str(part["type"]) for part in [*envs, learns] if part.get("type")]
+def _envs(tree: Tree) -> list[str]:
+    """Returns the types of a run's envs."""
+    return [str(part["type"]) for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if "type" in part]
+
+
+def _learns(agent: TrainedAgent, tree: Tree) -> str:
+    """Returns the names of the algorithms that the agent was trained by, up to its step; "" if unknown."""
+    return str((tree.get("population") or {}).get("type") or algorithm_label(tree, agent.step))
 
 
 def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
     """Returns an evaluation as entries of the hub's model-index."""
     values = [(key, line[key]) for key in ("success", "return") if line.get(key) is not None]
-    data = {"name": name, "type": (_kinds(tree) or ["env"])[0]}
+    data = {"name": name, "type": (_envs(tree) or ["env"])[0]}
     task = {"type": "reinforcement-learning"}
     return [{"task": task, "dataset": data, "metrics": [{"type": k, "value": round(v, 4)}]} for k, v in values]
 
@@ -81,7 +86,7 @@ def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
 def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
     kind = {"adapter": f"A LoRA adapter for {_named(base)}", "model": f"A language model, trained from {_named(base)}"}
     what = kind.get(agent.kind, "A small network that plays a vectorised game")
-    env, learns = ", ".join(_kinds(tree)[:-1]), "".join(_kinds(tree)[-1:])
+    env, learns = ", ".join(_envs(tree)), _learns(agent, tree)
     trained = f", trained in {env} by {learns}" if env else ""
     return f"{what}{trained} with palestra. Its name there is `{agent.versioned}`: {agent.version} updates."
 
@@ -141,7 +146,8 @@ def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
         return []
     meta = json.loads((agent.run / "meta.json").read_text(encoding="utf-8"))
     facts = [f"- seed {meta.get('seed', tree.get('seed', 0))}"]
-    facts += [f"- saved after {agent.step} of {tree['steps']} steps"] if agent.step and "steps" in tree else []
+    steps = total_steps(tree)
+    facts += [f"- saved after {agent.step} of {steps} steps"] if agent.step and steps else []
     facts += [f"- {name} {meta[name]}" for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
     facts += [f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`"] if meta.get("command") else []
     text = (agent.run / "config.yaml").read_text(encoding="utf-8").rstrip()

@@ -29,8 +29,8 @@ def publish(
     """Writes `agent` with a model card to the new folder `out`.
 
     `merge` adds an adapter to its base and writes the whole model. `base_name` replaces the base's name in the
-    published files, for bases that were a local folder in training. Raises ValueError if `out` exists, or if `merge` is
-    set and the agent is not an adapter.
+    published files, for bases that were a local folder in training; the run's config on the card is quoted as it was.
+    Raises ValueError if `out` exists, or if `merge` is set and the agent is not an adapter.
     """
     if out.exists():
         raise ValueError(f"{out} already exists: name a new folder, or remove that one")
@@ -42,11 +42,13 @@ def publish(
             save_merged(agent, folder)
         else:
             copy_weights(agent, folder, base_name)
-        whole = agent.lm_settings | {"quantize": None}  # a merged model has the weights as they were dequantised
-        kept = replace(agent, kind="model", folder=out, lm_settings=whole) if merge else agent
+        settings = agent.lm_settings | ({"base": base_name} if base_name and agent.kind != "network" else {})
+        kept = replace(agent, lm_settings=settings)
+        if merge:  # a merged model has the weights as they were dequantised
+            kept = replace(kept, kind="model", folder=out, lm_settings=settings | {"quantize": None})
         if agent.kind != "network":
             (folder / AGENT_FILE).write_text(json.dumps(kept.metadata(), indent=2, ensure_ascii=False) + "\n")
-        card = model_card(kept, base=base_name or agent.lm_settings.get("base", ""), licence=licence, folder=out.name)
+        card = model_card(kept, base=settings.get("base", ""), licence=licence, folder=out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     atomic_folder(out, write)

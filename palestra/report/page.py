@@ -19,7 +19,7 @@ from palestra.report.run_charts import metric_charts
 from palestra.report.style import STYLE
 from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
-from palestra.runs.headline import held_out_label
+from palestra.runs.headline import algorithm_label, held_out_label, total_steps
 from palestra.runs.series import RunLogs, wilson_interval
 
 # Second line of defence after escaping: blocks all requests and scripts.
@@ -78,7 +78,7 @@ def _unfolded(summary: str, inside: str) -> str:
 
 def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
     envs = [part["type"] for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if part.get("type")]
-    learns = (tree.get("population") or tree.get("algorithm") or {}).get("type", "")
+    learns = (tree.get("population") or {}).get("type") or algorithm_label(tree)
     begun = f", begun {meta['created'][:16].replace('T', ' ')} UTC" if meta.get("created") else ""
     return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
 
@@ -97,7 +97,7 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
             found.append((f"{last['return']:.2f}", f"{label}: return, mean of {last['episodes']:.0f}"))
     if logs.team:
         last = logs.team[-1]
-        done, whole = last["step"] + 1, tree.get("steps")
+        done, whole = last["step"] + 1, total_steps(tree)
         counted = f"{done} of {whole}" if whole else f"{last.get('env_steps', done):,.0f}"
         found.append((counted, "training steps" if whole else "env steps" if "env_steps" in last else "tasks"))
         if last.get("nash_conv") is not None:

@@ -7,6 +7,7 @@ a search, not the policies alone. Networks sample actions in training, and may b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from palestra.runs.series import wilson_interval
@@ -49,9 +50,27 @@ def _is_of_own_algorithm(config: Tree) -> bool:
 
 
 def _algorithms(config: Tree) -> list[Tree]:
-    """Returns the algorithm of a run and the algorithms of its stages."""
-    algorithms = [config.get("algorithm"), *(stage.get("algorithm") for stage in config.get("stages") or [])]
-    return [algorithm for algorithm in algorithms if algorithm]
+    """Returns the algorithm of each stage of a run, or of the whole run if it has no stages."""
+    stages = config.get("stages") or [{}]
+    return [found for stage in stages if (found := stage.get("algorithm") or config.get("algorithm"))]
+
+
+def algorithm_label(config: Tree, steps: int | None = None) -> str:
+    """Returns the names of the algorithms that a run with this resolved config trains by, in order: "sft, then ppo";
+    with `steps`, of those in its first so many training steps. "" if it has none."""
+    names, start = [], 0
+    for stage in config.get("stages") or [{}]:
+        if steps is None or start < steps or start == 0:
+            names.append(str((stage.get("algorithm") or config.get("algorithm") or {}).get("type", "")))
+        start += stage.get("steps") or config.get("steps") or 0
+    return ", then ".join(name for name, _ in groupby(names))
+
+
+def total_steps(config: Tree) -> int | None:
+    """Returns the number of training steps of a run with this resolved config, over all stages; None if it does not
+    count steps."""
+    stages = config.get("stages") or [{}]
+    return sum(stage.get("steps") or config.get("steps") or 0 for stage in stages) or None
 
 
 def eval_label(config: Tree, name: str) -> str:

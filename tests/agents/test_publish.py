@@ -86,6 +86,7 @@ def test_model_card_has_description_and_results(run, tmp_path):
     assert {"lora", "grpo", "toys:Whisper", "base_model:adapter:some/base"} <= set(head["tags"])
     assert head["model-index"][0]["results"][0]["dataset"] == {"name": "dev", "type": "toys:Whisper"}
     assert json.loads((tmp_path / "w" / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/base"
+    assert find_agents(tmp_path / "w")[0].lm_settings["base"] == "some/base"
     for expected in ("| dev | 5 | return of walker |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
         assert expected in text
     for command in ("PeftModel.from_pretrained", "vllm serve some/base --enable-lora", "palestra serve-agent w"):
@@ -95,6 +96,19 @@ def test_model_card_has_description_and_results(run, tmp_path):
 def test_local_base_path_is_not_published(run, tmp_path):
     palestra("publish", run, "--member", "walker", "--out", tmp_path / "w")
     assert "base_model" not in card_of(tmp_path / "w")[0]
+
+
+def test_card_names_the_algorithms_of_the_stages(run, tmp_path):
+    staged = tmp_path / "staged"
+    shutil.copytree(run, staged)
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    later = {"steps": 9, "algorithm": {"type": "ppo"}}
+    tree["stages"] = [{"steps": 2, "algorithm": {"type": "sft"}}, {"steps": 4}, later]
+    (staged / "config.yaml").write_text(yaml.safe_dump(tree))
+    palestra("publish", staged, "--member", "guide", "--out", tmp_path / "g")
+    head, text = card_of(tmp_path / "g")
+    assert "trained in toys:Whisper by sft, then grpo with palestra" in text and "after 3 of 15 steps" in text
+    assert {"sft", "grpo"} <= set(head["tags"]) and "ppo" not in head["tags"]
 
 
 def test_config_text_cannot_escape_the_model_card(run, tmp_path):

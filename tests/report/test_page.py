@@ -116,6 +116,14 @@ def test_page_shows_the_contents_of_the_run(run):
     assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words
 
 
+def test_page_counts_the_steps_and_names_the_algorithms_of_stages(tmp_path):
+    config = "env: {type: maze}\nsteps: 9\nalgorithm: {type: grpo}\nstages: [{algorithm: {type: sft}, steps: 2}, {}]\n"
+    with Run.create(tmp_path, config, "a", {}) as run:
+        run.log_metrics(3, "team", {"success": 0.5})
+    words = Page(report_html(run.path)).words
+    assert "maze by sft, then grpo" in words and "4 of 11" in words
+
+
 def test_command_writes_one_file(run, tmp_path):
     assert f"report: {run}/report.html" in palestra("report", run).replace("\n", "")
     palestra("report", run, "--out", tmp_path / "new" / "page.html", "--episodes", 0)

@@ -3,11 +3,13 @@
 import pytest
 
 from palestra.runs.headline import (
+    algorithm_label,
     eval_interval,
     eval_label,
     format_eval,
     headline_eval,
     held_out_label,
+    total_steps,
     training_return_label,
     training_success_label,
 )
@@ -24,6 +26,8 @@ SEARCH = {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_s
         ({"algorithm": SEARCH | {"branch_at": "root"}}, "training success"),
         ({"algorithm": {"type": "ppo"}}, "training success"),
         ({"stages": [{"algorithm": {"type": "sft"}}, {"algorithm": SEARCH}]}, "search success (best of 8)"),
+        ({"algorithm": SEARCH, "stages": [{"algorithm": {"type": "sft"}}]}, "training success"),
+        ({"algorithm": SEARCH, "stages": [{"algorithm": None}]}, "search success (best of 8)"),
         ({"algorithm": {"type": "mine:Mine", "group_size": 8}}, "training success (may be of a search)"),
         ({"algorithm": {"type": "mine:Mine", "branch_at": "root"}}, "training success"),
         ({}, "training success"),
@@ -31,6 +35,15 @@ SEARCH = {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_s
 )
 def test_training_success_of_branching_runs_is_labelled_search(config, label):
     assert training_success_label(config) == label
+
+
+def test_algorithms_and_steps_are_those_of_the_stages():
+    stages = [{"algorithm": {"type": "sft"}, "steps": 2}, {"algorithm": None}, {"algorithm": {"type": "ppo"}}]
+    config = {"algorithm": {"type": "grpo"}, "steps": 5, "stages": [*stages, {"algorithm": {"type": "ppo"}}]}
+    assert algorithm_label(config) == "sft, then grpo, then ppo" and total_steps(config) == 17
+    assert [algorithm_label(config, steps) for steps in (0, 2, 3)] == ["sft", "sft", "sft, then grpo"]
+    assert algorithm_label({"algorithm": {"type": "grpo"}, "steps": 5, "stages": []}, 3) == "grpo"
+    assert (algorithm_label({}), total_steps({})) == ("", None)
 
 
 def test_returns_are_labelled_greedy_or_sampled():
