@@ -67,17 +67,27 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
-    `returns_ci95`: half the width of its 95 % confidence interval (normal approximation)."""
+    `returns_ci95`: half the width of its 95 % confidence interval (normal approximation over instances, since
+    trajectories of one instance are not independent)."""
     valid = [e for e in episodes if e.error is None]
     ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
     seats = {seat: None for e in valid for seat in e.seats}
     own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.trajectory(leaf)) for e, leaf in ends] for seat in seats}
+    numbers = {instance: i for i, instance in enumerate(dict.fromkeys((e.env, e.seed) for e, _ in ends))}
+    instances = [numbers[e.env, e.seed] for e, _ in ends]
     return {
         "returns": {seat: _mean(values) for seat, values in own.items()},
         "returns_ci95": {
-            seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1
+            seat: 1.96 * _standard_error(values, instances) for seat, values in own.items() if len(numbers) > 1
         },
     }
+
+
+def _standard_error(values: Sequence[float], groups: Sequence[int]) -> float:
+    """Returns the standard error of the mean of values that are independent between groups only (Liang and Zeger, 1986;
+    with the factor G / (G - 1) of G groups). Of groups of one size it is the one of the groups' means."""
+    sums = np.bincount(groups, np.asarray(values) - np.mean(values))
+    return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(sums**2))) / len(values)
 
 
 def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from palestra.rollouts.metrics import episode_metrics, episode_return, instance_outcomes, policy_metrics
+from palestra.rollouts.metrics import episode_metrics, episode_return, instance_outcomes, policy_metrics, seat_returns
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"red": "a@0", "blue": "a@0"}
@@ -82,6 +82,24 @@ def test_success_is_over_the_envs_that_report_it():
     assert episode_metrics([_ended(True), other])["success"] == 1.0
     assert episode_metrics([_ended(True), _ended(None), other])["success"] == 0.5
     assert "success" not in episode_metrics([other])
+
+
+def _paid(instance, reward, error=None):
+    node = Node(0, None, 0, {}, {}, {"a": reward}, done=True)
+    return Episode("toy", instance, {"a": "a@0"}, [node], error)
+
+
+def test_interval_of_returns_is_over_instances():
+    """Samples of 1 and 3 on one instance, 5 and 7 on another: the means 2 and 6 have the standard error 2. With one
+    sample per instance it is the usual one: 1, 3, 5 and 7 have the variance 20 / 3. With one sample less, the mean is
+    11 / 3, and the deviations of the instances, -10 / 3 and 10 / 3, have the standard error sqrt(2 * 200 / 9) / 3."""
+    found = seat_returns([_paid(0, 1.0), _paid(0, 3.0), _paid(1, 5.0), _paid(1, 7.0), _paid(2, 9.0, error="broken")])
+    assert found == {"returns": {"a": 4.0}, "returns_ci95": {"a": pytest.approx(1.96 * 2)}}
+    single = seat_returns([_paid(i, 1.0 + 2 * i) for i in range(4)])
+    assert single["returns_ci95"]["a"] == pytest.approx(1.96 * (20 / 3 / 4) ** 0.5)
+    fewer = seat_returns([_paid(0, 1.0), _paid(0, 3.0), _paid(1, 7.0)])
+    assert fewer["returns_ci95"]["a"] == pytest.approx(1.96 * (2 * 200 / 9) ** 0.5 / 3)
+    assert seat_returns([_paid(0, 1.0), _paid(0, 3.0)])["returns_ci95"] == {}
 
 
 def test_outcomes_have_a_letter_for_each_instance_in_order():
