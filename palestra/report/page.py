@@ -20,7 +20,7 @@ from palestra.report.style import STYLE
 from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
 from palestra.runs.headline import algorithm_label, held_out_label, total_steps
-from palestra.runs.series import RunLogs, wilson_interval
+from palestra.runs.series import RunLogs, success_bounds, valid_instances
 
 # Second line of defence after escaping: blocks all requests and scripts.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -89,9 +89,9 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     for name, lines in list(logs.evals.items())[:3]:
         last, label = lines[-1], held_out_label(tree, name)
         if "success" in last:
-            low, high = wilson_interval(last["success"] * last["episodes"], last["episodes"])
+            low, high = success_bounds(last)
             found.append(
-                (f"{last['success']:.1%}", f"{label}: success of {last['episodes']:.0f} [{low:.0%}, {high:.0%}]")
+                (f"{last['success']:.1%}", f"{label}: success of {valid_instances(last):.0f} [{low:.0%}, {high:.0%}]")
             )
         elif "return" in last:
             found.append((f"{last['return']:.2f}", f"{label}: return, mean of {last['episodes']:.0f}"))

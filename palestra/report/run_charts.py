@@ -11,7 +11,7 @@ import numpy as np
 from palestra.report.charts import Chart, ChartCurve, chart_panel, save_panels
 from palestra.report.inline_svg import chart_html
 from palestra.runs.headline import eval_label, held_out_label, training_return_label, training_success_label
-from palestra.runs.series import Line, RunLogs, Series, smooth, wilson_interval
+from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 from palestra.types import TEAM
 
 MAX_PANELS = 6  # charts of `plot_run`
@@ -58,7 +58,7 @@ def _success(logs: RunLogs) -> Chart:
     raw, evals = logs.series(logs.team, "success"), []
     for name, lines in logs.evals.items():
         known = [line for line in lines if "success" in line]
-        spans = [wilson_interval(line["success"] * line["episodes"], line["episodes"]) for line in known]
+        spans = [success_bounds(line) for line in known]
         evals.append(
             ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from palestra.runs.series import wilson_interval
+from palestra.runs.series import success_bounds
 
 Tree = Mapping[str, Any]
 DEV_EVAL = "dev"  # the evaluation by which settings are chosen
@@ -104,8 +104,11 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
     played, deviation = line.get("episodes"), line.get("deviation")
     if not isinstance(played, int | float) or played < 1:
         return None
+    failed, samples = line.get("failed", 0), line.get("samples", 1)
+    if not isinstance(failed, int | float) or not isinstance(samples, int | float) or samples < 1:
+        return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
-        return wilson_interval(line["success"] * played, played)
+        return success_bounds(line)
     if not isinstance(line.get("return"), int | float) or not isinstance(deviation, int | float):
         return None
     half = 1.96 * deviation / played**0.5

@@ -8,7 +8,7 @@ at 0.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -237,7 +237,20 @@ def wilson_interval(successes: float, n: float, z: float = 1.96) -> tuple[float,
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def valid_instances(line: Mapping[str, Any]) -> float:
+    """Returns the number of instances over which an evaluation's success is a mean: those of its episodes that did not
+    fail. Where each instance has several samples, `failed` counts samples, and a failed one is a part of an instance:
+    samples of one instance are not independent."""
+    return max(0.0, float(line["episodes"] - line.get("failed", 0.0) / line.get("samples", 1.0)))
+
+
+def success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns the 95 % Wilson interval of the success rate of an evaluation."""
+    n = valid_instances(line)
+    return wilson_interval(line["success"] * n, n)
+
+
 def success_interval(line: Line) -> str:
     """Returns the success rate of an evaluation with its 95 % Wilson interval, as text."""
-    low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
+    low, high = success_bounds(line)
     return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"

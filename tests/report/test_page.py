@@ -116,12 +116,14 @@ def test_page_shows_the_contents_of_the_run(run):
     assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words
 
 
-def test_page_counts_the_steps_and_names_the_algorithms_of_stages(tmp_path):
+def test_page_of_a_run_with_stages_and_failed_evaluation_episodes(tmp_path):
     config = "env: {type: maze}\nsteps: 9\nalgorithm: {type: grpo}\nstages: [{algorithm: {type: sft}, steps: 2}, {}]\n"
     with Run.create(tmp_path, config, "a", {}) as run:
         run.log_metrics(3, "team", {"success": 0.5})
+        run.log_eval(3, "dev", {"success": 0.5, "episodes": 100.0, "failed": 60.0, "steps_per_episode": 1.0})
     words = Page(report_html(run.path)).words
     assert "maze by sft, then grpo" in words and "4 of 11" in words
+    assert "success of 40 [35%, 65%]" in words
 
 
 def test_command_writes_one_file(run, tmp_path):

@@ -66,9 +66,12 @@ def test_evaluation_metrics_are_formatted_as_text():
 def test_the_interval_of_an_evaluation_is_a_95_percent_interval():
     low, high = eval_interval({"success": 0.8, "episodes": 10.0})
     assert (round(low, 2), round(high, 2)) == (0.49, 0.94)  # Wilson (1927)
+    assert eval_interval({"success": 0.5, "episodes": 100.0, "failed": 60.0}) == pytest.approx((0.352, 0.648), abs=1e-3)
     assert eval_interval({"return": 2.0, "deviation": 1.0, "episodes": 100.0}) == pytest.approx((1.804, 2.196))
     assert eval_interval({"returns": {"a": 1.0}, "episodes": 9.0}) is None
     assert eval_interval({"success": 7.0, "episodes": 9.0}) is None  # not a share: the file was edited
+    assert eval_interval({"success": 0.5, "episodes": 9.0, "failed": "x"}) is None
+    assert eval_interval({"success": 0.5, "episodes": 9.0, "samples": 0}) is None
 
 
 def test_held_out_is_mentioned_once():

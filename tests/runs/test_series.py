@@ -15,6 +15,7 @@ from palestra.runs.series import (
     moving_mean,
     series_of,
     smooth,
+    success_bounds,
     success_interval,
     thin,
     wilson_interval,
@@ -168,3 +169,11 @@ def test_wilson_interval_matches_a_known_answer():
     assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=2e-4)
     assert wilson_interval(0, 0) == (0, 1) and wilson_interval(0, 50)[0] == 0 and wilson_interval(50, 50)[1] == 1
     assert success_interval({"success": 0.8, "episodes": 10.0}) == "80.0% [49.0%, 94.3%]"
+
+
+def test_failed_episodes_are_no_evidence_of_success():
+    """40 valid of 100 episodes; likewise with 4 samples of each instance, of which 240 failed."""
+    line = {"success": 0.5, "episodes": 100.0, "failed": 60.0}
+    assert success_interval(line) == "50.0% [35.2%, 64.8%]"
+    assert success_bounds(line | {"failed": 240.0, "samples": 4.0}) == success_bounds(line)
+    assert success_interval({"success": 0.0, "episodes": 9.0, "failed": 9.0}) == "0.0% [0.0%, 100.0%]"
