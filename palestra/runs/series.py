@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from palestra.config import Tree, load
 from palestra.files import read_lines
@@ -24,8 +25,6 @@ from palestra.types import TEAM
 Line = dict[str, Any]
 BANDS = ("sd", "ci", "range")
 MAX_WINDOW_LINES = 10  # log lines of the windows of `end_windows`
-# Student's t at 97.5 % for 1 to 10 degrees of freedom; beyond that the normal's 1.96 is used.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 class Series(NamedTuple):
@@ -203,8 +202,7 @@ def band_bounds(y: np.ndarray, band: str) -> tuple[np.ndarray, np.ndarray]:
     mean, sd = y.mean(0), y.std(0, ddof=1)
     if band == "range":
         return y.min(0), y.max(0)
-    t = STUDENT_T[len(y) - 2] if len(y) - 2 < len(STUDENT_T) else 1.96
-    half = sd if band == "sd" else t * sd / len(y) ** 0.5
+    half = sd if band == "sd" else stdtrit(len(y) - 1, 0.975) * sd / len(y) ** 0.5
     return mean - half, mean + half
 
 

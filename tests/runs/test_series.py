@@ -134,6 +134,8 @@ def test_bands_match_known_answers():
     y = np.array([[1.0], [2.0], [3.0]])
     assert band_bounds(y, "sd") == (pytest.approx([1.0]), pytest.approx([3.0]))
     assert band_bounds(y, "ci")[1] == pytest.approx([2 + 4.303 / 3**0.5], abs=1e-3)
+    twelve = np.array([[0.0], [1.0]] * 6)  # standard deviation sqrt(3 / 11); t at 97.5 % with 11 degrees is 2.201
+    assert band_bounds(twelve, "ci")[1] == pytest.approx([0.5 + 2.201 * (3 / 11 / 12) ** 0.5], abs=1e-4)
     assert band_bounds(y, "range") == (pytest.approx([1.0]), pytest.approx([3.0]))
 
 
