@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from palestra.agents.trained_agent import TrainedAgent, load_policy
 from palestra.builders.engines import Engines
-from palestra.chat import Chat, to_template_message, with_system
+from palestra.chat import Chat, Json, to_template_message, with_system
 from palestra.config import validate
 from palestra.engine.models import Engine
 from palestra.engine.request import max_chars_per_token, max_positions
@@ -108,22 +108,52 @@ class ServedAgent:
         seed = asked.sampling.get("seed", secrets.randbits(63))
         if not isinstance(seed, int):
             raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
-        loop = asyncio.get_running_loop()
-        prompt_ids = await loop.run_in_executor(TOKENIZER_THREAD, self._prompt, asked.chat)
+        prompt_ids = await self._fitting_prompt(asked.chat)
         request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
         (sampled,) = await policy.sampler.sample(request)
         (text,) = policy.decode_completions([sampled])
         return ChatReply(text, sampled.stop_reason == "length", (len(prompt_ids), len(sampled.token_ids)))
 
-    def _prompt(self, chat: Chat) -> np.ndarray:
+    async def _fitting_prompt(self, chat: Chat) -> np.ndarray:
+        """Returns the prompt tokens [P] of a conversation, rewritten if it exceeds the policy's `context.max_tokens`.
+        Raises ValueError if it is too long or the chat template fails."""
+        loop, context = asyncio.get_running_loop(), self.policy.context
+        chat, ids = await loop.run_in_executor(TOKENIZER_THREAD, self._encode_call, chat)
+        limit = context.max_tokens
+        if limit is None or len(ids) <= limit:
+            return ids
+
+        def count_tokens(messages: Sequence[Json]) -> int:
+            return len(TOKENIZER_THREAD.submit(self._encode, Chat(tuple(messages), chat.tools)).result())
+
+        # on a thread and an event loop of its own: a user's function may compute or wait for long
+        messages = await asyncio.to_thread(lambda: asyncio.run(context.rewrite(chat.messages, count_tokens)))
+        rewritten = await loop.run_in_executor(TOKENIZER_THREAD, self._encode, Chat(tuple(messages), chat.tools))
+        if len(rewritten) > limit:
+            raise ValueError(
+                f"a conversation of {len(ids):,} tokens was rewritten to {len(rewritten):,}, and the agent's budget "
+                f"is {limit:,} (context.max_tokens): shorten its first messages or its last turn"
+            )
+        return rewritten
+
+    def _encode_call(self, chat: Chat) -> tuple[Chat, np.ndarray]:
+        """Returns the conversation as the policy sees it, with its system message and long results of tools cut, and
+        its tokens [P]."""
+        with _template_errors():
+            self.context_limit.check(chat)
+            messages: Sequence[Json] = self._framed(chat).messages
+            if self.policy.system is not None:
+                messages = with_system(messages, self.policy.system)
+            cut = self.plain_encoder.cut_results(messages, self.policy.context.max_tool_tokens)
+            seen = Chat(tuple(cut), chat.tools)
+        return seen, self._encode(seen)
+
+    def _encode(self, chat: Chat) -> np.ndarray:
         """Returns the prompt tokens [P] of a conversation. Raises ValueError if it is too long or the chat template
         fails."""
-        chat = self._framed(chat)
-        try:
+        with _template_errors():
             encoder = self.plain_encoder if self.context_limit.check(chat) > MAX_CACHED_CHARS else self.caching_encoder
-            return encoder.encode_conversation(chat, self.policy.system)
-        except TEMPLATE_ERRORS as error:
-            raise ValueError(f"the agent's chat template cannot show this conversation: {str(error)[:200]}") from None
+            return encoder.encode_conversation(chat, None)
 
     def _framed(self, chat: Chat) -> Chat:
         """Returns the conversation with the agent's role as system message, if it has none."""
@@ -141,6 +171,15 @@ class ServedAgent:
             changes["stop"] = [stop] if isinstance(stop, str) else stop
         validate(SamplingConfig, changes)
         return self.policy.with_sampling(changes) if changes else self.policy
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Context in which errors of the chat template are raised as ValueErrors."""
+    try:
+        yield
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the agent's chat template cannot show this conversation: {str(error)[:200]}") from None
 
 
 class ContextLimit:
