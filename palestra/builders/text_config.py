@@ -91,7 +91,8 @@ class EnvMixConfig(StrictModel):
     """Relative frequency of each env by name; 1 for an env that is not listed."""
     curriculum: Curriculum = "fixed"
     """`fixed`: draw by `weights` alone. `frontier`: multiply each weight by s(1 - s), where s is the env's running
-    success rate, which favours envs of intermediate difficulty (Rutherford et al., 2024, eq. 1)."""
+    success rate, which favours envs of intermediate difficulty (Rutherford et al., 2024, eq. 1); each env must report
+    success."""
     floor: float = Field(0.1, ge=0, le=1)
     """With `frontier`, the share of draws made by `weights` alone, from 0 to 1. Raise it if an env is hardly ever
     drawn."""

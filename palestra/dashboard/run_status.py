@@ -15,7 +15,13 @@ from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
 from palestra.files import file_size
 from palestra.mirror.follow import mirror_status
-from palestra.runs.headline import eval_interval, format_eval, headline_eval, training_success_label
+from palestra.runs.headline import (
+    algorithm_label,
+    eval_interval,
+    format_eval,
+    headline_eval,
+    training_success_label,
+)
 from palestra.runs.metric_log import MetricLog, last_lines
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
@@ -51,13 +57,13 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
     team, evals = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
     done, total = progress(config, metrics)
-    env, algorithm = config.get("env") or {}, config.get("algorithm") or config.get("population") or {}
+    env, population = config.get("env") or {}, config.get("population") or {}
     return {
         "name": run.name,
         "created": str(meta.get("created", "")),
         "kind": run_kind(config),
         "env": str(env.get("type", "")) or ", ".join(map(str, config.get("envs") or {})),
-        "algorithm": str(algorithm.get("type", "")),
+        "algorithm": str(population.get("type") or algorithm_label(config)),
         "policies": [str(name) for name in (config.get("policies") or {})],
         "seed": config.get("seed"),
         "steps": int(max((row.get("step", -1) for row in metrics.values()), default=-1)) + 1,
