@@ -33,7 +33,7 @@ def publish(
     ] = None,
 ) -> None:
     """Export a trained agent: weights that peft, transformers and vLLM read, and a model card. Networks in a game that
-    can be enumerated, or a population's last mixtures, as a table of action probabilities by information state.
+    can be enumerated, or a population's final strategies, as a table of action probabilities by information state.
 
     Examples:
 
@@ -64,6 +64,7 @@ def publish(
 
 
 def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | None, greedy: bool) -> None:
+    from palestra.evaluation.final_strategies import describe_mixtures
     from palestra.evaluation.game_policy import export_game_policy
 
     if out.exists():
@@ -72,6 +73,8 @@ def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | N
     policy.save(out)
     states = sum(map(len, policy.players))
     print_line(f"{out}: {states} information states, NashConv {policy.nash_conv:.6f}")
+    if policy.mixtures:
+        print_line(f"members: {describe_mixtures(policy.mixtures)}")
 
 
 def serve_agent(

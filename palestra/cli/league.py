@@ -96,12 +96,14 @@ def exploit(
     """
     with user_errors():
         from palestra.evaluation.exploit import measure_exploitability as learned
+        from palestra.evaluation.final_strategies import describe_mixtures
         from palestra.report.population_data import exploits_table, nash_conv_lower_bound
 
         with console.status("learning") as status:
             settings = [f"backend.type={backend}"] if backend else []
             found = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
         console.print(exploits_table(run, found))
+        print_line(f"final strategies: {describe_mixtures(found[0].mixtures)}")
         if (total := nash_conv_lower_bound(found)) is not None:
             console.print(styled_text("NashConv is at least ", (f"{total:.3f}", "bold")))
 

@@ -63,7 +63,7 @@ def learn_best_responses(
             response = _train_response(setup, seat, steps, derive_seed(seed, "response", number))
             players = [*setup.players(_others(setup, seat)), response]
             mean, stderr = _mean_returns(setup.env, players, episodes, seed, part=number + 1)[number]
-            results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0]))
+            results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0], {}))
             on_progress(f"response of {seat} trained; {number + 1} of {len(setup.env.seats)}")
     return results
 

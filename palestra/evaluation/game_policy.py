@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from palestra.builders.vector_envs import make_vector_env
 from palestra.config import load, validate
 from palestra.envs import VectorEnv
 from palestra.envs.rules import may_have_rules
-from palestra.evaluation.exploit import final_mixtures
+from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.target import Target, assign_seats, find_target
 from palestra.files import atomic_write
 from palestra.launch.population_config import validate_population
+from palestra.populations.population import Mix, Player
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.report.population_data import read_record
 from palestra.tabular.best_response import nash_conv
@@ -43,18 +44,21 @@ class GamePolicy:
 
     `players[n]` maps each information state of player n, as text (in OpenSpiel's games of imperfect information the
     information state string), to the probabilities of the legal actions, by action number. `env` is the config of the
-    game, `nash_conv` the policy's NashConv in it.
+    game, `nash_conv` the policy's NashConv in it. `mixtures` has the members of the population that the policy was
+    computed from, with their probabilities, by player; {} for other runs.
     """
 
     env: dict[str, Any]
     action_names: tuple[str, ...]
     players: tuple[InfoStatePolicy, ...]
     nash_conv: float
+    mixtures: dict[Player, Mix] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the policy to a JSON file."""
-        tree = {"env": self.env, "nash_conv": self.nash_conv, "action_names": self.action_names}
-        atomic_write(path, json.dumps(tree | {"players": self.players}, indent=1).encode())
+        tree = {"env": self.env, "nash_conv": self.nash_conv, "mixtures": self.mixtures}
+        tree |= {"action_names": self.action_names, "players": self.players}
+        atomic_write(path, json.dumps(tree, indent=1).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> GamePolicy:
@@ -64,7 +68,7 @@ class GamePolicy:
             {state: {int(action): p for action, p in row.items()} for state, row in player.items()}
             for player in tree["players"]
         )
-        return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"])
+        return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"], tree.get("mixtures", {}))
 
     def to_openspiel(self) -> Any:
         """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
@@ -83,7 +87,8 @@ class GamePolicy:
 def export_game_policy(
     what: str | Path, *, member: str | None = None, checkpoint: int | None = None, greedy: bool = False
 ) -> GamePolicy:
-    """Returns the policies of a run's seats as tables; for a population, the behaviour policy of its last mixtures.
+    """Returns the policies of a run's seats as tables; for a population, the behaviour policy of its final strategies
+    (`final_mixtures`).
     With `member` the policy of this name plays every seat.
 
     Raises ValueError if the game cannot be enumerated or a policy is not a function of the information state (recurrent
@@ -113,11 +118,12 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
     config = validate_population(load(run / "config.yaml"))
     record, game = read_record(run), enumerated(config.env)
     files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
-    mixtures = final_mixtures(record)
     if member:
         if member not in [found.name for found in record.members]:
             raise ValueError(f'{run} has no member "{member}": `palestra league standings {run}` lists them')
-        mixtures = {player: {member: 1.0} for player in mixtures}
+        mixtures = {player: {member: 1.0} for player in record.payoffs.members}
+    else:
+        mixtures = final_mixtures(record, config.population)
     loader = MemberLoader(
         make_vector_env(config.env, 1), game, greedy=greedy or getattr(config.oracle, "greedy", False)
     )
@@ -126,7 +132,7 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
         policy = ExactSolver(game, list(mixtures)).mixture_policy(mixtures, policy_of)
     finally:
         loader.env.close()
-    return as_game_policy(config.env, game, policy)
+    return replace(as_game_policy(config.env, game, policy), mixtures=mixtures)
 
 
 def enumerated(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:

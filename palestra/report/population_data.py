@@ -15,7 +15,7 @@ from rich.table import Table
 
 from palestra.files import path_inside
 from palestra.populations.payoffs import MemberProfile, PayoffCell, PayoffTable
-from palestra.populations.population import Member, Player
+from palestra.populations.population import Member, Mix, Player
 from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE, TaskRecord, read_crossplay, read_records
@@ -222,7 +222,8 @@ class ExploitResult(NamedTuple):
     """Result of a learned response of one player, which has `seats` seats of the game, to the others' mixtures.
 
     `response_return` is the response's mean return per game, `stderr` its standard error, `mixture_return` the mean
-    return of the mixture that it replaces (None if the run never measured it).
+    return of the mixture that it replaces (None if the run never measured it). `mixtures` are the mixtures of all
+    players.
     """
 
     player: Player
@@ -230,6 +231,7 @@ class ExploitResult(NamedTuple):
     response_return: float
     stderr: float
     mixture_return: float | None
+    mixtures: dict[Player, Mix]
 
     @property
     def gain(self) -> float | None:
