@@ -22,7 +22,8 @@ class TaskConfig(StrictModel):
     """The YAML config to start from: a path, relative to the file that names it or to the working directory, or a
     shipped one such as `configs/games/spread_mappo.yaml`."""
     changes: Changes = Field(default_factory=dict)
-    """Changes of the config, a tree like the config's own; mappings are merged, other values replaced."""
+    """Changes of the config, a tree like the config's own; mappings are merged, other values replaced. In a grid the
+    changes of an algorithm are made after these."""
     eval: str | None = None
     """Name of the evaluation that is scored, at its last step. Default: `test` in a grid, else the config's first;
     `dev` in a search, else the first that is not `test`."""
@@ -131,11 +132,13 @@ def load_base_config(task: TaskConfig, folder: Path) -> Tree:
 
 
 def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:
-    changes = grid.algorithms[algorithm]
-    start = {key: value for key, value in tree.items() if key != "algorithm" or "algorithm" not in changes}
-    for layer in (changes, grid.tasks[task].changes, grid.tasks[task].algorithms.get(algorithm, {})):
-        start = merged(start, layer)
-    return start
+    """Returns the config of a cell: the task's, then the changes of the algorithm, whose `algorithm` replaces the
+    task's, then those of the algorithm on this task."""
+    own, changes = grid.tasks[task], grid.algorithms[algorithm]
+    start = merged(tree, own.changes)
+    if "algorithm" in changes:
+        start.pop("algorithm", None)
+    return merged(merged(start, changes), own.algorithms.get(algorithm, {}))
 
 
 def merged(tree: Tree, changes: Changes) -> Tree:

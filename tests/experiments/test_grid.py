@@ -193,6 +193,24 @@ def test_algorithm_is_replaced_and_other_changes_are_merged(tmp_path: Path) -> N
     assert cell.tree["env"] == {"type": "matrix", "num_envs": 4, "game": "coordination"}
 
 
+def test_changes_of_a_task_leave_algorithms_different(tmp_path: Path) -> None:
+    """Settings of an algorithm override the changes of the task, its `algorithm` replaces theirs, and changes
+    of the algorithm on the task override both."""
+    task = {"config": "two.yaml", "changes": {"policies": {"agent": {"lr": 5e-4}}, "algorithm": {"clip": 0.4}}}
+    algorithms: dict[str, Any] = {
+        "plain": {},
+        "slow": {"policies": {"agent": {"lr": 1e-4}}},
+        "dqn": {"algorithm": {"type": "dqn", **Q}},
+    }
+    task["algorithms"] = {"dqn": {"policies": {"agent": {"lr": 1e-2}}, "algorithm": {"gamma": 0.9}}}
+    file = load_grid(write(tmp_path, seeds=[0], tasks={"two": task}, algorithms=algorithms))
+    trees = {cell.algorithm: cell.tree for cell in grid_cells(file, tmp_path)}
+    rates = {name: tree["policies"]["agent"]["lr"] for name, tree in trees.items()}
+    assert rates == {"plain": 5e-4, "slow": 1e-4, "dqn": 1e-2}
+    assert trees["plain"]["algorithm"] == trees["slow"]["algorithm"] == {**RUN["algorithm"], "clip": 0.4}
+    assert trees["dqn"]["algorithm"] == {"type": "dqn", "gamma": 0.9, **Q}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
