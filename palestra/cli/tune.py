@@ -89,7 +89,8 @@ def _describe(trial: Trial) -> str:
     from palestra.experiments.results import format_values
     from palestra.experiments.study import format_value
 
-    score = "failed" if trial.score is None else format_values(trial.values)
+    reason = f" ({trial.reason})" if trial.reason else ""
+    score = f"failed{reason}" if trial.score is None else format_values(trial.values)
     settings = " ".join(f"{key}={format_value(value)}" for key, value in trial.params.items())
     return f"trial {trial.number}: {score}  {settings}"
 

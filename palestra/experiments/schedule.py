@@ -45,8 +45,13 @@ class CellResult:
     reason: str = ""
 
 
+class CellRefused(ValueError):
+    """The config of a cell has a mistake."""
+
+
 def check_cells(cells: Sequence[GridCell], root: Path) -> None:
-    """Raises ValueError if the config of a cell has a mistake, or its run in `root` was made with other settings."""
+    """Raises CellRefused if the config of a cell has a mistake, and ValueError if its run in `root` was made with other
+    settings."""
     from palestra.launch.run import run_request
 
     for cell in cells:
@@ -54,7 +59,7 @@ def check_cells(cells: Sequence[GridCell], root: Path) -> None:
             request = run_request(cell.tree, name=cell.name, root=root)
             request.check()
         except ValueError as error:
-            raise ValueError(f"{cell.name}: {error}") from error
+            raise CellRefused(f"{cell.name}: {error}") from error
         stored = root / cell.name / "config.yaml"
         if stored.is_file() and (change := _first_difference(load(stored), request)):
             raise ValueError(

@@ -18,7 +18,7 @@ from palestra.config import Tree, dump, load, parse
 from palestra.config.tree import to_yaml
 from palestra.experiments.grid import GridCell
 from palestra.experiments.results import final_value, format_values, markdown_table
-from palestra.experiments.schedule import CellResult, check_cells, finished_cells, run_cells
+from palestra.experiments.schedule import CellRefused, CellResult, check_cells, finished_cells, run_cells
 from palestra.experiments.tune import Choices, Params, Range, TuneConfig, apply_params, neighbours
 from palestra.files import atomic_write, to_json_line
 from palestra.runs.series import RunLogs
@@ -27,16 +27,19 @@ from palestra.seeding import derive_seed
 
 STUDY_FILE, TUNE_FILE = "study.jsonl", "tune.yaml"
 TRIALS_FILE, PAGE_FILE, BEST_FILE = "trials.jsonl", "results.md", "best.yaml"
+REASON = "reason"  # key under which the study has the reason of a failed trial
 MAX_ROWS = 20  # trials listed on the page
 
 
 class Trial(NamedTuple):
-    """A finished trial: its settings, the score of each of its runs, and their mean (None: a run failed)."""
+    """A finished trial: its settings, the score of each of its runs, their mean (None: the config or a run failed), and
+    the reason why it has no score ("": it has one, or it ended before reasons were stored)."""
 
     number: int
     params: Params
     values: list[float]
     score: float | None
+    reason: str = ""
 
 
 class Search:
@@ -79,18 +82,33 @@ class Search:
         on_trial: Callable[[Trial], None],
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Trains trials until there are as many as the config asks for, `workers` runs at a time."""
+        """Trains trials until there are as many as the config asks for, `workers` runs at a time. A trial whose
+        settings the config refuses fails without a run."""
         while len(self.trials) < self.config.trials and not stop_requested():
-            batch = self._next_trials(workers)
+            batch = []
+            for trial in self._next_trials(workers):
+                if reason := self._refusal(trial):
+                    on_trial(self._tell(trial, reason))
+                else:
+                    batch.append(trial)
             cells = [cell for trial in batch for cell in self._cells(trial)]
-            check_cells(cells, self.root)
             ended = run_cells(cells, self.root, workers, on_end, stop_requested)
             stopped = {result.cell.name for result in ended if result.status == "stopped"}
             begun = {result.cell.name for result in ended} | finished_cells(self.root)
+            reasons = {result.cell.name: result.reason for result in ended if result.status == "failed"}
             for trial in batch:
-                names = {cell.name for cell in self._cells(trial)}
-                if names <= begun and not names & stopped:
-                    on_trial(self._tell(trial))
+                names = [cell.name for cell in self._cells(trial)]
+                if begun.issuperset(names) and not stopped.intersection(names):
+                    on_trial(self._tell(trial, next((reasons[name] for name in names if name in reasons), "")))
+
+    def _refusal(self, trial: Any) -> str:
+        """Returns why the config refuses the settings of a trial; "" if it does not. Raises ValueError if a run of the
+        trial was made with other settings."""
+        try:
+            check_cells(self._cells(trial), self.root)
+        except CellRefused as error:
+            return str(error)
+        return ""
 
     # ---- trials
 
@@ -126,8 +144,8 @@ class Search:
         tree = apply_params(self.base, trial.params)
         return [GridCell("trial", str(trial.number), seed, tree | {"seed": seed}) for seed in self.config.seeds]
 
-    def _tell(self, trial: Any) -> Trial:
-        """Stores the score of a trial whose runs ended; returns the finished trial."""
+    def _tell(self, trial: Any, reason: str = "") -> Trial:
+        """Stores the score of a trial whose runs ended, or the reason why it has none; returns the finished trial."""
         done = finished_cells(self.root)
         names = [cell.name for cell in self._cells(trial)]
         values = [self._score(name) for name in names if name in done]
@@ -136,6 +154,7 @@ class Search:
         if math.isfinite(mean):
             self._study.tell(trial.number, mean, state=states.COMPLETE)
         else:
+            self.optuna.trial.Trial(self._study, trial._trial_id).set_user_attr(REASON, reason)
             self._study.tell(trial.number, state=states.FAIL)
         return self._finished(self._study.get_trials(deepcopy=False)[trial.number])
 
@@ -149,7 +168,7 @@ class Search:
         done = finished_cells(self.root)
         values = [self._score(cell.name) for cell in self._cells(trial) if cell.name in done] if trial.params else []
         params = {key: trial.params[key] for key in self._space if key in trial.params}
-        return Trial(trial.number, params, values, trial.value)
+        return Trial(trial.number, params, values, trial.value, trial.user_attrs.get(REASON, ""))
 
     def _open_study(self) -> Any:
         optuna = self.optuna
@@ -193,7 +212,10 @@ class Search:
             f"{len(trials)} trials, {seeds}; {len(trials) - len(scored)} failed. Score: {self.metric or 'the metric'} "
             f"of the last evaluation {self.evaluation}, of which {better} is better.",
         ]
-        return "\n".join([*lines, "", *markdown_table(["trial", "score", *keys], rows)]) + "\n"
+        lines += ["", *markdown_table(["trial", "score", *keys], rows)]
+        failed = [f"- trial {trial.number}: {trial.reason}" for trial in trials if trial.reason]
+        lines += ["", "Failed trials:", "", *failed[:MAX_ROWS]] if failed else []
+        return "\n".join(lines) + "\n"
 
 
 def format_value(value: Any) -> str:

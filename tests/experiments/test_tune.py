@@ -173,6 +173,30 @@ def test_failed_trials_have_no_score(tmp_path: Path) -> None:
     assert code == 1 and "the simulator broke" in printed and "every trial failed" in printed, printed
 
 
+def test_settings_that_the_config_refuses_together_fail_one_trial(tmp_path: Path) -> None:
+    """A burn-in as long as the rollout is refused. The other trials are scored, by runs that have ended before."""
+    space = {"algorithm.burn_in": {"low": 0, "high": 3}, "algorithm.rollout_length": {"choices": [2, 8]}}
+    policy = RUN["policies"]["agent"] | {"gru_units": 4}
+    run = {"algorithm": RUN["algorithm"] | {"rollout_length": 8}, "policies": {"agent": policy}}
+    search = open_search(write(tmp_path, run, space=space, trials=3, seed=1, sampler="random"))
+    asked = [search._ask() for _ in range(3)]
+    refused = [t.number for t in asked if t.params["algorithm.rollout_length"] <= t.params["algorithm.burn_in"]]
+    assert refused == [1]  # by the seed
+    for number in (0, 2):
+        name = f"trial-{number}-100"
+        (search.root / name).mkdir()
+        (search.root / name / "evals.jsonl").write_text('{"name": "held_out", "step": 8, "return": 7.0}\n')
+        with open(search.root / "cells.jsonl", "a") as file:
+            file.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
+    search.run(1, lambda result: None, lambda trial: None)
+    again = open_search(tmp_path / "tune.yaml")
+    assert [trial.number for trial in again.trials if trial.score is None] == refused
+    for trial in again.trials:
+        assert trial.score == 7.0 if trial.number not in refused else "burn_in is" in trial.reason
+    page = again.write_results()[-1].read_text()
+    assert f"- trial {refused[0]}: trial-{refused[0]}-100: " in page
+
+
 def open_search(file: Path) -> Search:
     config = load_tuning(file)
     base = base_tree(config, file.parent)
