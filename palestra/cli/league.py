@@ -64,7 +64,8 @@ def crossplay(
         if games:
             _play(run, games, [("type", backend), ("workers", workers)])
         record = read_record(run)
-        console.print(crossplay_table(record))
+        if len(record.payoffs.seats) == 2 or output is None:  # else the table raises ValueError, which asks for --csv
+            console.print(crossplay_table(record))
         _write(output, record.payoffs.to_csv())
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.config import load, override
-from palestra.launch.population import PopulationConfig, build_population
+from palestra.launch.population import PopulationConfig, build_population, players_by_seat
 from palestra.launch.population_config import validate_population
 from palestra.populations.normal_form.equilibria import game_value
 from palestra.populations.payoffs import MemberProfile
@@ -55,7 +55,8 @@ def compare_populations(
     """
     configs = [validate_population(load(path / "config.yaml")) for path in (ours, theirs)]
     _alike(configs, (ours, theirs))
-    sides = [_side(number, read_record(path)) for number, path in enumerate((ours, theirs))]
+    records = [read_record(path, players_by_seat(c)) for path, c in zip((ours, theirs), configs, strict=True)]
+    sides = [_side(number, record) for number, record in enumerate(records)]
     seats = sides[0].seats
     if len(seats) != 2:
         raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from palestra.config import load, override
-from palestra.launch.population import build_population
+from palestra.launch.population import build_population, players_by_seat
 from palestra.launch.population_config import validate_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -33,7 +33,7 @@ def play_missing_cells(
     """
     config = validate_population(override(load(path / "config.yaml"), settings or []))
     with Run.open(path) as run:
-        record = read_record(path)
+        record = read_record(path, players_by_seat(config))
         tasks = _missing(record, games)
         setup = build_population(config)
         backend = setup.open_backend(setup.make_worker)

@@ -24,6 +24,7 @@ from palestra.envs.rules import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.target import Target, assign_seats, find_target
 from palestra.files import atomic_write
+from palestra.launch.population import players_by_seat
 from palestra.launch.population_config import validate_population
 from palestra.populations.population import Mix, Player
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -116,7 +117,7 @@ def export_game_policy(
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
-    record, game = read_record(run), enumerated(config.env)
+    record, game = read_record(run, players_by_seat(config)), enumerated(config.env)
     files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
     if member:
         if member not in [found.name for found in record.members]:

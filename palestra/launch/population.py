@@ -135,17 +135,27 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     _check(config, rules)
     if isinstance(config.oracle, NetOracle):
         check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
-    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
-    players = (SHARED_PLAYER,) if one else tuple(seats)
+    own = _players(config, seats)
+    players = tuple(dict.fromkeys(own))
     population = Population(players)
     population.add(Member(UNIFORM_MEMBER, ""))
     return PopulationSetup(
-        plan=_plan(config, population, tuple(SHARED_PLAYER if one else seat for seat in seats)),
+        plan=_plan(config, population, own),
         make_worker=config.worker_factory(players),
         open_backend=partial(open_backend, config.backend),
         at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
     )
+
+
+def players_by_seat(config: PopulationConfig) -> tuple[Player, ...]:
+    """Returns the player at each seat of the config's game: the seat itself, or the one population that plays all."""
+    return _players(config, _game(config.env)[0])
+
+
+def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player, ...]:
+    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    return tuple(SHARED_PLAYER if one else seat for seat in seats)
 
 
 def run_population(

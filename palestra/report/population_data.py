@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,8 +42,12 @@ class PopulationRecord:
     timings: list[JSONLine]
 
 
-def read_record(path: str | Path) -> PopulationRecord:
-    """Reads the run at `path`. Raises ValueError if it trains no population or has no finished task."""
+def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRecord:
+    """Reads the run at `path`. `seats` is the player at each seat; without it, it is inferred from members and games,
+    and a population that plays every seat of its game is taken to play two until there are games.
+
+    Raises ValueError if the run trains no population or has no finished task.
+    """
     path = Path(path)
     tasks, listed = read_records(path / TASKS_FILE), path / "population.json"
     if not tasks:
@@ -54,7 +59,7 @@ def read_record(path: str | Path) -> PopulationRecord:
         path / CROSSPLAY_FILE
     )
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
-    return PopulationRecord(path, members, _table(members, cells), tasks, metrics, timings)
+    return PopulationRecord(path, members, _table(members, cells, seats), tasks, metrics, timings)
 
 
 def _made(tasks: list[TaskRecord]) -> list[Member]:
@@ -66,9 +71,11 @@ def _made(tasks: list[TaskRecord]) -> list[Member]:
     return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
 
 
-def _table(members: list[Member], cells: list[tuple[MemberProfile, PayoffCell]]) -> PayoffTable:
+def _table(
+    members: list[Member], cells: list[tuple[MemberProfile, PayoffCell]], seats: Sequence[Player]
+) -> PayoffTable:
     players = {member.name: member.player for member in members}
-    table = PayoffTable(_seats(players, [names for names, _ in cells]))
+    table = PayoffTable(seats or _seats(players, [names for names, _ in cells]))
     for member in members:
         for player in [member.player] if member.player else table.members:
             table.add_member(player, member.name)

@@ -37,6 +37,7 @@ from palestra.tabular.game_tree import (
     realization_plan,
     uniform_policy,
 )
+from palestra.workers.game_results import check_cells
 from palestra.workers.member_loader import MemberLoader, no_rules_message, tree_of_env, write_table
 
 PolicyLookup = Callable[[str], np.ndarray]  # name of a member -> its policy [I, A]
@@ -149,7 +150,8 @@ class ExactSolver:
 
     def play(self, task: PlayTask, policy_of: PolicyLookup) -> PlayResult:
         """Returns the expected results of cells, as the means and counts that `games_per_cell` games have in
-        expectation."""
+        expectation. Raises ValueError for a cell without a member for each seat."""
+        check_cells(task.cells, self.tree.num_players)
         return PlayResult(tuple(self._cell(cell, task.games_per_cell, policy_of) for cell in task.cells))
 
     def _cell(self, members: MemberProfile, games: int, known: PolicyLookup) -> PayoffCell:

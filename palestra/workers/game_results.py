@@ -13,6 +13,13 @@ from palestra.populations.payoffs import PayoffCell
 from palestra.populations.tasks import OpponentResult
 
 
+def check_cells(cells: Sequence[Sequence[str]], seats: int) -> None:
+    """Raises ValueError for a cell that does not name one member for each of `seats` seats."""
+    for cell in cells:
+        if len(cell) != seats:
+            raise ValueError(f"the cell {', '.join(cell)} names {len(cell)} members, and the game has {seats} seats")
+
+
 def payoff_cell(returns: np.ndarray) -> PayoffCell:
     """Returns the statistics of games with these returns, float [F, N]. The seat with the highest return wins a game;
     if several have it, the game is a draw."""

@@ -15,7 +15,7 @@ from palestra.policies.mixture import LineupSchedule, Mixture
 from palestra.populations.payoffs import PayoffCell
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.seeding import derive_seed
-from palestra.workers.game_results import payoff_cell
+from palestra.workers.game_results import check_cells, payoff_cell
 
 STEPS_PER_SWEEP = 16  # joint steps of each rollout
 
@@ -33,8 +33,9 @@ def play_cells(
 
     A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, so that each
     member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
-    and counted.
+    and counted. Raises ValueError for a cell without a member for each seat.
     """
+    check_cells(cells, len(sweeper.env.seats))
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
     rotations = N if rotate_seats else 1
     turned = [(names, r) for names in cells for r in range(rotations)]

@@ -42,6 +42,23 @@ def test_missing_games_are_played_once_and_stored(run, tmp_path):
     assert len((tmp_path / "standings.csv").read_text().splitlines()) == 6
 
 
+def test_population_of_three_seats_without_games_plays_cells_of_three(tmp_path):
+    """Training played no games, so that only the config has the number of seats: three members make ten cells."""
+    file = tmp_path / "three.yaml"
+    file.write_text(
+        "name: three\nenv: {type: kuhn_poker, players: 3}\nsymmetric: true\noracle: {type: exact}\n"
+        "population: {type: self_play, slices: 2, matchmaker: {type: history}}\nbackend: {type: inline}\n"
+    )
+    assert invoke("train", file, "--root", tmp_path).exit_code == 0
+    done = invoke("league", "crossplay", tmp_path / "three", "--games", 1)
+    assert done.exit_code == 2 and "use --csv" in plain(done.output)
+    assert invoke("league", "crossplay", tmp_path / "three", "--csv", tmp_path / "cells.csv").exit_code == 0
+    assert len((tmp_path / "cells.csv").read_text().splitlines()) == 11
+    table = read_record(tmp_path / "three").payoffs
+    assert table.seats == ("agent",) * 3 and len(table.stored) == 10
+    assert all(cell.exact and sum(cell.mean) == pytest.approx(0) for cell in table.stored.values())
+
+
 def test_population_plot_is_written(run):
     done = invoke("league", "plot", run)
     assert done.exit_code == 0 and (run / "population.png").read_bytes().startswith(b"\x89PNG")

@@ -51,6 +51,11 @@ def play(given: ExactWorker, cells: list[tuple[str, str]], games: int, members: 
     return list(result.payoffs)
 
 
+def test_cell_without_a_member_for_each_seat_is_refused() -> None:
+    with pytest.raises(ValueError, match="uniform, uniform names 2 members, and the game has 3 seats"):
+        play(kuhn(("agent", "b", "c")), [("uniform", "uniform")], 1, {})
+
+
 def test_exact_values_of_uniform_kuhn_poker() -> None:
     """11/12 (OpenSpiel's tests); between uniform players the first one earns 1/8."""
     given = kuhn()
