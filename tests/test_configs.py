@@ -75,9 +75,10 @@ def buildable(path):
 def test_every_cell_of_a_grid_builds(path, tmp_path):
     if path.stem == "defaults_box2d":
         pytest.importorskip("Box2D", reason="needs palestra[box2d]")
-    cells = grid_cells(load_grid(path), path.parent)
+    grid = load_grid(path)
+    cells = grid_cells(grid, path.parent)
     assert len(cells) > 1
-    check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path)
+    check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path, grid.tasks)
 
 
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: str(path.relative_to(ROOT)))

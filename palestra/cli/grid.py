@@ -66,7 +66,7 @@ def grid(
         cells = grid_cells(config, path.parent, only or [])
         if results:
             return _print_results(config, folder)
-        check_cells(cells, folder)
+        check_cells(cells, folder, config.tasks)
         done = finished_cells(folder)
         left = [cell for cell in cells if cell.name not in done]
         print_line(f"grid {config.name}: {len(cells)} cells, {len(cells) - len(left)} done, in {folder}")

@@ -28,7 +28,8 @@ class TaskConfig(StrictModel):
     """Name of the evaluation that is scored, at its last step. Default: `test` in a grid, else the config's first;
     `dev` in a search, else the first that is not `test`."""
     metric: str | None = None
-    """Metric of that evaluation; default: `success`, `return` or `nash_conv`, the first that it has."""
+    """Metric of that evaluation; default: `success`, else `return`. A population has no evaluations: its score is its
+    last `nash_conv`."""
 
 
 class GridTask(TaskConfig):

@@ -23,13 +23,14 @@ from palestra.experiments.statistics import (
     profile_bounds,
 )
 from palestra.files import atomic_write, replacing_file
+from palestra.populations.task_json import TASKS_FILE
 from palestra.report.charts import curve_style, drawing, new_figure
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import RunLogs, series_of
 
 RESULTS_FILE, PAGE_FILE, FIGURE_FILE = "results.json", "results.md", "results.svg"
 FEW_SEEDS = 5  # with fewer, percentile intervals of a bootstrap contain the true mean in about 85 % of cases or less
-METRICS = ("success", "return", "nash_conv")
+METRICS = ("success", "return")
 LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "optimality gap (less is better)"}
 
 
@@ -82,7 +83,13 @@ def collect_results(grid: GridConfig, root: Path) -> GridResults:
 
 def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tuple[str, float]:
     """Returns the name of a metric and its last value in an evaluation of a run. `evaluation` None is the headline one;
-    `metric` None is the first of `METRICS` that it has."""
+    `metric` None is the first of `METRICS` that it has. A population has no evaluations: its value is its last
+    `nash_conv`."""
+    if (logs.path / TASKS_FILE).exists():
+        measured = series_of(logs.team, "nash_conv").y
+        if not len(measured):
+            raise ValueError(f"{logs.path} has measured no nash_conv: set population.nash_conv_every above 0")
+        return "nash_conv", float(measured[-1])
     name = evaluation or headline_eval(list(logs.evals))
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
@@ -249,7 +256,10 @@ def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
 
 
 def describe_cell(cell: GridCell, root: Path, grid: GridConfig) -> str:
-    """Returns the metric and the last value of a finished cell: "return -21.42"."""
+    """Returns the metric and the last value of a finished cell, "return -21.42", or why it has none."""
     task = grid.tasks[cell.task]
-    metric, value = final_value(RunLogs(root / cell.name), task.eval, task.metric)
+    try:
+        metric, value = final_value(RunLogs(root / cell.name), task.eval, task.metric)
+    except ValueError as error:  # the other cells are still being trained
+        return f"without a score: {error}"
     return f"{metric} {value:.4g}"

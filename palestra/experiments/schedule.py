@@ -6,17 +6,20 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from palestra.config import dump, load
-from palestra.experiments.grid import GridCell
+from palestra.experiments.grid import GridCell, TaskConfig
 from palestra.files import read_lines, remove_path, to_json_line
 from palestra.processes import StoppableProcess, exit_reason, exit_with_parent
 from palestra.runs.settings import flatten_tree
+
+if TYPE_CHECKING:
+    from palestra.launch.run import LaunchRequest
 
 CELLS_FILE = "cells.jsonl"  # a line for each cell that ended
 LOGS = "logs"  # folder with the output of each run
@@ -49,15 +52,17 @@ class CellRefused(ValueError):
     """The config of a cell has a mistake."""
 
 
-def check_cells(cells: Sequence[GridCell], root: Path) -> None:
-    """Raises CellRefused if the config of a cell has a mistake, and ValueError if its run in `root` was made with other
-    settings."""
+def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskConfig] | None = None) -> None:
+    """Raises CellRefused if the config of a cell has a mistake or lacks the evaluation that its task in `tasks` scores,
+    and ValueError if its run in `root` was made with other settings."""
     from palestra.launch.run import run_request
 
     for cell in cells:
         try:
             request = run_request(cell.tree, name=cell.name, root=root)
             request.check()
+            if tasks:
+                _check_score(request, tasks[cell.task])
         except ValueError as error:
             raise CellRefused(f"{cell.name}: {error}") from error
         stored = root / cell.name / "config.yaml"
@@ -66,6 +71,21 @@ def check_cells(cells: Sequence[GridCell], root: Path) -> None:
                 f"{root / cell.name} was made with other settings: {change}. Remove that run, or give the grid another "
                 "name"
             )
+
+
+def _check_score(request: LaunchRequest, task: TaskConfig) -> None:
+    """Raises ValueError if a run will have nothing to score."""
+    if request.kind.name == "population":
+        if task.eval or task.metric not in (None, "nash_conv"):
+            raise ValueError("a population is scored by its last nash_conv: leave out the task's eval: and metric:")
+        if not getattr(request.config.population, "nash_conv_every", 0):
+            raise ValueError("a population is scored by its last nash_conv: set population.nash_conv_every above 0")
+        return
+    names = list(request.config.evals)
+    if not names:
+        raise ValueError("the config has no evaluation to score: add one, such as evals: {test: {episodes: 100}}")
+    if task.eval and task.eval not in names:
+        raise ValueError(f"eval: the config has no evaluation {task.eval}; it has {', '.join(names)}")
 
 
 def _first_difference(stored: dict[str, Any], request: Any) -> str:
@@ -79,9 +99,14 @@ def _first_difference(stored: dict[str, Any], request: Any) -> str:
 
 
 def finished_cells(root: Path) -> set[str]:
-    """Returns the names of the cells that are done."""
+    """Returns the names of the cells that are done and whose run still exists."""
+    return {name for name, status in _statuses(root).items() if status == "done" and (root / name).is_dir()}
+
+
+def _statuses(root: Path) -> dict[str, str]:
+    """Returns the last status of each cell that ended."""
     path = root / CELLS_FILE
-    return {line["cell"] for line in (read_lines(path) if path.exists() else []) if line["status"] == "done"}
+    return {line["cell"]: line["status"] for line in (read_lines(path) if path.exists() else [])}
 
 
 def run_cells(
@@ -99,9 +124,12 @@ def run_cells(
     no further cell is started, and running ones end after their current step, with a checkpoint. `start` starts the
     process of a cell, by default on this machine; other machines must share `root` and the working directory.
     """
-    done = finished_cells(root)
+    done, before = finished_cells(root), _statuses(root)
     waiting = [cell for cell in cells if cell.name not in done]
     (root / LOGS).mkdir(parents=True, exist_ok=True)
+    for cell in waiting:
+        if before.get(cell.name) == "done":  # its run was removed, and is trained again
+            _record(CellResult(cell, "stopped", 0.0), root)
     stopping, running, results = False, dict[str, tuple[GridCell, CellProcess, float]](), list[CellResult]()
     try:
         while running or (waiting and not stopping):

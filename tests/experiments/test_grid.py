@@ -18,14 +18,16 @@ import yaml
 from toys_raising import write_bad_env
 from warm_processes import start_palestra
 
+import palestra as pl
 from palestra.backends.ray.process import max_processes, ray_processes
 from palestra.experiments.grid import grid_cells, load_grid
-from palestra.experiments.results import GridResults, collect_results, results_data, results_page
-from palestra.experiments.schedule import run_cells
+from palestra.experiments.results import GridResults, collect_results, describe_cell, results_data, results_page
+from palestra.experiments.schedule import check_cells, finished_cells, run_cells
 from palestra.runs import read_lines
 
 ROOT = Path(__file__).parent.parent.parent
 Q: dict[str, Any] = {"rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
+KUHN = "configs/populations/kuhn_psro.yaml"
 GRID: dict[str, Any] = {
     "name": "teams",
     "seeds": [0, 1],
@@ -222,13 +224,55 @@ def test_changes_of_a_task_leave_algorithms_different(tmp_path: Path) -> None:
           "algorithms": {"c": {}, "b-c": {}}}, "two cells of the grid would be the run a-b-c-0"),
         ({"tasks": {"two": {"config": "nope.yaml"}}}, "cannot read config nope.yaml"),
         ({"algorithms": {"dqn": {"algorithm": {"type": "dqm"}}}}, "sure-dqn-0: .*dqm"),
+        ({"tasks": {"two": {"config": "two.yaml", "eval": "tset"}}}, "no evaluation tset; it has held_out"),
+        ({"tasks": {"kuhn": {"config": KUHN, "eval": "test"}}, "algorithms": {"psro": {}}}, "leave out .* eval:"),
+        ({"tasks": {"kuhn": {"config": KUHN, "metric": "return"}}, "algorithms": {"psro": {}}}, "eval: and metric:"),
+        ({"tasks": {"kuhn": {"config": KUHN}}, "algorithms": {"psro": {"population": {"nash_conv_every": 0}}}},
+         "kuhn-psro-0: .*set population.nash_conv_every above 0"),
     ],
 )  # fmt: skip
 def test_errors_are_explained_before_training(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    from palestra.experiments.schedule import check_cells
-
     with pytest.raises(ValueError, match=message):
-        check_cells(grid_cells(load_grid(write(tmp_path, **changes)), tmp_path), tmp_path)
+        file = load_grid(write(tmp_path, **changes))
+        check_cells(grid_cells(file, tmp_path), tmp_path, file.tasks)
+
+
+def test_cell_whose_run_was_removed_is_trained_again(tmp_path: Path) -> None:
+    """It does not count as done, also not once its new run has a folder."""
+    cells = grid_cells(load_grid(write(tmp_path)), tmp_path, ["two-dqn-*"])
+    for cell in cells:
+        (tmp_path / cell.name).mkdir()
+    (tmp_path / "cells.jsonl").write_text(
+        "".join(f'{{"cell": "{cell.name}", "status": "done", "seconds": 1}}\n' for cell in cells)
+    )
+    assert finished_cells(tmp_path) == {"two-dqn-0", "two-dqn-1"}
+    (tmp_path / "two-dqn-0").rmdir()
+    assert finished_cells(tmp_path) == {"two-dqn-1"}
+    assert run_cells(cells, tmp_path, 1, print, lambda: True) == []  # stopped before it starts a process
+    (tmp_path / "two-dqn-0").mkdir()
+    assert finished_cells(tmp_path) == {"two-dqn-1"}
+
+
+def test_population_is_scored_by_its_last_nash_conv(tmp_path: Path) -> None:
+    changes = {"oracle": None, "population": {"iterations": 2}, "backend": {"type": "inline"}}
+    task = {"config": KUHN, "changes": changes, "score_range": [1, 0]}
+    file = load_grid(
+        write(tmp_path, tasks={"kuhn": task}, seeds=[0], algorithms={"psro": {"oracle": {"type": "exact"}}})
+    )
+    (cell,) = grid_cells(file, tmp_path)
+    check_cells([cell], tmp_path, file.tasks)
+    run = pl.train(cell.tree, name=cell.name, root=tmp_path)
+    (tmp_path / "cells.jsonl").write_text('{"cell": "kuhn-psro-0", "status": "done", "seconds": 1}\n')
+    results = collect_results(file, tmp_path)
+    last = run.metrics["nash_conv"].dropna().iloc[-1]
+    assert results.metrics == {"kuhn": "nash_conv"} and results.values["psro"]["kuhn"] == {0: last}
+    assert 0 < last < 11 / 12 and describe_cell(cell, tmp_path, file) == f"nash_conv {last:.4g}"
+
+
+def test_cell_without_a_score_is_described(tmp_path: Path) -> None:
+    file = load_grid(write(tmp_path))
+    (cell, *_) = grid_cells(file, tmp_path)
+    assert describe_cell(cell, tmp_path, file).startswith("without a score: ")
 
 
 def test_unfinished_algorithms_have_no_aggregate(tmp_path: Path) -> None:
