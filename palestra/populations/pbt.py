@@ -117,6 +117,7 @@ class PBT:
         names = [f"learner_{number}" for number in range(config.num_learners)]
         self.learners = {name: PBTLearner(name, self._drawn(self._rng(name, 0))) for name in names}
         self.env_steps = 0
+        self._slice_rating = 0.0  # of the last slice's learner, before selection
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
     def initial_tasks(self) -> Sequence[Task]:
@@ -129,6 +130,7 @@ class PBT:
         learner = self.learners[task.learner]
         self.env_steps += result.env_steps
         self._note(learner, task, result)
+        self._slice_rating = self.rating(learner)
         if learner.slices == self.config.slices:
             self._keep(learner)
             return []
@@ -137,11 +139,12 @@ class PBT:
         return [self._slice(learner)]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
-        """Returns metrics of a slice: the learner's return, its rating, and the settings that it was trained with."""
+        """Returns metrics of a slice: the learner's return, its rating before selection, and the settings that it was
+        trained with."""
         assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
         learner = self.learners[task.learner]
         metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
-        return {learner.name: {**metrics, "rating": self.rating(learner), **task.settings}}
+        return {learner.name: {**metrics, "rating": self._slice_rating, **task.settings}}
 
     def summary(self) -> Metrics:
         """Returns progress: slices done and in all, members, env steps."""

@@ -132,6 +132,19 @@ def test_slice_metrics_are_logged_and_final_members_kept():
     assert member.name == "learner_3-1" and member.info["settings"] == task.settings
 
 
+@pytest.mark.parametrize("rating", ["return", "wins"])
+def test_logged_rating_is_that_of_the_slice_not_of_the_copied_learner(rating):
+    made = plan(rating=rating, num_learners=2, select_every=1, truncation=0.5, slices=3)
+    first, second = made.initial_tasks()
+    made.on_result(first, answer(first, 0.9))
+    (third,) = made.on_result(second, answer(second, 0.4))
+    assert made.task_metrics(second, answer(second, 0.4))["learner_1"]["rating"] == (0.4 if rating == "return" else 0.5)
+    result = answer(third, 0.2, against={"learner_0-1": 0.1})
+    (copied,) = made.on_result(third, result)
+    assert copied.copied_from == "learner_0"
+    assert made.task_metrics(third, result)["learner_1"]["rating"] == (0.2 if rating == "return" else 0.1)
+
+
 def run_search(seed):
     """Learners gain 1 per slice minus the distance of their learning rate from 3e-3 in decades; returns the tasks, the
     best return and the final distances."""
