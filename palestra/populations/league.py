@@ -83,7 +83,7 @@ class League:
             case TrainTask() as trained, TrainResult() as outcome:
                 return self._trained(trained, outcome)
             case PlayTask(), PlayResult() as played:
-                self.games += sum(cell.games for cell in played.payoffs)
+                self.games += sum(cell.games for cell in played.payoffs if not cell.exact)
             case AssessTask() as assessed, AssessResult() as distance:
                 metrics = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
                 self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **metrics}}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 
 import numpy as np
@@ -29,7 +29,7 @@ MemberProfile = tuple[str, ...]  # the member at each seat
 @dataclass(frozen=True)
 class PayoffCell:
     """Statistics of games. Per seat: mean return, sum of squared deviations of returns (`m2`), and games won; in all:
-    games and draws.
+    games and draws. Exact payoffs have expected numbers of wins and draws.
 
     PayoffCell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0), wins=(40, 30), draws=30)
     """
@@ -119,18 +119,16 @@ class PayoffTable:
         self.members[player].append(name)
 
     def add_games(self, members: Sequence[str], cell: PayoffCell) -> None:
-        """Adds games of these members, by seat. For an exact cell only the means are stored, since no game was played.
+        """Adds games of these members, by seat. An exact cell counts no games, since none was played, but keeps its
+        expected wins and draws, which ratings are computed from.
 
         Raises ValueError if a member is unknown or the numbers do not fit the seats.
         """
-        if cell.exact:
-            self.set_exact(members, cell.mean)
-            return
         if cell.games < 0 or not len(cell.mean) == len(cell.m2) == len(cell.wins) == len(self.seats):
             raise ValueError(
                 f"{cell} is not a cell of {len(self.seats)} seats: mean, m2 and wins need a number for each"
             )
-        self._add(members, cell)
+        self._add(members, replace(cell, games=0) if cell.exact else cell)
 
     def set_exact(self, members: Sequence[str], mean: Sequence[float]) -> None:
         """Sets exact payoffs, by seat. Raises ValueError if a member is unknown or the number of payoffs is wrong."""
@@ -219,7 +217,7 @@ class PayoffTable:
 
     def pairwise_scores(self) -> tuple[list[str], np.ndarray]:
         """Returns the members' names and `points_MM` float64 [M, M]: how often the row's member beat the column's, a
-        draw counting half.
+        draw counting half; of exact payoffs, how often in expectation.
 
         Ratings are computed from it. Games of a member against itself are left out. Raises ValueError unless there are
         two seats.

@@ -100,7 +100,8 @@ def _seats(players: dict[str, Player], cells: list[MemberProfile]) -> list[Playe
 
 class Standing(NamedTuple):
     """A member's rating among those it played: Elo with standard error, OpenSkill (None if not installed), mean win
-    rate (a draw is half a win), the lowest win rate and the opponent it is against, and games."""
+    rate (a draw is half a win), the lowest win rate and the opponent it is against, and games. Exact payoffs count as
+    their expected wins and draws in `games_per_cell` games, and the standard error is that of as many games."""
 
     name: str
     elo: float
@@ -153,7 +154,8 @@ def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[s
     games: list[tuple[list[str], list[float]]] = []
     for pair in record.payoffs.cells():
         cell = record.payoffs.cell(pair)
-        share = min(1.0, MAX_OPENSKILL_GAMES / cell.games) if cell.games else 0.0
+        played = sum(cell.wins) + cell.draws
+        share = min(1.0, MAX_OPENSKILL_GAMES / played) if played else 0.0
         for scores, count in (([1.0, 0.0], cell.wins[0]), ([0.0, 1.0], cell.wins[1]), ([0.0, 0.0], cell.draws)):
             games += [(list(pair), scores)] * round(share * count)
     order = np.random.default_rng(0).permutation(len(games))

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_pairwise_scores_of_an_asymmetric_game():
     made.add_games(["r0", "b1"], cell(games=4, mean=[0, 0], m2=[0, 0], wins=[3, 1]))
     names, points = made.pairwise_scores()
     assert points[names.index("r0"), names.index("b1")] == 3 and points[names.index("b1"), names.index("r0")] == 1
+
+
+def test_exact_payoffs_keep_expected_wins_and_draws_without_games():
+    made = pair()
+    made.add_games(
+        ["r0", "b1"], replace(cell(games=8, mean=[0.25, -0.25], m2=[0, 0], wins=[3.5, 1.5], draws=3), exact=True)
+    )
+    names, points = made.pairwise_scores()
+    assert points[names.index("r0"), names.index("b1")] == 5 and points[names.index("b1"), names.index("r0")] == 3
+    assert made.games().sum() == 0 and made.cell(["r0", "b1"]).exact and made.stderr()[0][0, 1] == 0
 
 
 def test_name_may_be_in_both_populations():

@@ -1,7 +1,7 @@
 """Data read from a population's run folder, for runs with known results."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations
 
 import numpy as np
@@ -69,11 +69,12 @@ def symmetric(*names):
     return population
 
 
-def ladder(folder):
+def ladder(folder, exact=False):
     """Members of which each beats all earlier ones, 80 to 20."""
     names = ["uniform", "a", "b", "c"]
-    cells = [cell(low, high, 20, 80) for low, high in combinations(names, 2)]
-    tasks = [*(train_line(name) for name in names[1:]), play_line("all", *cells, cell("b", "b", 50, 50))]
+    cells = [*(cell(low, high, 20, 80) for low, high in combinations(names, 2)), cell("b", "b", 50, 50)]
+    cells = [(members, replace(found, exact=exact)) for members, found in cells]
+    tasks = [*(train_line(name) for name in names[1:]), play_line("all", *cells)]
     return made_run(folder, tasks, symmetric(*names[1:]))
 
 
@@ -104,6 +105,13 @@ def test_transitive_population_is_ranked(tmp_path):
     assert cyclicity_warning(record) == ""
     text = text_of(standings_table(record))
     assert "c" in text and "80.0%" in text and "OpenSkill" in text
+
+
+def test_exact_payoffs_are_rated_by_expected_wins(tmp_path):
+    """They get the ratings of games that end as expected."""
+    played, exact = (read_record(ladder(tmp_path / name, exact=name == "exact")) for name in ("games", "exact"))
+    assert exact.payoffs.games().sum() == 0 < played.payoffs.games().sum()
+    assert standings(exact) == standings(played) and standings_csv(exact) == standings_csv(played)
 
 
 def test_cyclic_population_has_equal_ratings_and_a_warning(tmp_path):
