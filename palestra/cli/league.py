@@ -114,14 +114,14 @@ def compare(
     run: RunArgument,
     other: Annotated[Path, typer.Argument(help="a run of the same game")],
     games: Annotated[
-        int, typer.Option(min=2, help="games of every member of one run with every member of the other")
+        int, typer.Option(min=4, help="games of every member of one run with every member of the other")
     ] = 200,
     backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
 ) -> None:
     """Compare two populations by the value of the game between them.
 
     Each side plays an equilibrium over its members; the result is relative population performance (above 0: the first
-    population is stronger).
+    population is stronger), with a 95 % interval. The equilibrium of one half of the games is scored on the other.
 
     Example:
 
@@ -137,7 +137,8 @@ def compare(
             )
         sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
         won = (f"{found.performance:+.3f}", "bold")
-        console.print(styled_text(f"{run} has a mean return of ", won, f" per game against {other} ({sizes})"))
+        error = f" ± {1.96 * found.stderr:.3f} per game"
+        console.print(styled_text(f"{run} has a mean return of ", won, f"{error} against {other} ({sizes})"))
 
 
 @league.command()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from palestra.config import load, override
-from palestra.launch.population import PopulationConfig, build_population, players_by_seat
+from palestra.launch.population import ExactOracle, PopulationConfig, build_population, players_by_seat
 from palestra.launch.population_config import validate_population
-from palestra.populations.normal_form.equilibria import game_value
-from palestra.populations.payoffs import MemberProfile
+from palestra.populations.normal_form.equilibria import maximin
+from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.tasks import PlayTask, played_cells, run_tasks
@@ -27,7 +27,10 @@ class Comparison(NamedTuple):
 
     performance: float
     """Relative population performance (Balduzzi et al., 2019, definition 3), averaged over seats: the first
-    population's mean return per game when both play an equilibrium of the game between their members."""
+    population's mean return per game when both play an equilibrium of the game between their members. If a game's
+    returns add up to a constant other than 0, by how much it exceeds half of that."""
+    stderr: float
+    """Standard error of `performance`, for fixed equilibria; 0 if payoffs are exact."""
     returns: dict[Player, np.ndarray]
     """Mean returns of the first population, by the player it takes: float64 [own members, members of the other]."""
 
@@ -51,7 +54,8 @@ def compare_populations(
     exactly), and returns the comparison.
 
     Neither run is changed. `settings` override the config of the first run, whose workers play. `on_progress` is called
-    with (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two seats.
+    with (done, total) tasks. Raises ValueError if the runs are of different games, if one has a population for each
+    seat and the other does not, or if the game has more than two seats or is not constant-sum.
     """
     configs = [validate_population(load(path / "config.yaml")) for path in (ours, theirs)]
     _alike(configs, (ours, theirs))
@@ -62,31 +66,73 @@ def compare_populations(
         raise ValueError(
             f"only populations of two-seat games can be compared; the game of {ours} has {len(seats)} seats"
         )
-    setup = build_population(validate_population(override(load(ours / "config.yaml"), settings or [])))
+    config = validate_population(override(load(ours / "config.yaml"), settings or []))
+    setup = build_population(config)
     cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
-    tasks = [task for own, some in cells.items() for task in _tasks(some, own, games, folders)]
-    earned: dict[MemberProfile, tuple[float, ...]] = {}
+    exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
+    parts = [games] if exact else [max(2, games // 2), max(2, games - games // 2)]
+    tasks = {
+        task.name: (task, part)
+        for part, count in enumerate(parts)
+        for own, some in cells.items()
+        for task in _tasks(some, f"{own}/{part}", count, folders)
+    }
+    earned: list[dict[MemberProfile, PayoffCell]] = [{} for _ in parts]
     backend = setup.open_backend(setup.make_worker)
     try:
         for name, folder in folders.items():
             backend.add_member(name, folder)
-        for number, done in enumerate(run_tasks(backend, tasks), 1):
-            earned |= {members: cell.mean for members, cell in played_cells(done.task, done.result)}
+        for number, done in enumerate(run_tasks(backend, [task for task, _ in tasks.values()]), 1):
+            earned[tasks[done.task.name][1]] |= dict(played_cells(done.task, done.result))
             on_progress(number, len(tasks))
     finally:
         backend.close()
-    returns = {}
+    returns: dict[Player, np.ndarray] = {}
+    found = []
     for own, some in cells.items():
-        flat = np.array([earned[cell][seats.index(own)] for cell in some])
-        returns[own] = flat.reshape(len(sides[0].members[own]), -1)
-    return Comparison(float(np.mean([game_value(table) for table in returns.values()])), returns)
+        at, shape = seats.index(own), (len(sides[0].members[own]), -1)
+        played = [[part[cell] for cell in some] for part in earned]
+        _check_constant_sum([cell for part in played for cell in part], ours)
+        merged = [one.merge(two) for one, two in zip(played[0], played[-1], strict=True)]
+        returns[own] = np.array([cell.mean[at] for cell in merged]).reshape(shape)
+        tables = [np.array([(cell.mean[at] - cell.mean[1 - at]) / 2 for cell in part]) for part in played]
+        errors = [np.array([cell.stderr[at] for cell in part]) for part in played]
+        found.append(estimate_value([t.reshape(shape) for t in tables], [e.reshape(shape) for e in errors]))
+    values, stderrs = np.array(found).T
+    return Comparison(float(values.mean()), float(np.sqrt(np.sum(stderrs**2)) / len(found)), returns)
+
+
+def estimate_value(tables: Sequence[np.ndarray], stderrs: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns an estimate of the value of a zero-sum game and its standard error for fixed equilibria.
+
+    `tables` are two independent estimates of the row player's payoffs [rows, columns], with their standard errors: the
+    equilibrium of each is scored on the other. If it were scored on the payoffs that it was chosen by, noise would
+    favour the player with more members. A single table is exact.
+    """
+    solved = [(maximin(table), maximin(-table.T)) for table in tables]
+    scored = zip(solved, tables[::-1], stderrs[::-1], strict=True)
+    found = [(row @ table @ column, row**2 @ stderr**2 @ column**2) for (row, column), table, stderr in scored]
+    values, variances = np.array(found).T
+    return float(values.mean()), float(np.sqrt(variances.sum()) / len(found))
+
+
+def _check_constant_sum(cells: Sequence[PayoffCell], path: Path) -> None:
+    totals = np.array([sum(cell.mean) for cell in cells])
+    if np.ptp(totals) > 1e-6 * max(1.0, float(np.abs(totals).max())):
+        raise ValueError(
+            f"only populations of zero-sum games can be compared; in that of {path} both players' returns add up to "
+            f"{totals.min():.3g} in one cell and to {totals.max():.3g} in another"
+        )
 
 
 def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
-    """Raises ValueError if the runs differ in env, kind of oracle or action selection."""
+    """Raises ValueError if the runs differ in env, kind of oracle, action selection, or in whether one population plays
+    every seat."""
     first, second = (
-        {"env": c.env, "oracle": c.oracle.type, "greedy": getattr(c.oracle, "greedy", None)} for c in configs
+        {"env": c.env, "oracle": c.oracle.type, "greedy": getattr(c.oracle, "greedy", None)}
+        | {"symmetric": len(set(players_by_seat(c))) == 1}
+        for c in configs
     )
     for key, held in first.items():
         if held != second[key]:
@@ -114,10 +160,10 @@ def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[Me
     return [(row, column) if at == 0 else (column, row) for row, column in pairs]
 
 
-def _tasks(cells: list[MemberProfile], own: Player, games: int, folders: dict[str, Path]) -> list[PlayTask]:
+def _tasks(cells: list[MemberProfile], name: str, games: int, folders: dict[str, Path]) -> list[PlayTask]:
     tasks = []
     for i in range(0, len(cells), CELLS_PER_TASK):
         some = cells[i : i + CELLS_PER_TASK]
         files = tuple(dict.fromkeys(name for cell in some for name in cell if name in folders))
-        tasks.append(PlayTask(f"compare/{own}/{i}", cells=tuple(some), games_per_cell=games, members=files))
+        tasks.append(PlayTask(f"compare/{name}/{i}", cells=tuple(some), games_per_cell=games, members=files))
     return tasks
