@@ -105,8 +105,8 @@ def evaluate(
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
 
     The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
-    gives a lower bound on it: the sum of what trained responses gain. A game of OpenSpiel whose players move at once is
-    enumerated as turn_based_simultaneous_game(game=...).
+    gives a lower bound on it (at 95 % confidence), from what trained responses gain. A game of OpenSpiel whose players
+    move at once is enumerated as turn_based_simultaneous_game(game=...).
     """
     with user_errors():
         if best_response and (cross or swap or record or show):
@@ -179,17 +179,20 @@ def _best_responses(
     what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
 ) -> None:
     from palestra.evaluation.best_response import learn_best_responses
-    from palestra.report.population_data import exploits_table, nash_conv_lower_bound
+    from palestra.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
 
     with PlainConsole(stderr=True).status("learning a response at each seat") as status:
         report = lambda text: status.update(styled_text(text))  # noqa: E731
         found = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
-    bound = nash_conv_lower_bound(found)
     if as_json:
-        print(json.dumps({"nash_conv_at_least": bound, "responses": [one._asdict() for one in found]}))
+        print(
+            json.dumps(
+                {"nash_conv_at_least": nash_conv_lower_bound(found), "responses": [one._asdict() for one in found]}
+            )
+        )
         return
     console.print(exploits_table(what, found))
-    console.print(styled_text("NashConv is at least ", (f"{bound:.3f}", "bold"), ", up to the error of the gains"))
+    print_line(describe_lower_bound(found))
 
 
 def _judged(

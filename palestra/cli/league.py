@@ -87,9 +87,9 @@ def exploit(
 ) -> None:
     """Train best responses to the final strategies of the run, to estimate how exploitable they are.
 
-    The gains of all responses over the mixtures they replace sum to a lower bound on NashConv, which is tighter the
-    better they are trained. It works in games that are too large to compute NashConv. Responses are stored in exploits/
-    in the run, results in exploits.jsonl.
+    The gains of all responses over the mixtures they replace give a lower bound on NashConv (at 95 % confidence), which
+    is tighter the better they are trained. It works in games that are too large to compute NashConv. Responses are
+    stored in exploits/ in the run, results in exploits.jsonl.
 
     Example:
 
@@ -98,15 +98,15 @@ def exploit(
     with user_errors():
         from palestra.evaluation.exploit import measure_exploitability as learned
         from palestra.evaluation.final_strategies import describe_mixtures
-        from palestra.report.population_data import exploits_table, nash_conv_lower_bound
+        from palestra.report.population_data import describe_lower_bound, exploits_table
 
         with console.status("learning") as status:
             settings = [f"backend.type={backend}"] if backend else []
             found = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
         console.print(exploits_table(run, found))
         print_line(f"final strategies: {describe_mixtures(found[0].mixtures)}")
-        if (total := nash_conv_lower_bound(found)) is not None:
-            console.print(styled_text("NashConv is at least ", (f"{total:.3f}", "bold")))
+        if text := describe_lower_bound(found):
+            print_line(text)
 
 
 @league.command()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from palestra.runs import read_lines
 
 EXPLOITS_FILE = "exploits.jsonl"  # results of `palestra league exploit`
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
+CONFIDENCE = 0.95  # of the lower bound on NashConv
 MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
 JSONLine = dict[str, Any]
 
@@ -230,9 +232,9 @@ def _caption(record: PopulationRecord, rows: list[str], columns: list[str], firs
 class ExploitResult(NamedTuple):
     """Result of a learned response of one player, which has `seats` seats of the game, to the others' mixtures.
 
-    `response_return` is the response's mean return per game, `stderr` its standard error, `mixture_return` the mean
-    return of the mixture that it replaces (None if the run never measured it). `mixtures` are the mixtures of all
-    players.
+    `response_return` is the response's mean return per game, `mixture_return` that of the mixture that it replaces
+    (None if the run never measured it), `stderr` the standard error of their difference. `mixtures` are the mixtures of
+    all players.
     """
 
     player: Player
@@ -255,11 +257,29 @@ def exploits_table(path: Path, found: list[ExploitResult]) -> Table:
         table.add_column(heading, justify="left" if heading == "player" else "right")
     for one in found:
         mixture, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
-        table.add_row(one.player, f"{one.response_return:+.3f} ± {1.96 * one.stderr:.3f}", mixture, gain)
+        response, error = f"{one.response_return:+.3f}", f" ± {1.96 * one.stderr:.3f}"
+        row = (response + error, mixture, gain) if one.gain is None else (response, mixture, gain + error)
+        table.add_row(one.player, *row)
     return table
 
 
 def nash_conv_lower_bound(found: list[ExploitResult]) -> float | None:
-    """Returns the sum of positive gains over all seats, a lower bound on NashConv; None if a gain is unknown."""
-    gains = [one.gain for one in found]
-    return None if None in gains else sum(one.seats * max(0.0, one.gain) for one in found if one.gain is not None)
+    """Returns a lower bound on NashConv that holds with a probability of at least 95 %, from the gains at all seats;
+    None if a gain is unknown.
+
+    Each player's gain is taken at its own one-sided bound, at 95 % for all together (Bonferroni), and as 0 if that is
+    negative: a best response gains at least 0. The sum of the positive measured gains would exceed NashConv by noise.
+    """
+    z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(found))
+    if any(one.gain is None for one in found):
+        return None
+    return sum(one.seats * max(0.0, one.gain - z * one.stderr) for one in found if one.gain is not None)
+
+
+def describe_lower_bound(found: list[ExploitResult]) -> str:
+    """Formats `nash_conv_lower_bound` beside the measured gains; "" if a gain is unknown."""
+    bound = nash_conv_lower_bound(found)
+    if bound is None:
+        return ""
+    gain, percent = sum(one.seats * (one.gain or 0.0) for one in found), f"{100 * CONFIDENCE:.0f} %"
+    return f"NashConv is at least {bound:.3f} (at {percent} confidence; the responses gain {gain:+.3f} in all)"

@@ -13,8 +13,12 @@ from palestra.populations.population import Member, Population
 from palestra.populations.task_json import TaskRecord, crossplay_line
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.report.population_data import (
+    ExploitResult,
     crossplay_table,
     cyclicity_warning,
+    describe_lower_bound,
+    exploits_table,
+    nash_conv_lower_bound,
     read_record,
     standings,
     standings_csv,
@@ -265,3 +269,29 @@ def test_foreign_task_lines_are_named(tmp_path):
         run.append_line("tasks.jsonl", {"number": 4, "kind": "train", "task": {}, "files": {}})
     with pytest.raises(ValueError, match=r'tasks.jsonl, line 5: key "result" is missing'):
         read_record(path)
+
+
+def gains(*means, stderr=0.05, seats=1):
+    return [ExploitResult(str(i), seats, 0.1 + mean, stderr, 0.1, {}) for i, mean in enumerate(means)]
+
+
+def test_lower_bound_on_nash_conv_by_hand():
+    """At 95 % one player is bounded at 1.6449 standard errors, each of two at 1.9600; a gain below 0 counts as 0."""
+    assert nash_conv_lower_bound(gains(0.2, seats=2)) == pytest.approx(2 * (0.2 - 1.6449 * 0.05), abs=1e-5)
+    assert nash_conv_lower_bound(gains(0.2, 0.3)) == pytest.approx(0.5 - 2 * 1.96 * 0.05, abs=1e-5)
+    assert nash_conv_lower_bound(gains(0.2, -0.7)) == pytest.approx(0.2 - 1.96 * 0.05, abs=1e-5)
+    assert nash_conv_lower_bound(gains(0.25, -0.7, stderr=0.0)) == pytest.approx(0.25)
+    unknown = ExploitResult("a", 1, 0.3, 0.1, None, {})
+    assert nash_conv_lower_bound([unknown]) is None and describe_lower_bound([unknown]) == ""
+    text = describe_lower_bound(gains(0.2, 0.3))
+    assert text == "NashConv is at least 0.304 (at 95 % confidence; the responses gain +0.500 in all)"
+    shown = text_of(exploits_table("run", [*gains(0.2), unknown]))
+    assert "+0.200 ± 0.098" in shown and "+0.300 ± 0.196" in shown
+
+
+def test_lower_bound_holds_under_noise():
+    """The mean of the summed positive gains of responses that gain nothing would be 0.04."""
+    rng = np.random.default_rng(0)
+    for true in ((0.0, 0.0), (0.02, 0.3), (0.2, 0.3)):
+        found = [nash_conv_lower_bound(gains(*(true + rng.normal(0, 0.05, 2)))) for _ in range(2000)]
+        assert np.mean(np.array(found) > sum(true)) < 0.05
