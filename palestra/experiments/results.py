@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from palestra.files import atomic_write, replacing_file
 from palestra.populations.task_json import TASKS_FILE
 from palestra.report.charts import curve_style, drawing, new_figure
 from palestra.runs.headline import headline_eval
-from palestra.runs.series import RunLogs, series_of
+from palestra.runs.series import Line, RunLogs, series_of
 
 RESULTS_FILE, PAGE_FILE, FIGURE_FILE = "results.json", "results.md", "results.svg"
 FEW_SEEDS = 5  # with fewer, percentile intervals of a bootstrap contain the true mean in about 85 % of cases or less
@@ -36,12 +36,13 @@ LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "o
 
 @dataclass(frozen=True)
 class GridResults:
-    """Results of the finished cells: `values[algorithm][task][seed]` of the metric, and the name of the metric by
-    task."""
+    """Results of the finished cells: `values[algorithm][task][seed]` of the metric, and the name of the metric by task.
+    `unscored` names the finished cells whose last value is not a number, as after a divergence: they have no value."""
 
     grid: GridConfig
     values: dict[str, dict[str, dict[int, float]]]
     metrics: dict[str, str]
+    unscored: list[str] = field(default_factory=list)
 
     def scores(self, algorithm: str) -> list[np.ndarray] | None:
         """Returns normalised scores of each task [N], in the order of the grid; None if a task has no finished run."""
@@ -60,16 +61,14 @@ class GridResults:
     @property
     def missing(self) -> list[str]:
         """Names of the cells that are not finished."""
-        return [
-            cell_name(task, algorithm, seed)
-            for task, algorithm, seed in self.grid.keys
-            if seed not in self.values[algorithm][task]
-        ]
+        without = [cell_name(*key) for key in self.grid.keys if key[2] not in self.values[key[1]][key[0]]]
+        return [name for name in without if name not in self.unscored]
 
 
 def collect_results(grid: GridConfig, root: Path) -> GridResults:
     """Returns the scores of the finished runs of a grid in `root`. Raises ValueError if a run lacks the evaluation or
     metric of its task."""
+    unscored: list[str] = []
     values: dict[str, dict[str, dict[int, float]]] = {a: {t: {} for t in grid.tasks} for a in grid.algorithms}
     metrics: dict[str, str] = {}
     done = finished_cells(root)
@@ -77,29 +76,45 @@ def collect_results(grid: GridConfig, root: Path) -> GridResults:
         name = cell_name(task, algorithm, seed)
         if name in done:
             own = grid.tasks[task]
-            metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), own.eval, own.metric)
-    return GridResults(grid, values, metrics)
+            try:
+                metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), own.eval, own.metric)
+            except NotANumber:
+                unscored.append(name)
+    return GridResults(grid, values, metrics, unscored)
+
+
+class NotANumber(ValueError):
+    """The last value of a run's metric is NaN or infinite, which logs have as null."""
 
 
 def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tuple[str, float]:
-    """Returns the name of a metric and its last value in an evaluation of a run. `evaluation` None is the headline one;
-    `metric` None is the first of `METRICS` that it has. A population has no evaluations: its value is its last
-    `nash_conv`."""
+    """Returns the name of a metric and its value in the last line of an evaluation of a run. `evaluation` None is the
+    headline one; `metric` None is the first of `METRICS` that it has. A population has no evaluations: its value is its
+    last `nash_conv`.
+
+    Raises NotANumber if the last line has no number for it, and ValueError if there is no such evaluation or metric.
+    """
     if (logs.path / TASKS_FILE).exists():
-        measured = series_of(logs.team, "nash_conv").y
-        if not len(measured):
+        lines, what = [line for line in logs.team if "nash_conv" in line], "its last assessment"
+        if not lines:
             raise ValueError(f"{logs.path} has measured no nash_conv: set population.nash_conv_every above 0")
-        return "nash_conv", float(measured[-1])
+        return "nash_conv", _last_value(logs, lines, "nash_conv", what)
     name = evaluation or headline_eval(list(logs.evals))
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
     lines = logs.evals[name]
     wanted = [metric] if metric else METRICS
     for candidate in wanted:
-        values = series_of(lines, candidate).y
-        if len(values):
-            return candidate, float(values[-1])
+        if any(candidate in line for line in lines) or len(series_of(lines, candidate).y):
+            return candidate, _last_value(logs, lines, candidate, f"the last evaluation {name}")
     raise ValueError(f"{logs.path}: evaluation {name} has no {' or '.join(wanted)}: name its metric with metric:")
+
+
+def _last_value(logs: RunLogs, lines: Sequence[Line], metric: str, what: str) -> float:
+    values = series_of(lines[-1:], metric).y
+    if not np.isfinite(values).all() or not len(values):
+        raise NotANumber(f"{logs.path}: {what} has no number for {metric}: it was NaN or infinite, or missing")
+    return float(values[-1])
 
 
 def write_results(results: GridResults, data: dict[str, Any], root: Path) -> list[Path]:
@@ -135,6 +150,7 @@ def results_data(results: GridResults) -> dict[str, Any]:
             for ours, theirs in itertools.permutations(complete, 2)
         },
         "missing": results.missing,
+        "unscored": results.unscored,
     }
 
 
@@ -154,6 +170,9 @@ def results_section(results: GridResults, data: dict[str, Any], figure: str) -> 
     lines = [f"{len(grid.tasks)} tasks, {len(grid.algorithms)} algorithms, {seeds}."]
     if results.missing:
         lines += ["", f"{len(results.missing)} runs are not finished: {', '.join(results.missing[:8])} ..."]
+    if results.unscored:
+        names = ", ".join(results.unscored)
+        lines += ["", f"Left out, since the last value of their metric is not a number: {names}."]
     if data["aggregates"]:
         lines += [
             "",

@@ -8,7 +8,6 @@ a time it chooses the same settings as without interruption.
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from palestra.config import Tree, dump, load, parse
 from palestra.config.tree import to_yaml
 from palestra.experiments.grid import GridCell
-from palestra.experiments.results import final_value, format_values, markdown_table
+from palestra.experiments.results import NotANumber, final_value, format_values, markdown_table
 from palestra.experiments.schedule import CellRefused, CellResult, check_cells, finished_cells, run_cells
 from palestra.experiments.tune import Choices, Params, Range, TuneConfig, apply_params, neighbours
 from palestra.files import atomic_write, to_json_line
@@ -146,17 +145,24 @@ class Search:
 
     def _tell(self, trial: Any, reason: str = "") -> Trial:
         """Stores the score of a trial whose runs ended, or the reason why it has none; returns the finished trial."""
-        done = finished_cells(self.root)
-        names = [cell.name for cell in self._cells(trial)]
-        values = [self._score(name) for name in names if name in done]
+        values, unscored = self._values(trial)
         states = self.optuna.trial.TrialState
-        mean = sum(values) / len(values) if len(values) == len(names) else math.nan
-        if math.isfinite(mean):
-            self._study.tell(trial.number, mean, state=states.COMPLETE)
+        if len(values) == len(self.config.seeds):
+            self._study.tell(trial.number, sum(values) / len(values), state=states.COMPLETE)
         else:
-            self.optuna.trial.Trial(self._study, trial._trial_id).set_user_attr(REASON, reason)
+            self.optuna.trial.Trial(self._study, trial._trial_id).set_user_attr(REASON, reason or unscored)
             self._study.tell(trial.number, state=states.FAIL)
         return self._finished(self._study.get_trials(deepcopy=False)[trial.number])
+
+    def _values(self, trial: Any) -> tuple[list[float], str]:
+        """Returns the scores of the trial's finished runs, and why one of them has none."""
+        done, values, reason = finished_cells(self.root), list[float](), ""
+        for name in [cell.name for cell in self._cells(trial) if cell.name in done]:
+            try:
+                values.append(self._score(name))
+            except NotANumber as error:
+                reason = str(error)
+        return values, reason
 
     def _score(self, name: str) -> float:
         self.metric, value = final_value(RunLogs(self.root / name), self.evaluation, self.config.metric)
@@ -165,8 +171,7 @@ class Search:
         return value
 
     def _finished(self, trial: Any) -> Trial:
-        done = finished_cells(self.root)
-        values = [self._score(cell.name) for cell in self._cells(trial) if cell.name in done] if trial.params else []
+        values = self._values(trial)[0] if trial.params else []
         params = {key: trial.params[key] for key in self._space if key in trial.params}
         return Trial(trial.number, params, values, trial.value, trial.user_attrs.get(REASON, ""))
 

@@ -21,9 +21,18 @@ from warm_processes import start_palestra
 import palestra as pl
 from palestra.backends.ray.process import max_processes, ray_processes
 from palestra.experiments.grid import grid_cells, load_grid
-from palestra.experiments.results import GridResults, collect_results, describe_cell, results_data, results_page
+from palestra.experiments.results import (
+    GridResults,
+    NotANumber,
+    collect_results,
+    describe_cell,
+    final_value,
+    results_data,
+    results_page,
+)
 from palestra.experiments.schedule import check_cells, finished_cells, run_cells
 from palestra.runs import read_lines
+from palestra.runs.series import RunLogs
 
 ROOT = Path(__file__).parent.parent.parent
 Q: dict[str, Any] = {"rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
@@ -288,6 +297,24 @@ def test_unfinished_algorithms_have_no_aggregate(tmp_path: Path) -> None:
     data = results_data(collect_results(file, folder))
     assert list(data["aggregates"]) == ["dqn"] and data["aggregates"]["dqn"]["iqm"] == {"value": 0.75, "interval": None}
     assert len(data["missing"]) == 5 and data["probability_of_improvement"] == {}
+
+
+def test_nan_in_the_last_evaluation_is_no_score(tmp_path: Path) -> None:
+    """Logs have NaN as null. The value of an earlier evaluation is not taken in its place."""
+    file, folder = load_grid(write(tmp_path, seeds=[0], tasks={"two": GRID["tasks"]["two"]})), tmp_path / "runs"
+    for name, last in (("two-dqn-0", "null"), ("two-vdn-0", "3.0")):
+        (folder / name).mkdir(parents=True)
+        lines = [f'{{"name": "held_out", "step": {step}, "return": {y}}}\n' for step, y in ((0, 7.9), (100, last))]
+        (folder / name / "evals.jsonl").write_text("".join(lines))
+        with open(folder / "cells.jsonl", "a") as cells:
+            cells.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
+    results = collect_results(file, folder)
+    data = results_data(results)
+    assert data["values"] == {"dqn": {"two": {}}, "vdn": {"two": {"0": 3.0}}}
+    assert data["unscored"] == ["two-dqn-0"] and data["missing"] == [] and list(data["aggregates"]) == ["vdn"]
+    assert "Left out, since the last value of their metric is not a number: two-dqn-0." in results_page(results, data)
+    with pytest.raises(NotANumber, match="two-dqn-0: the last evaluation held_out has no number for return"):
+        final_value(RunLogs(folder / "two-dqn-0"), None, None)
 
 
 @pytest.mark.parametrize("seeds", [2, 5])

@@ -173,28 +173,35 @@ def test_failed_trials_have_no_score(tmp_path: Path) -> None:
     assert code == 1 and "the simulator broke" in printed and "every trial failed" in printed, printed
 
 
-def test_settings_that_the_config_refuses_together_fail_one_trial(tmp_path: Path) -> None:
-    """A burn-in as long as the rollout is refused. The other trials are scored, by runs that have ended before."""
+def test_refused_settings_and_diverged_runs_fail_one_trial(tmp_path: Path) -> None:
+    """A burn-in as long as the rollout is refused. The others are scored by runs that have ended before: one of them
+    was better once, but is NaN in its last evaluation."""
     space = {"algorithm.burn_in": {"low": 0, "high": 3}, "algorithm.rollout_length": {"choices": [2, 8]}}
     policy = RUN["policies"]["agent"] | {"gru_units": 4}
     run = {"algorithm": RUN["algorithm"] | {"rollout_length": 8}, "policies": {"agent": policy}}
     search = open_search(write(tmp_path, run, space=space, trials=3, seed=1, sampler="random"))
-    asked = [search._ask() for _ in range(3)]
-    refused = [t.number for t in asked if t.params["algorithm.rollout_length"] <= t.params["algorithm.burn_in"]]
-    assert refused == [1]  # by the seed
-    for number in (0, 2):
+    asked = [search._ask().params for _ in range(3)]
+    assert [params["algorithm.rollout_length"] <= params["algorithm.burn_in"] for params in asked] == [
+        False,
+        True,
+        False,
+    ]
+    for number, returns in ((0, ["7.0"]), (2, ["7.9", "null"])):
         name = f"trial-{number}-100"
         (search.root / name).mkdir()
-        (search.root / name / "evals.jsonl").write_text('{"name": "held_out", "step": 8, "return": 7.0}\n')
+        lines = [f'{{"name": "held_out", "step": {step}, "return": {y}}}\n' for step, y in enumerate(returns)]
+        (search.root / name / "evals.jsonl").write_text("".join(lines))
         with open(search.root / "cells.jsonl", "a") as file:
             file.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
     search.run(1, lambda result: None, lambda trial: None)
     again = open_search(tmp_path / "tune.yaml")
-    assert [trial.number for trial in again.trials if trial.score is None] == refused
-    for trial in again.trials:
-        assert trial.score == 7.0 if trial.number not in refused else "burn_in is" in trial.reason
+    first, refused, diverged = again.trials
+    assert (first.score, first.reason, refused.score, diverged.score) == (7.0, "", None, None)
+    assert "trial-1-100: " in refused.reason and "burn_in is" in refused.reason
+    assert "trial-2-100: the last evaluation held_out has no number for return" in diverged.reason
     page = again.write_results()[-1].read_text()
-    assert f"- trial {refused[0]}: trial-{refused[0]}-100: " in page
+    assert "3 trials, seed 100; 2 failed." in page and f"- trial 1: {refused.reason}" in page
+    assert again.best == first
 
 
 def open_search(file: Path) -> Search:
