@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from palestra.config import RunName, StrictModel, Tree, load, validate
+from palestra.config import RunName, StrictModel, Tree, load, merge, validate
 from palestra.config.shipped import find_config
 
 Changes = dict[str, Any]
@@ -136,16 +136,7 @@ def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:
     """Returns the config of a cell: the task's, then the changes of the algorithm, whose `algorithm` replaces the
     task's, then those of the algorithm on this task."""
     own, changes = grid.tasks[task], grid.algorithms[algorithm]
-    start = merged(tree, own.changes)
+    start = merge(tree, own.changes)
     if "algorithm" in changes:
         start.pop("algorithm", None)
-    return merged(merged(start, changes), own.algorithms.get(algorithm, {}))
-
-
-def merged(tree: Tree, changes: Changes) -> Tree:
-    """Returns `tree` with `changes`: mappings are merged key by key, other values replaced."""
-    result = dict(tree)
-    for key, value in changes.items():
-        old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return result
+    return merge(merge(start, changes), own.algorithms.get(algorithm, {}))

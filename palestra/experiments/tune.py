@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from palestra.config import RunName, StrictModel, Tree, load, validate
-from palestra.experiments.grid import TaskConfig, load_base_config, merged
+from palestra.config import RunName, StrictModel, Tree, load, merge, validate
+from palestra.experiments.grid import TaskConfig, load_base_config
 from palestra.runs.headline import DEV_EVAL, HEADLINE_EVAL
 
 Choice = bool | int | float | str | None
@@ -124,7 +124,7 @@ def load_tuning(path: Path) -> TuneConfig:
 
 def base_tree(config: TuneConfig, folder: Path) -> Tree:
     """Returns the config that every trial changes. `folder` is the folder of the search's file."""
-    return merged(load_base_config(config, folder), config.changes)
+    return merge(load_base_config(config, folder), config.changes)
 
 
 def apply_params(tree: Tree, params: Params) -> Tree:
@@ -134,7 +134,7 @@ def apply_params(tree: Tree, params: Params) -> Tree:
         change: Tree = {last: value}
         for name in reversed(path):
             change = {name: change}
-        tree = merged(tree, change)
+        tree = merge(tree, change)
     return tree
 
 
