@@ -182,8 +182,9 @@ def _stage(
 def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
     """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
     evaluation = config.evals[name]
-    own = config.env_config(evaluation.base_env)
-    return with_split(own, "test" if name == "test" else "dev") | (evaluation.env or {})
+    changes = evaluation.env or {}
+    env = config.env_config(evaluation.base_env) | changes
+    return env if "split" in changes else with_split(env, "test" if name == "test" else "dev")
 
 
 def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
