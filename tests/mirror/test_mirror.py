@@ -287,7 +287,7 @@ def test_training_continues_while_the_store_is_down(tmp_path, store, fast_retrie
         wait_until(lambda: mirror_status(run.path)["state"] == "1 steps")
         store.is_down = True
         train(run, 1)
-        wait_until(lambda: mirror_status(run.path)["failing_since"])
+        wait_until(lambda: mirror_status(run.path)["failing_since"] and said)  # the status is written before the alarm
         (line,) = said
         assert line.startswith(f"alarm: the mirror {URL}/demo is behind, training continues without it:")
         assert "the store is down" in line
