@@ -145,7 +145,7 @@ class RemoteEnv(Env):
         return step
 
     async def _open_session(self, actions: list[pb.Pairs], why: str) -> pb.Step:
-        """Opens a session, plays the actions `actions` in one request and returns the last step.
+        """Opens a session, plays `actions` in one request and returns the last step.
 
         Raises RuntimeError after `MAX_LOST_SERVERS` lost servers in a row, and if a replayed step differs from the
         original.
