@@ -1,4 +1,4 @@
-"""Builds a language-agent run from its config (text_config.py). The only module that turns names into objects."""
+"""Builds a language-agent run from its config (text_config.py), with the policies that policy_resolver.py makes."""
 
 from __future__ import annotations
 
