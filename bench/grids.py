@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from palestra.experiments.grid import GridConfig, cell_name, load_grid
-from palestra.experiments.results import GridResults, draw_results, final_value, results_data, results_section
+from palestra.experiments.results import (
+    GridResults,
+    NotANumber,
+    draw_results,
+    final_value,
+    results_data,
+    results_section,
+)
 from palestra.experiments.schedule import finished_cells
 from palestra.runs import read_lines
 from palestra.runs.headline import headline_eval
@@ -28,21 +35,31 @@ Line = dict[str, Any]
 
 def collect(grid: GridConfig, runs: Path) -> list[Line]:
     """Returns a line for each finished run: task, algorithm, seed, metric, the metric's last value, CPU seconds of
-    rollouts and updates, and the metric's curve as [env steps, value] for each evaluation."""
+    rollouts and updates, and the metric's curve as [env steps, value] for each evaluation. The value is None, without a
+    curve, if the metric ended as NaN."""
     lines, done = [], finished_cells(runs)
     for task, algorithm, seed in grid.keys:
         run = runs / cell_name(task, algorithm, seed)
         if run.name in done:
             logs, own = RunLogs(run), grid.tasks[task]
-            metric, value = final_value(logs, own.eval, own.metric)
-            series = series_of(logs.evals[own.eval or headline_eval(list(logs.evals))], metric)
-            steps = (series.x + 1).astype(int) * env_steps_per_step(logs)
-            curve = [[step, float(f"{y:.5g}")] for step, y in zip(steps.tolist(), series.y, strict=True)]
-            lines.append(
-                {"task": task, "algorithm": algorithm, "seed": seed, "metric": metric, "value": value}
-                | {"cpu": round(cpu_seconds(run), 1), "curve": curve}
-            )
+            score: Line = {"metric": own.metric, "value": None}
+            curve: list[list[float]] = []
+            try:
+                score["metric"], score["value"] = final_value(logs, own.eval, own.metric)
+            except NotANumber as error:
+                print(f"without a score: {error}")
+            else:
+                curve = metric_curve(logs, own.eval or headline_eval(list(logs.evals)), score["metric"])
+            cpu = round(cpu_seconds(run), 1)
+            lines.append({"task": task, "algorithm": algorithm, "seed": seed, **score, "cpu": cpu, "curve": curve})
     return lines
+
+
+def metric_curve(logs: RunLogs, evaluation: str | None, metric: str) -> list[list[float]]:
+    """Returns [env steps, value] of a metric for each line of an evaluation."""
+    series = series_of(logs.evals[evaluation], metric) if evaluation else series_of([], metric)
+    steps = (series.x + 1).astype(int) * env_steps_per_step(logs)
+    return [[step, float(f"{y:.5g}")] for step, y in zip(steps.tolist(), series.y, strict=True)]
 
 
 def env_steps_per_step(logs: RunLogs) -> int:
@@ -60,10 +77,12 @@ def cpu_seconds(run: Path) -> float:
 def results_of(grid: GridConfig, lines: list[Line]) -> GridResults:
     """Returns the results that the page and its figure show."""
     values: dict[str, dict[str, dict[int, float]]] = {a: {t: {} for t in grid.tasks} for a in grid.algorithms}
-    for line in lines:
+    scored = [line for line in lines if line["value"] is not None]
+    for line in scored:
         values[line["algorithm"]][line["task"]][line["seed"]] = line["value"]
-    found = {line["task"]: line["metric"] for line in lines}
-    return GridResults(grid, values, {task: found[task] for task in grid.tasks if task in found})
+    found = {line["task"]: line["metric"] for line in scored}
+    unscored = [cell_name(line["task"], line["algorithm"], line["seed"]) for line in lines if line["value"] is None]
+    return GridResults(grid, values, {task: found[task] for task in grid.tasks if task in found}, unscored)
 
 
 def write_page(name: str, grid: GridConfig, lines: list[Line], docs: Path) -> Path:

@@ -1,8 +1,8 @@
 """Conversations in OpenAI's message format, and tool calls as text.
 
-Tool calls are written as Hermes and Qwen models do: `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
-2}}</tool_call>`. Parsing and rendering are inverse to each other, so that a conversation returned by an agent program
-can be matched with the one that the model sampled.
+Tool calls are written as `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`. Hermes and Qwen
+models put line breaks around the JSON, which parsing accepts. Parsing and rendering are inverse to each other, so that
+a conversation returned by an agent program can be matched with the one that the model sampled.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from palestra.config import RunName, StrictModel, check_policy_names
 from palestra.mirror.config import OptionalMirror
+from palestra.runs.headline import algorithm_label
 from palestra.sinks.base import SinkConfigs
 from palestra.types import TEAM, Seat
 
@@ -77,8 +78,8 @@ class PolicyRunConfig(RunConfig):
 
     @property
     def algorithm_label(self) -> str:
-        """Name of the training algorithm, for display."""
-        return str(self.algorithm.type)
+        """Names of the training algorithms in order, for display."""
+        return algorithm_label(self.model_dump(mode="json"))
 
     @field_validator("policies")
     @classmethod

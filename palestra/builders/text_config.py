@@ -210,11 +210,6 @@ class TextConfig(PolicyRunConfig):
         played = [str(env["type"]) for env in self.named_envs.values()]
         return " and ".join(dict.fromkeys(played or [entry.path for entry in self.data])) or "data"
 
-    @property
-    def algorithm_label(self) -> str:
-        """Names of the training algorithms in order, for display."""
-        return ", then ".join((stage.algorithm or self.algorithm).type for stage in self.stages) or self.algorithm.type
-
     def env_config(self, name: str | None = None) -> dict[str, Any]:
         """Returns the env called `name`, or the first one. Raises ValueError if there is none."""
         if name is not None and name not in self.named_envs:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,24 @@ def test_nan_in_the_last_evaluation_is_no_score(tmp_path: Path) -> None:
     assert "Left out, since the last value of their metric is not a number: two-dqn-0." in results_page(results, data)
     with pytest.raises(NotANumber, match="two-dqn-0: the last evaluation held_out has no number for return"):
         final_value(RunLogs(folder / "two-dqn-0"), None, None)
+
+
+def test_shipped_results_name_runs_without_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    grids = import_module("grids")
+    file, folder = load_grid(write(tmp_path, seeds=[0], tasks={"two": GRID["tasks"]["two"]})), tmp_path / "runs"
+    for name, last in (("two-dqn-0", "null"), ("two-vdn-0", "3.0")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "evals.jsonl").write_text(f'{{"name": "held_out", "step": 9, "return": {last}}}\n')
+        (folder / name / "metrics.jsonl").write_text('{"policy": "team", "step": 9, "env_steps": 640}\n')
+        (folder / name / "timings.jsonl").write_text('{"policy": "team", "step": 9, "update_cpu_s": 2}\n')
+        with open(folder / "cells.jsonl", "a") as cells:
+            cells.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
+    lines = grids.collect(file, folder)
+    assert [(line["value"], line["curve"], line["cpu"]) for line in lines] == [(None, [], 2), (3, [[640, 3]], 2)]
+    results = grids.results_of(file, lines)
+    assert results.unscored == ["two-dqn-0"] and results.missing == [] and results.metrics == {"two": "return"}
+    assert results.values == {"dqn": {"two": {}}, "vdn": {"two": {0: 3}}}
 
 
 @pytest.mark.parametrize("seeds", [2, 5])

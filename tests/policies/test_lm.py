@@ -382,6 +382,48 @@ def test_answers_to_imitate_end_once_and_only_where_they_ended():
     assert taught.token_ids.tolist() == plain[:-1]
 
 
+QWEN_CALLS = (  # as Qwen2.5 and Qwen3 write calls: line breaks around each
+    "{% for m in messages %}<|{{ m.role if m.role != 'tool' else 'user' }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n' }}{{ c.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA_CALLS = (  # as Llama 3 writes calls, which are not parsed here
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COMPACT = '<tool_call>{"name": "add", "arguments": {"a": "é", "b": 2}}</tool_call>'
+BROKEN = COMPACT.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "written"),
+    [
+        (QWEN_CALLS, COMPACT, BROKEN),
+        (QWEN_CALLS, f"Both:\n{COMPACT}\n{COMPACT}", f"Both:\n{BROKEN}\n{BROKEN}"),
+        (QWEN_CALLS, BROKEN, BROKEN),
+        (QWEN_CALLS, COMPACT.replace(": 2", ":2"), COMPACT.replace(": 2", ":2")),  # spelt in its own way
+        (QWEN_CALLS, "2", "2"),
+        (TOOLS_TEMPLATE, COMPACT, COMPACT),
+        (LLAMA_CALLS, COMPACT, COMPACT),
+        (QWEN_STYLE, COMPACT, COMPACT),  # calls are not shown
+        (None, COMPACT, COMPACT),
+    ],
+)
+def test_calls_to_imitate_are_written_as_the_template_writes_them(template, text, written):
+    """Otherwise a model would be taught to call tools in another way than its prompts show."""
+    agent = policy(tokenizer=tokenizer_with(template))
+    tokenizer, ask = agent.encoder.tokenizer, {"role": "user", "content": "?"}
+    taught = agent.encode_demonstration(Query("", Chat((ask,))), text)
+    assert taught.text == written and tokenizer.decode(taught.token_ids) == written + agent.encoder.turn_end
+    assert parse_assistant_message(written) == parse_assistant_message(text)
+    if template == QWEN_CALLS and text != written:  # later prompts contain the same tokens
+        later = agent.encoder.encode_conversation(Chat((ask, parse_assistant_message(text), ask)), None).tolist()
+        assert later[: len(taught.prompt_ids)] == taught.prompt_ids.tolist()
+        assert later[len(taught.prompt_ids) :][: len(taught.token_ids)] == taught.token_ids.tolist()
+
+
 def test_a_teacher_reads_its_own_earlier_turns():
     """Teacher and student have different system prompts and tokenizers; each later prompt continues its own earlier
     one."""

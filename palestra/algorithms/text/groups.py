@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from palestra.algorithms.text.base import TextAlgorithm
 from palestra.rollouts.metrics import member_name
@@ -43,6 +43,16 @@ class GroupAlgorithm(TextAlgorithm):
     """With `continue_from: epsilon`, the probability of continuing from a random sibling."""
     team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are team_weight * team + local."""
+
+    @model_validator(mode="after")
+    def _explores_where_epsilon_is_set(self) -> Self:
+        explores = self.branch_at == "turn" and self.continue_from == "epsilon"
+        if not explores and self.epsilon != type(self).model_fields["epsilon"].default:
+            raise ValueError(
+                f"epsilon: {self.epsilon:g} has no effect: it is the probability of a random sibling with "
+                "branch_at: turn and continue_from: epsilon: set these, or remove it"
+            )
+        return self
 
     @property
     def branching(self) -> Branching:

@@ -45,6 +45,21 @@ class ImportanceSampling(StrictModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _corrects_where_bounds_are_set(self) -> Self:
+        if self.old_logprobs == "trainer" and self.importance_cap is not None:
+            return self
+        fields = type(self).model_fields
+        for name in ("importance_cap", "importance_floor", "importance_mode"):
+            value = getattr(self, name)
+            if value is not None and value != fields[name].default:
+                reason = "old_logprobs: sampler" if self.old_logprobs == "sampler" else "importance_cap: null"
+                raise ValueError(
+                    f"{name}: {value} has no effect with {reason}, by which advantages are not corrected: remove it, "
+                    "or set old_logprobs: trainer and an importance_cap"
+                )
+        return self
+
     @property
     def importance_options(self) -> dict[str, Any]:
         """Options of `correct_mismatch` (losses/policy.py), those that differ from its defaults."""

@@ -282,7 +282,29 @@ def test_token_and_sequence_importance_caps_by_hand(mode, expected):
 def test_bounds_that_exclude_fresh_samples_are_refused(bounds):
     with pytest.raises(ValueError, match="exclude the ratio 1"):
         GRPO(importance_mode="token_mask", **bounds)
-    assert GRPO(importance_cap=None, importance_floor=1.0).importance_floor == 1
+    assert GRPO(importance_floor=1.0).importance_floor == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"old_logprobs": "sampler", "importance_cap": 3}, "importance_cap: 3.0 has no effect with old_logprobs"),
+        ({"old_logprobs": "sampler", "importance_mode": "token_mask"}, "importance_mode: token_mask has no effect"),
+        ({"importance_cap": None, "importance_floor": 0.5}, "0.5 has no effect with importance_cap: null"),
+        ({"epsilon": 0.3}, "epsilon: 0.3 has no effect: .* set these, or remove it"),
+        ({"branch_at": "root", "continue_from": "epsilon", "epsilon": 0.3}, "epsilon: 0.3 has no effect"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPO(**settings)
+
+
+def test_resolved_settings_are_accepted_again():
+    """The config of a run lists the defaults of settings that have no effect in it."""
+    explores = {"continue_from": "epsilon", "epsilon": 0.3}
+    for settings in ({"old_logprobs": "sampler"}, {"importance_cap": None}, explores):
+        assert GRPO(**GRPO(**settings).model_dump()) == GRPO(**settings)
 
 
 def test_mismatch_is_only_measured_without_a_cap():
