@@ -52,7 +52,8 @@ def tune(
         evaluation = scored_eval(config, base)
         if dry_run:
             start = check_space(config, base, folder)
-            print_line(f"search {config.name}: {config.trials} trials, scored by {evaluation}; every range is valid")
+            score = evaluation or "nash_conv"
+            print_line(f"search {config.name}: {config.trials} trials, scored by {score}; every range is valid")
             print_line(f"it starts {'from the config' if start else 'at random, since the config has values outside'}")
             return
         search = Search(config, base, evaluation, folder)

@@ -62,7 +62,7 @@ def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskC
             request = run_request(cell.tree, name=cell.name, root=root)
             request.check()
             if tasks:
-                _check_score(request, tasks[cell.task])
+                check_score(request, tasks[cell.task])
         except ValueError as error:
             raise CellRefused(f"{cell.name}: {error}") from error
         stored = root / cell.name / "config.yaml"
@@ -73,7 +73,7 @@ def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskC
             )
 
 
-def _check_score(request: LaunchRequest, task: TaskConfig) -> None:
+def check_score(request: LaunchRequest, task: TaskConfig) -> None:
     """Raises ValueError if a run will have nothing to score."""
     if request.kind.name == "population":
         if task.eval or task.metric not in (None, "nash_conv"):

@@ -17,7 +17,14 @@ from palestra.config import Tree, dump, load, parse
 from palestra.config.tree import to_yaml
 from palestra.experiments.grid import GridCell
 from palestra.experiments.results import NotANumber, final_value, format_values, markdown_table
-from palestra.experiments.schedule import CellRefused, CellResult, check_cells, finished_cells, run_cells
+from palestra.experiments.schedule import (
+    CellRefused,
+    CellResult,
+    check_cells,
+    check_score,
+    finished_cells,
+    run_cells,
+)
 from palestra.experiments.tune import Choices, Params, Range, TuneConfig, apply_params, neighbours
 from palestra.files import atomic_write, to_json_line
 from palestra.runs.series import RunLogs
@@ -43,13 +50,13 @@ class Trial(NamedTuple):
 
 class Search:
     """A search in the folder `root`. `base` is the config that trials change, `evaluation` the evaluation that is
-    scored.
+    scored (None: a population's last `nash_conv`).
 
     Raises ValueError if Optuna is missing, if the folder has another search, or if the config refuses a value of the
     space.
     """
 
-    def __init__(self, config: TuneConfig, base: Tree, evaluation: str, root: Path) -> None:
+    def __init__(self, config: TuneConfig, base: Tree, evaluation: str | None, root: Path) -> None:
         self.config, self.base, self.evaluation, self.root = config, base, evaluation, root
         self.metric = config.metric or ""
         self.optuna = _import_optuna()
@@ -211,11 +218,12 @@ class Search:
         ]
         seeds = f"seeds {', '.join(map(str, config.seeds))}" if len(config.seeds) > 1 else f"seed {config.seeds[0]}"
         better = "more" if config.direction == "maximize" else "less"
+        scored_at = f"evaluation {self.evaluation}" if self.evaluation else "assessment"
         lines = [
             f"# {config.name}",
             "",
             f"{len(trials)} trials, {seeds}; {len(trials) - len(scored)} failed. Score: {self.metric or 'the metric'} "
-            f"of the last evaluation {self.evaluation}, of which {better} is better.",
+            f"of the last {scored_at}, of which {better} is better.",
         ]
         lines += ["", *markdown_table(["trial", "score", *keys], rows)]
         failed = [f"- trial {trial.number}: {trial.reason}" for trial in trials if trial.reason]
@@ -247,10 +255,12 @@ def _distribution(optuna: Any, values: Range | Choices) -> Any:
 
 def check_space(config: TuneConfig, base: Tree, root: Path) -> Params:
     """Returns the config's own values of the settings, or {} if the space does not contain all of them. Raises
-    ValueError for a key that the config does not have, or a value that it refuses."""
+    ValueError for a key that the config does not have, a value that it refuses, or runs that would have no score."""
     from palestra.launch.run import run_request
 
-    resolved = flatten_tree(parse(dump(run_request(base, root=root).config)))
+    request = run_request(base, root=root)
+    check_score(request, config)
+    resolved = flatten_tree(parse(dump(request.config)))
     start = {key: resolved[key] for key, values in config.space.items() if values.contains(resolved.get(key))}
     for name, params in neighbours(config, start):
         try:

@@ -145,8 +145,15 @@ def neighbours(config: TuneConfig, start: Params) -> Iterator[tuple[str, Params]
             yield f"space.{key} = {value}", start | {key: value}
 
 
-def scored_eval(config: TuneConfig, tree: Tree) -> str:
-    """Returns the name of the evaluation that is scored. Raises ValueError if it plays test instances or is missing."""
+def scored_eval(config: TuneConfig, tree: Tree) -> str | None:
+    """Returns the name of the evaluation that is scored, None for a population, which is scored by its last
+    `nash_conv`. Raises ValueError if the evaluation plays test instances or is missing."""
+    if tree.get("population"):
+        if config.direction == "maximize":
+            raise ValueError(
+                "a population is scored by its nash_conv, of which less is better: set direction: minimize"
+            )
+        return None
     evals = tree.get("evals") or {}
     default = DEV_EVAL if DEV_EVAL in evals else next((name for name in evals if name != HEADLINE_EVAL), None)
     name = config.eval or default

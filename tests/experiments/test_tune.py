@@ -159,6 +159,50 @@ def test_evaluation_named_test_is_never_scored_by_default(tmp_path: Path) -> Non
         open_search(file)
 
 
+KUHN: dict[str, Any] = {
+    "env": {"type": "kuhn_poker"},
+    "population": {"type": "psro", "iterations": 1},
+    "oracle": {"type": "exact"},
+    "backend": {"type": "inline"},
+}
+FEWEST: dict[str, Any] = {
+    "config": "kuhn.yaml",
+    "space": {"population.iterations": {"choices": [1, 6]}},
+    "direction": "minimize",
+}
+
+
+def test_search_of_a_population_minimizes_its_nash_conv(tmp_path: Path) -> None:
+    """More iterations of exact best responses are less exploitable."""
+    (tmp_path / "kuhn.yaml").write_text(yaml.safe_dump(KUHN))
+    search = open_search(write(tmp_path, **FEWEST, trials=2, seed=0))
+    search.run(1, lambda result: None, lambda trial: None)
+    scores = {trial.params["population.iterations"]: trial.score for trial in search.trials}
+    assert scores.keys() == {1, 6}
+    assert search.best is not None and search.best.params == {"population.iterations": 6}
+    assert 0 <= scores[6] < scores[1]
+    last = read_lines(search.root / f"trial-{search.best.number}-100/metrics.jsonl")
+    assert search.best.values == [[line["nash_conv"] for line in last if "nash_conv" in line][-1]]
+    page = search.write_results()[-1].read_text()
+    assert "2 trials, seed 100; 0 failed. Score: nash_conv of the last assessment, of which less is better." in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"direction": "maximize"}, "of which less is better: set direction: minimize"),
+        ({"metric": "success"}, "leave out the task's eval: and metric:"),
+        ({"changes": {"population": {"nash_conv_every": 0}}}, "set population.nash_conv_every above 0"),
+    ],
+)
+def test_search_of_a_population_without_a_score_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        (tmp_path / "kuhn.yaml").write_text(yaml.safe_dump(KUHN))
+        open_search(write(tmp_path, **FEWEST | changes))
+
+
 def test_folder_of_another_search_is_refused(tmp_path: Path) -> None:
     open_search(write(tmp_path))
     open_search(write(tmp_path, trials=7))
