@@ -60,7 +60,10 @@ class Prompts:
         self.name = f"prompts-{_digest(''.join(map(_digest, order)))[:8]}"
         held_out = max(1, round(HELD_OUT_SHARE * len(order))) if len(order) > 2 else 0
         parts = {"test": order[:held_out], "dev": order[held_out : 2 * held_out], "train": order[2 * held_out :]}
-        self.rows = {split: [row for row in rows if row["prompt"] in set(part)] for split, part in parts.items()}
+        split_of = {prompt: split for split, part in parts.items() for prompt in part}
+        self.rows: dict[str, list[Mapping[str, Any]]] = {split: [] for split in parts}
+        for row in rows:
+            self.rows[split_of[row["prompt"]]].append(row)
 
     def __call__(self, split: PromptSplit = "train") -> PromptEnv:
         """Returns the env of a split. Raises ValueError if the split is empty."""

@@ -336,6 +336,10 @@ def test_reading_programs() -> None:
     assert read_program("```python\na\n```\nor better\n```py\nb\n```") == "b"
     assert read_program("thinking #### [x for x in xs]") == "[x for x in xs]"
     assert read_program("print(1)") == "print(1)"
+    shown = "Say xs is\n```\n[1, 2]\n```\nThen it works.\n#### "
+    assert read_program(f"{shown}xs[:1]", "expression") == read_program(f"{shown}```py\nxs[:1]\n```", "expression")
+    assert read_program(f"{shown}xs[:1]", "expression") == "xs[:1]"
+    assert read_program("```py\nxs[:1]\n```", "expression") == "xs[:1]"
     assert read_program("  ") is None and read_program("```python\n```") is None
     assert read_program("x" * 10**6) == "x" * 20_000
 

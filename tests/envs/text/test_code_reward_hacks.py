@@ -273,6 +273,13 @@ def test_hacking_test_earns_nothing(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.usefixtures("sandboxed")
+@pytest.mark.parametrize("test", ['["a"] -> None', "[True] -> None", "[10000000] -> None"])
+def test_drill_test_without_a_result_earns_nothing(test: str) -> None:
+    _, step = play(CoderTester(source="drills"), scripted_pair("", test))
+    assert step.rewards["tester"] == 0.0
+
+
+@pytest.mark.usefixtures("sandboxed")
 def test_correct_test_earns_the_full_reward(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", SQUARE), split="all")
     _, step = play(env, scripted_pair("", "#### f(7) -> 50"))

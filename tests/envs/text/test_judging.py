@@ -98,6 +98,26 @@ def test_different_answers_are_graded_directly(one, other):
     assert grade_directly(one, other) == grade_directly(other, one) == INCORRECT
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("3", "3xy"), ("3 fish", "3xy"), ("6mn", "6ab"), ("2", "2xy^2"), ("-8", "-8mn"), ("3 fifths", "3"), ("3xy", "3")],
+)
+def test_number_is_not_a_term_and_not_a_part_of_one(answer, gold):
+    assert asyncio.run(grade_answer(answer, gold)).score == 0
+
+
+@pytest.mark.parametrize("answer", ["26cm", "26 cm", "26 men", "26 apples", "26m", r"26\text{ ab}", "26 km/h", "26 pm"])
+def test_units_are_not_compared(answer):
+    assert grade_directly(answer, "26") == grade_directly("26", answer) == CORRECT
+
+
+@pytest.mark.parametrize("answer", ["1" + " " * 990 + "!", "1" + " a" * 490 + "!", "x" + " " * 990 + ">"])
+def test_time_of_grading_does_not_grow_with_the_spaces(answer):
+    started = time.perf_counter()
+    assert grade_directly(answer, "26") == UNREADABLE
+    assert time.perf_counter() - started < 1
+
+
 @pytest.mark.parametrize("answer", [None, "", "twenty-six", "9" * 2000, "x"])
 def test_answers_without_number_are_unreadable(answer):
     assert grade_directly(answer, "26") == UNREADABLE

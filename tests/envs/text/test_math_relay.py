@@ -142,6 +142,13 @@ def test_a_message_is_cut_to_its_limit():
     assert len(asked.partition("\n")[0]) == len("Your colleague says: ") + 80
 
 
+def test_only_the_part_of_a_message_that_arrives_is_rewarded():
+    env = MathRelay(shots=0)
+    for text, reward in (("so that", 1.0), ("so that " * 10, 0.0)):
+        env.reset(4)
+        assert env.step({"first": text + env.expert("first", random.Random(0))}).rewards["first"] == reward
+
+
 @pytest.mark.parametrize("limit", [9, 30, 1000])
 def test_experts_succeed(limit: int):
     env = MathRelay(limit=limit, split="dev")

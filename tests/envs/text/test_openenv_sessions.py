@@ -33,6 +33,31 @@ def other_replay(session: int, kind: str) -> dict[str, Any]:
     return observation(f"session {session}")
 
 
+def test_fork_replays_long_actions_as_they_were_sent() -> None:
+    """An answer is cut to its last 4,000 characters, a replayed action is not."""
+    sent: list[list[Any]] = []
+
+    async def answer(socket: ServerConnection) -> None:
+        sent.append(own := [])
+        async for message in socket:
+            request = json.loads(message)
+            if request["type"] == "close":
+                break
+            own.append(request["data"])
+            await socket.send(json.dumps(observation("again")))
+
+    async def fork() -> None:
+        async with serve(answer, "127.0.0.1", 0) as server:
+            env = OpenEnv(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=5)
+            await env.reset(0)
+            await env.step({"agent": "é" * 700})
+            await (await env.fork()).close()
+            await env.close()
+
+    asyncio.run(fork())
+    assert sent[0][1] == {"message": "é" * 700} and sent[1] == sent[0]
+
+
 @pytest.mark.parametrize("reply", [failed_replay, failed_reset, other_replay])
 def test_session_of_a_failed_fork_is_closed(reply: Reply) -> None:
     opened, ended = [], []

@@ -201,6 +201,16 @@ def test_there_are_many_thousands_of_small_sums(difficulty):
     assert all(len(digits) <= 2 for found in operands for digits in found)
 
 
+def test_sums_of_both_kinds_are_drawn_as_one():
+    """Else a sum could be in train as one kind and in test as the other."""
+    kinds, seen = ("sum", "arithmetic"), dict[str, set[str]]()
+    for split in ("train", "test"):
+        drawn = [generate_problem(seed, kinds, (1,), split) for seed in range(1000)]
+        seen[split] = {" + ".join(sorted(problem.short_question.split(" + "))) for problem in drawn}
+        assert {problem.split_key.split()[0] for problem in drawn} == set(kinds)
+    assert not seen["train"] & seen["test"]
+
+
 def test_reordered_problems_are_one_problem():
     assert canonical_form(("+", 7, 12)) == canonical_form(("+", 12, 7))
     assert canonical_form(("-", ("+", 12, 5), 7)) == canonical_form(("+", ("-", 12, 7), 5))
@@ -375,6 +385,8 @@ def test_answers_are_at_the_end_of_published_solutions():
     assert published_answer("a\n#### 1,234") == "1,234"
     assert published_answer(r"Hence $\boxed{\sqrt{2}}$ and no more.") == r"\sqrt{2}"
     assert published_answer("204") == "204"
+    assert published_answer(r"Thus there are $\boxed 2$ of them.") == published_answer(r"so $\fbox{2}$") == "2"
+    assert published_answer(r"cut off: \boxed{\frac{1}{2") == ""
 
 
 # ---- sources

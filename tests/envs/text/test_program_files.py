@@ -128,6 +128,12 @@ def test_published_shapes_load(tmp_path: Path, name: str, ending: str) -> None:
     assert tuple(case.input_text for case in problem.tests) == givens
 
 
+@pytest.mark.parametrize(("outputs", "values"), [([[[2]], [[4, 5]]], ["[2]", "[4, 5]"]), ([[2], [4, 5]],) * 2])
+def test_values_of_functions_are_unwrapped_if_all_are_wrapped(tmp_path: Path, outputs: Any, values: Any) -> None:
+    row = APPS_CALL | {"input_output": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs})}
+    assert [case.expected_output for case in load(tmp_path, row)[0].tests] == [str(value) for value in values]
+
+
 @pytest.mark.parametrize("name", [name for name, (row, *_) in ALL.items() if "question_id" not in row])
 def test_their_references_pass(lab: ProgramTestRunner, tmp_path: Path, name: str) -> None:
     assert failures(lab, load(tmp_path, ALL[name][0])[0]) == []

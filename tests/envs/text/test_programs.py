@@ -122,6 +122,21 @@ def test_drill_becomes_a_problem(lab: ProgramTestRunner) -> None:
         assert try_program(lab, problem.program_from(flawed, "expression"), "([1],)").compile_error
 
 
+@pytest.mark.parametrize(
+    ("question", "lacking"),
+    [
+        ("keep odd first 3", "[x for x in xs if x%2==1]"),
+        ("keep above 2 first 1", "xs[:1]"),
+        ("keep below 4 each plus 7 sorted", "[x+7 for x in xs if x<4]"),
+    ],
+)
+def test_drill_without_one_of_its_parts_fails_a_test(question: str, lacking: str) -> None:
+    drill = next(one for one in all_synthetic_programs([2, 3]) if one.short_question == question)
+    lists = [parse_literal(case.input_text)[0] for case in synthetic_problem(drill).tests]
+    assert any(eval(lacking, {"xs": xs}) != drill.run(xs) for xs in lists)
+    assert len(lists) <= 8 + len(drill.active_steps)
+
+
 @pytest.mark.slow
 def test_tests_distinguish_drills() -> None:
     """Few different drills agree on all tests, as "first 1 count" and "last 1 count" do."""

@@ -83,9 +83,11 @@ class OpenEnv(Env):
         return self._step(reply, {})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
+        return await self._send(self._action(answer_text(actions["agent"])))
+
+    async def _send(self, action: dict[str, Any]) -> Step:
         if self._over or self._session is None:
             raise ValueError("the game is over: call reset(seed) before step")
-        action = self._action(answer_text(actions["agent"]))
         self._count += 1
         try:
             reply = await self._session.ask("step", action)
@@ -102,7 +104,7 @@ class OpenEnv(Env):
         try:
             await twin.reset(self._seed)
             for action in self._actions:
-                await twin.step({"agent": json.dumps(action)})
+                await twin._send(action)
             if twin._shown != self._shown:
                 raise ValueError(
                     f"{self.url} gave another observation when the same actions were replayed, so it cannot be forked "

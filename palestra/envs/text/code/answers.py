@@ -6,19 +6,21 @@ import re
 
 from palestra.envs.text.code.programs import ProgramProblem
 from palestra.envs.text.code.results import NO_VALUE, parse_literal
-from palestra.envs.text.code.test_runner import ProgramTest
+from palestra.envs.text.code.test_runner import ProgramKind, ProgramTest
 
 MAX_ANSWER_CHARS = 20_000  # characters read from the end of an answer
 LONGEST_TEST = 4000  # maximum characters of a call with its value
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
-def read_program(answer: object) -> str | None:
+def read_program(answer: object, kind: ProgramKind = "stdin") -> str | None:
     """Returns the program in an answer: the last fenced block, else the text after the last ####, else all of it.
 
-    None if that is empty.
+    An expression is asked for after ####: a fenced block before that is not read. None if the program is empty.
     """
     text = str(answer)[-MAX_ANSWER_CHARS:]
+    if kind == "expression":
+        text = text.rpartition("####")[2]
     blocks = _FENCED.findall(text)
     source = str(blocks[-1]).strip("\n") if blocks else text.rpartition("####")[2].strip()
     return source if source.strip() else None

@@ -120,7 +120,7 @@ class CoderTester(Env):
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over or actions.keys() != set(self.seats):
             raise ValueError(f"reset(seed), then answer for {', '.join(self.seats)} until no seat is observed")
-        before, source = self._judged, read_program(actions["coder"])
+        before, source = self._judged, read_program(actions["coder"], self.problem.kind)
         test = read_test(actions["tester"], self.problem) if self.team == "coder_tester" else None
         now = await (self._alone(source) if self.team == "single" else self._both(source, test))
         self._judged, self._turns = now, (*self._turns, now.turn)
@@ -227,7 +227,8 @@ class CoderTester(Env):
         if test is None:
             return False
         if self.drill:
-            return self.drill.run_checked(parse_literal(test.input_text)[0]) == parse_literal(test.expected_output)
+            result = self.drill.run_checked(parse_literal(test.input_text)[0])
+            return result is not None and bool(result == parse_literal(test.expected_output))
         tried = await self._on(self.problem.reference, (test,))
         return tried.results[0].passed if tried else None
 

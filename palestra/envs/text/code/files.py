@@ -155,10 +155,9 @@ def _imports(code: str) -> str:
 def _apps(row: Row) -> ProgramProblem:
     tests = json.loads(row["input_output"])
     entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
-    pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-    cases = tuple(
-        _call(given, _inner(out)) if entry else ProgramTest(_lines(given), _lines(out)) for given, out in pairs
-    )
+    outputs = _unwrapped(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
+    pairs = zip(tests["inputs"], outputs, strict=True)
+    cases = tuple(_call(given, output) if entry else ProgramTest(_lines(given), output) for given, output in pairs)
     solutions = json.loads(row.get("solutions") or "[]")
     named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
     named |= dict(reference=_first_python(solutions), starter=starter)
@@ -247,9 +246,10 @@ def _call(arguments: Sequence[Any], value: Any) -> ProgramTest:
     return ProgramTest(repr(tuple(arguments)), repr(value))
 
 
-def _inner(value: Any) -> Any:
-    """Returns the function's value: APPS usually wraps it in a list."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+def _unwrapped(values: Sequence[Any]) -> list[Any]:
+    """Returns the values of a function: APPS wraps those of most problems in lists of one, all of a problem or none."""
+    wrapped = all(isinstance(value, list) and len(value) == 1 for value in values)
+    return [value[0] for value in values] if wrapped else list(values)
 
 
 def _lines(text: str | Sequence[str]) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from palestra.envs.text.code.programs import ProgramProblem, SplitOrAll
 from palestra.envs.text.code.test_runner import ProgramTest
 from palestra.envs.text.splits import first_of_split, split_of_text
 
-NUM_TESTS = 8  # hidden tests of a problem
+NUM_TESTS = 8  # hidden tests of a problem, besides those that tell it from shorter chains
+MAX_LISTS = 200  # lists drawn to tell a chain from a shorter one
 MAX_DRAWS = 20_000  # draws per problem
 MAX_LIST_LENGTH, MAX_ABS_VALUE = (
     100,
@@ -180,7 +181,8 @@ def synthetic_problem(program: SyntheticProgram) -> ProgramProblem:
     """Returns the chain as a problem. Its tests are deterministic."""
     rng = random.Random(f"tests {program.short_question}")
     lists = [[rng.randrange(13) for _ in range(rng.randint(3, 6))] for _ in range(NUM_TESTS - 1)]
-    tests = tuple(ProgramTest(f"({xs!r},)", repr(program.run(xs))) for xs in [*lists, []])
+    lists = _told_apart(program, [*lists, []], rng)
+    tests = tuple(ProgramTest(f"({xs!r},)", repr(program.run(xs))) for xs in lists)
     return ProgramProblem(
         id=program.short_question,
         question=program.question,
@@ -191,6 +193,17 @@ def synthetic_problem(program: SyntheticProgram) -> ProgramProblem:
         reference=program.code,
         difficulty=len(program.active_steps),
     )
+
+
+def _told_apart(program: SyntheticProgram, lists: list[list[int]], rng: random.Random) -> list[list[int]]:
+    """Returns the lists, with one more for each chain that lacks one part of `program` and has the same results on all
+    of them, though not on every list."""
+    for part in fields(program):
+        lacking = replace(program, **{part.name: None})
+        if lacking.active_steps != program.active_steps and all(lacking.run(xs) == program.run(xs) for xs in lists):
+            drawn = ([rng.randrange(13) for _ in range(rng.randint(3, 10))] for _ in range(MAX_LISTS))
+            lists = [*lists, *islice((xs for xs in drawn if lacking.run(xs) != program.run(xs)), 1)]
+    return lists
 
 
 def all_synthetic_programs(difficulties: Sequence[int]) -> list[SyntheticProgram]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ DESCRIPTIONS = {  # of worked examples: all of the split "base"
     "lightning": "a flash in the sky during a storm",
 }
 MAX_DESCRIPTION_CHARS = 120  # characters of the describer's reply that the guesser observes
+MIN_INNER_CHARS = 5  # a shorter name may be part of another word by chance ("ant" in "elephant")
 MIN_STEM_CHARS = 3  # a word that begins with the name without its last letter (3 letters at least) names the thing
 WITHHELD = "(nothing)"
 
@@ -130,11 +132,16 @@ def kinds_of_nouns() -> dict[str, str]:
 
 def names_thing(description: str, thing: str) -> bool:
     """True if a description has a thing's name in it: as the beginning of a word, the name's last letter left out
-    ("horses", "horseback"), or spelt out ("h-o-r-s-e")."""
-    words = re.findall(r"[a-z]+", description.lower())
+    ("horses", "horseback"), inside a word if it has `MIN_INNER_CHARS` letters or more ("thehorse"), or in pieces, also
+    of a letter each ("hor-se", "h o r s e"). Accents are ignored."""
+    plain = unicodedata.normalize("NFKD", description.lower())
+    words = re.findall(r"[a-z]+", "".join(c for c in plain if not unicodedata.combining(c)))
     stem = thing[: max(MIN_STEM_CHARS, len(thing) - 1)]
+    if any(word.startswith(stem) or (len(thing) >= MIN_INNER_CHARS and thing in word) for word in words):
+        return True
     spelt = "".join(word if len(word) == 1 else " " for word in words)
-    return any(word.startswith(stem) for word in words) or thing in spelt
+    joined = {"".join(words[at:end]) for at in range(len(words)) for end in range(at + 2, at + len(thing) + 1)}
+    return thing in spelt or not joined.isdisjoint((thing, f"{thing}s"))
 
 
 def named_choice(reply: str, choices: Sequence[str]) -> str | None:

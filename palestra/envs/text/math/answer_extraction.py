@@ -20,6 +20,7 @@ _RELATION = re.compile(rf"([A-Za-z])\s*({_ORDER})\s*(.+)|(.+?)\s*({_ORDER})\s*([
 _STRICT = {"<": "<", ">": ">", "≤": "<=", "≥": ">=", "<=": "<=", ">=": ">="}
 _STRICT |= {"\\le": "<=", "\\leq": "<=", "\\ge": ">=", "\\geq": ">="}
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _WRAPPED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*", re.DOTALL)
 
 
@@ -48,13 +49,16 @@ def multiline_answer(text: str, *, allow_unmarked: bool = False) -> str | None:
 
 
 def boxed_content(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{} of a text, with balanced braces; None if there is none or it is not
-    closed.
+    r"""Returns the content of the last \boxed{} or \fbox{} of a text, with balanced braces, of `\boxed 2` the rest of
+    the line or formula; None if there is none or it is not closed.
     """
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    *_, last = [None, *_BOX.finditer(text)]
+    if last is None:
         return None
-    depth, begun = 0, start + len("\\boxed")
+    begun = last.end()
+    if text[begun : begun + 1] != "{":
+        return re.split(r"[$\n]|\\[)\]]", text[begun:], maxsplit=1)[0].strip() or None
+    depth = 0
     for end in range(begun, len(text)):
         depth += (text[end] == "{") - (text[end] == "}")
         if depth == 0:

@@ -22,15 +22,15 @@ OPERAND_COUNTS = {
 MAX_RESULTS = {3: 10**4, 4: 10**6, 5: 10**6}  # absolute value of the result, by difficulty
 
 
-def arithmetic_problem(rng: random.Random, difficulty: int) -> Problem:
-    """Draws an arithmetic problem.
+def arithmetic_problem(rng: random.Random, difficulty: int, *, sums: bool = True) -> Problem:
+    """Draws an arithmetic problem; without `sums` none that only adds, as those of `sum_problem` do.
 
     Difficulty 1: two numbers below 100 (a product of two below 10). 2: three numbers, at most one product. 3: brackets,
     and divisions without remainder. 4: numbers below 1,000, some negative. 5: powers, and results that are fractions.
     """
     while True:
         tree = _tree(rng, difficulty)
-        if _fits(tree, difficulty):
+        if _fits(tree, difficulty) and (sums or not _only_adds(tree)):
             return problem_from_tree(
                 tree, f"Work out {to_infix(tree)}.", to_infix(tree), f"arithmetic {canonical_form(tree)}"
             )
@@ -101,6 +101,10 @@ def _division(rng: random.Random, difficulty: int) -> ExpressionTree:
     if difficulty == 5 and rng.random() < 0.5:
         return "/", rng.randint(1, 50), by
     return "/", by * rng.randint(2, 30), by
+
+
+def _only_adds(tree: ExpressionTree) -> bool:
+    return isinstance(tree, int) or (tree[0] == "+" and all(map(_only_adds, tree[1:])))
 
 
 def _fits(tree: ExpressionTree, difficulty: int) -> bool:

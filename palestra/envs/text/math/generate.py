@@ -27,10 +27,14 @@ DIFFICULTIES = range(1, 6)
 
 @lru_cache(maxsize=16_384)  # tree search resets the same seed many times
 def generate_problem(seed: int, kinds: tuple[ProblemKind, ...], difficulties: tuple[int, ...], split: Split) -> Problem:
-    """Returns the problem of `split` for `seed`; kinds and difficulties are drawn uniformly."""
+    """Returns the problem of `split` for `seed`; kinds and difficulties are drawn uniformly. Beside `sum`, the kind
+    `arithmetic` has no plain sums: the two kinds decide by different keys which split a sum belongs to."""
     what = f"kinds {', '.join(kinds)} at difficulty {', '.join(map(str, difficulties))}"
     return draw_problem(seed, partial(_proposed, kinds, difficulties), split, what)
 
 
 def _proposed(kinds: Sequence[ProblemKind], difficulties: Sequence[int], rng: random.Random) -> Problem:
-    return PROBLEM_GENERATORS[rng.choice(kinds)](rng, rng.choice(difficulties))
+    kind, difficulty = rng.choice(kinds), rng.choice(difficulties)
+    if kind == "arithmetic" and "sum" in kinds:
+        return arithmetic_problem(rng, difficulty, sums=False)
+    return PROBLEM_GENERATORS[kind](rng, difficulty)

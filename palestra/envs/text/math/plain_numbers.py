@@ -4,7 +4,8 @@ r"""Plain numbers in answers: a number written by people or in LaTeX that leaves
 - fractions of two integers: `7/2`, `\frac{7}{2}`, `\dfrac72`, `-\frac{1}{3}`; mixed numbers: `2\frac{1}{3}`, `2 1/3`;
 - powers of ten: `1.5 \times 10^{-3}`, `1.5e-3`;
 - around any of them: `x =`, `f(2) =`, a currency sign, a percent or degree sign, a unit (`26 cm`, `26\text{ cm}^2`,
-  `26 apples`). Units are not compared.
+  `26 apples`). Units are not compared. Two letters, or three directly behind the digits, are a unit only if they are a
+  common one (`26cm`), else variables (`3xy`).
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ _PLAIN = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z]+")
 _SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
+_SHORT_UNIT = """
+    mm cm dm km mg kg ml cl dl in ft yd mi oz lb lbs hr hrs min sec ms mph kph kmh rad deg hz khz kw kwh kj pa am pm day
+"""
+_SHORT_UNITS = frozenset(_SHORT_UNIT.split())
 _NO_UNIT = """
     or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max min lim sum
-    hundred thousand million billion trillion dozen half third quarter more less between
+    hundred thousand million billion trillion dozen half third quarter more less between squared cubed hundreds
+    thousands millions billions trillions dozens halves thirds quarters fourth fourths fifth fifths sixth sixths seventh
+    sevenths eighth eighths ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths
 """
 _NO_UNITS = frozenset(_NO_UNIT.split())
 
@@ -65,18 +72,19 @@ class PlainNumber:
 
 
 def normalize_latex(text: str) -> str:
-    r"""Returns LaTeX without spacing commands, with `\frac` for its variants, and ASCII for common signs."""
+    r"""Returns LaTeX without spacing commands, with `\frac` for its variants, ASCII for common signs, and one space
+    for several: the expressions here would take time cubic in their number."""
     for sign, ascii_form in _SIGNS.items():
         text = text.replace(sign, ascii_form)
     text = text.replace("\\,", " ").replace("{,}", ",")
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
-    return _SHORT_FRACTION.sub(_spelled, text).strip()
+    return " ".join(_SHORT_FRACTION.sub(_spelled, text).split())
 
 
 def parse_plain_number(text: str) -> PlainNumber | None:
     """Parses a plain number with the markup and unit around it; None for any other text."""
     found = _PLAIN.fullmatch(normalize_latex(text))
-    if not found or not _is_unit(found["unit"]):
+    if not found or not _is_unit(found["unit"]) or _is_product(found):
         return None
     return _read(found)
 
@@ -106,6 +114,16 @@ def _is_unit(text: str) -> bool:
     words = _WORD.findall(re.sub(_STYLE, " ", text))
     is_styled = bool(re.search(_STYLE, text))
     return all(word.lower() not in _NO_UNITS and (is_styled or len(word) > 1 or word in _SINGLE) for word in words)
+
+
+def _is_product(found: re.Match[str]) -> bool:
+    """True if the letters after a number are variables: two letters, or three directly behind the digits, unless they
+    are a common unit."""
+    letters = _WORD.match(found["unit"])
+    if letters is None:
+        return False
+    is_behind = found.string[found.start("unit") - 1].isalnum()
+    return 1 < len(letters[0]) < 3 + is_behind and letters[0].lower() not in _SHORT_UNITS
 
 
 def _read(found: re.Match[str]) -> PlainNumber | None:

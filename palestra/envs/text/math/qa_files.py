@@ -77,9 +77,10 @@ def _cell(row: Row, name: str, where: str) -> str:
 
 
 def published_answer(text: str) -> str:
-    r"""Returns a published solution's answer: the text after its last ####, or in its last \boxed{}, or all of it."""
+    r"""Returns a published solution's answer: the text after its last ####, or in its last \boxed{}, or all of it; ""
+    if a \boxed{} is not closed."""
     _, marked, tail = text.rpartition("####")
     if marked:
         return tail.strip()
     inner = boxed_content(text)
-    return (text if inner is None else inner).strip()
+    return (inner or "").strip() if inner or "\\boxed" in text else text.strip()

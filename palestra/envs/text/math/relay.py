@@ -93,10 +93,10 @@ class MathRelay(Env):
     second; each is as frequent. `shots` worked examples precede every question as turns of the conversation; they
     belong to the split `base`, in which no one is trained or evaluated. With team `single` the one seat `solver`
     observes the whole story. Rewards: the team 1 for a right final answer, `first` 1 for a message whose last number is
-    right (`reward: dense`). For ablations, `message: blank` replaces the message by nothing and `foreign` by the right
-    one of another story; rewards are still for the message that was sent. Info: `success`, `turn`, by seat `answers`
-    and `invalid` (no number in the reply); in the last step `answer` (the final one) and `gold`. Raises ValueError if
-    an option is out of range.
+    right, as far as `second` observes it (`reward: dense`). For ablations, `message: blank` replaces the message by
+    nothing and `foreign` by the right one of another story; rewards are still for the message that was sent. Info:
+    `success`, `turn`, by seat `answers` and `invalid` (no number in the reply); in the last step `answer` (the final
+    one) and `gold`. Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "math_relay"
@@ -134,7 +134,7 @@ class MathRelay(Env):
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         seat = acting_seat(self._next, actions)
-        reply = str(actions[seat])
+        reply = sent_message(str(actions[seat])) if seat == FIRST else str(actions[seat])
         self.replies = self.replies | {seat: reply}
         self.grades = self.grades | {seat: self._grade(seat, reply)}
         self._next = SECOND if seat == FIRST else None
@@ -197,7 +197,12 @@ def seat_question(seat: Seat, story: RelayStory, message: str) -> str:
         return story.opening
     if seat == SOLVER:
         return f"{story.opening} {story.rest}"
-    return f"Your colleague says: {' '.join(message.split())[:MAX_MESSAGE_CHARS]}\n{story.rest}"
+    return f"Your colleague says: {sent_message(message)}\n{story.rest}"
+
+
+def sent_message(reply: str) -> str:
+    """Returns the part of the first seat's reply that the second observes, in one line."""
+    return " ".join(reply.split())[:MAX_MESSAGE_CHARS]
 
 
 def worked_reply(seat: Seat, story: RelayStory) -> str:

@@ -9,7 +9,8 @@ from palestra.envs.text.sudoku.solver import BOXES, SudokuBoard
 
 CellDigits = dict[int, int]  # digit by cell, 0 empties the cell
 
-_CELL = re.compile(r"r ?([0-9]) ?c ?([0-9]) ?[=:]? ?([0-9.]) ?")
+# No text matches in two ways: a failing match of a list would else take time exponential in its length.
+_CELL = re.compile(r"r ?([0-9]) ?c ?([0-9])(?: ?[=:])? ?([0-9.]) ?")
 _LIST = re.compile(rf"(?:{_CELL.pattern})+")
 
 
