@@ -90,10 +90,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "flex_olmo": {}, "gemma": {}, "gemma2": SLIDING, "gemma3_text": SLIDING, "glm": {}, "glm4": {}, "glm4_moe": {},
     "glm4_moe_lite": LATENT, "gpt2": {}, "gpt_bigcode": {}, "gpt_neox": {}, "gpt_oss": SLIDING, "granite": {},
     "granitemoe": {}, "granitemoeshared": {}, "helium": {}, "hunyuan_v1_dense": {}, "hunyuan_v1_moe": {}, "hy_v3": {},
-    "llama": {}, "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW,
-                                 "intermediate_size_mlp": 48},
-    "mellum": {}, "minicpm3": LATENT, "minimax_m2": {}, "ministral": WINDOWED,
-    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "mistral": WINDOWED, "mixtral": WINDOWED,
+    "llama": {}, "mellum": {}, "minicpm3": LATENT, "minimax_m2": {}, "ministral": WINDOWED,
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": WINDOW}},
+    "mistral": WINDOWED, "mixtral": WINDOWED,
     "nanochat": {}, "olmo": {}, "olmo2": {}, "olmo3": SLIDING, "olmoe": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": {}, "phi3": WINDOWED, "phimoe": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "qwen2_moe": {},
@@ -108,6 +107,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
               "mamba_d_state": 8, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "jetmoe": {}, "kimi_linear": DELTA, "lfm2": CONV, "lfm2_moe": CONV | {"num_dense_layers": 1}, "lfm3": CONV,
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW,
+                    "intermediate_size_mlp": 48, "no_rope_layers": [1, 0], "floor_scale": WINDOW},
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 1, "chunk_size": 16},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]}, "mpt": {"n_heads": 4, "d_model": 32,
@@ -132,7 +133,8 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": TEXT | SLIDING | {"head_dim": 8, "hidden_size_per_layer_input": 8, "per_layer_config": {},
                "vocab_size_per_layer_input": 272}, "vision_config": VISION | {"head_dim": 16}, "audio_config": None},
     "llama4": {"text_config": TEXT | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "layer_types":
-               ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}, "vision_config": VISION |
+               ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0],
+               "floor_scale": WINDOW}, "vision_config": VISION |
                {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
     "mistral3": {"text_config": TEXT | {"model_type": "mistral", "head_dim": 8},
                  "vision_config": VISION | {"model_type": "pixtral"}},
@@ -146,7 +148,8 @@ COMPOSITES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "afmoe": {}, "axk1": LATENT, "axk2": LATENT, "bailing_hybrid": DELTA, "codegen": GPT, "deepseek_v32": LATENT,
     "glm_moe_dsa": LATENT, "gptj": GPT, "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": WINDOW,
-    "attention_types": [[["global", "local"], 1]]}, "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 48,
+    "attention_types": [[["global", "local"], 1]]}, "minimax_m3_vl_text": {"layer_types": ["full_attention",
+    "minimax_m3_sparse"], "index_block_size": WINDOW, "index_topk_blocks": 2}, "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 48,
     "expert_ffn_hidden_size": 24, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8},
 }
 # Encoders, sequence-to-sequence models, and models of images or sound, whose classes can also be decoders of text.
@@ -344,10 +347,11 @@ with an adapter and without, a second turn, and prompts longer than every window
 
 - **On packed rows**: prompts are computed once for all their answers, and nothing is padded. Sliding windows, chunked
   attention, attention sinks, capped scores and latent attention (MLA) are included.
-- **On the plain path**: the model's own forward and transformers' own cache, for recurrent layers, convolutions and
-  attention of other kinds. Everything else is the same: several adapters on one base, groups of answers, turns, resume.
-  It is slower: only sequences of equal length share a batch in sampling, and a later turn computes its whole prompt. A
-  run prints at its start that a model is on the plain path, and why.
+- **On the plain path**: the model's own forward and transformers' own cache, for recurrent layers, convolutions,
+  attention of other kinds, and queries that are scaled by their place in the row (Llama 4). Everything else is the same:
+  several adapters on one base, groups of answers, turns, resume. It is slower: only sequences of equal length share a
+  batch in sampling, and a later turn computes its whole prompt. A run prints at its start that a model is on the plain
+  path, and why.
 
 In models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), only the language part runs, on text; adapters
 train only that part. In mixtures of experts, adapters train attention and shared layers. Stacked expert weights are not

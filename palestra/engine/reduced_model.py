@@ -1,8 +1,9 @@
 """A small model of the same architecture as a large one, with a layer of each kind.
 
 Widths, heads and everything that the config says about a layer stay. The small model has as few layers as contain one
-of each kind, a small vocabulary, few experts, and short windows, so that a prompt of 50 tokens exceeds them. Weights
-are random and large enough that every part of a layer changes the output.
+of each kind, a small vocabulary, few experts, and short windows, so that a prompt of 50 tokens exceeds them; as short
+are the lengths from which queries are scaled by position. Weights are random and large enough that every part of a
+layer changes the output.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 PERIODS = re.compile(r"(period|interval|freq|pattern|step|every|offset)s?$")  # periods at which a kind of layer occurs
 FIRST_LAYERS = re.compile(r"^(first_k_|num_dense_|n_dense_|moe_layer_start|max_window_layers)")  # numbers of layers
 NAMED_BY_LAYER = {"max_window_layers"}  # of no further effect where `layer_types` names each layer's attention
-WINDOWS = re.compile(r"(window|chunk|block)(_size)?$|window_size|index_topk")
+WINDOWS = re.compile(r"(window|chunk|block)(_size)?$|window_size|index_topk|floor_scale|scaling_n_floor")
 WIDTHS = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 
 
@@ -50,6 +51,8 @@ def _reduced(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
     """Returns a config with fewer and smaller parts; with `narrow` false, only with fewer layers, fewer tokens of the
     vocabulary and shorter windows."""
     data = {key: _reduced(value, narrow) if _is_config(key, value) else value for key, value in data.items()}
+    if "rope_parameters" in data:
+        data["rope_parameters"] = _reduced_rope(data["rope_parameters"])
     data.pop("quantization_config", None)
     layers = next((data[key] for key in LAYER_COUNTS if isinstance(data.get(key), int)), 0)
     kept = _layers_of_each_kind(data, layers)
@@ -68,6 +71,16 @@ def _reduced(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
 
 def _is_config(key: str, value: Any) -> bool:
     return isinstance(value, dict) and key.endswith("_config")
+
+
+def _reduced_rope(rope: Any) -> Any:
+    """Returns parameters of rotary embeddings with a short length from which queries are scaled (Ministral 3)."""
+    if not isinstance(rope, dict):
+        return rope
+    rope, length = {key: _reduced_rope(value) for key, value in rope.items()}, "original_max_position_embeddings"
+    if rope.get("llama_4_scaling_beta") and rope.get(length):
+        rope[length] = min(rope[length], MAX_WINDOW)
+    return rope
 
 
 def _valid_id(value: Any, vocabulary: int) -> Any:

@@ -42,7 +42,7 @@ def chosen(model: PreTrainedModel, name: str = "mine") -> Engine:
 @pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_sampling_training_and_lora_gradients_equal_transformers(kind: str):
     row = architectures.measure(kind)
-    assert (row.way == "packed") == (kind not in architectures.PLAIN and kind != "qwen3_5"), row
+    assert (row.way == "packed") == (kind not in architectures.PLAIN and kind not in ("qwen3_5", "llama4")), row
     assert row.way != "refused", row
     assert max(row.sampled, row.trained, row.gradient) <= architectures.TOLERANCE, row
 
@@ -54,6 +54,21 @@ def test_small_model_has_few_layers_of_each_kind():
     unused = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}  # as in Qwen2.5-0.5B
     model = architectures.random_model("qwen2", num_hidden_layers=24, max_window_layers=21, **unused)
     assert reduced_model(model, 0).config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_queries_scaled_by_place_in_the_row_are_not_packed(scaled):
+    """Llama 4 scales queries from position 8191 on, by their place in the row, which the small model has to show."""
+    row = architectures.measure("llama4_text", floor_scale=8192, attn_temperature_tuning=scaled)
+    assert row.way == ("plain" if scaled else "packed"), row
+    assert max(row.sampled, row.trained, row.gradient) <= architectures.TOLERANCE, row
+
+
+def test_small_model_scales_queries_from_a_short_length():
+    rope = architectures.YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+    model = architectures.random_model("ministral3", rope_parameters=rope)
+    small = reduced_model(model, 0).config.rope_parameters
+    assert small == model.config.rope_parameters | {"original_max_position_embeddings": 16}
 
 
 def test_non_causal_model_is_refused_with_the_reasons():
