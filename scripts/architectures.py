@@ -149,8 +149,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "afmoe": {}, "axk1": LATENT, "axk2": LATENT, "bailing_hybrid": DELTA, "codegen": GPT, "deepseek_v32": LATENT,
     "glm_moe_dsa": LATENT, "gptj": GPT, "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": WINDOW,
     "attention_types": [[["global", "local"], 1]]}, "minimax_m3_vl_text": {"layer_types": ["full_attention",
-    "minimax_m3_sparse"], "index_block_size": WINDOW, "index_topk_blocks": 2}, "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 48,
-    "expert_ffn_hidden_size": 24, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8},
+    "minimax_m3_sparse"], "index_block_size": WINDOW, "index_topk_blocks": 2},
+    "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_topk": 2,
+    "zero_expert_num": 2, "head_dim": 8},
 }
 # Encoders, sequence-to-sequence models, and models of images or sound, whose classes can also be decoders of text.
 NO_DECODERS = {
@@ -348,10 +349,10 @@ with an adapter and without, a second turn, and prompts longer than every window
 - **On packed rows**: prompts are computed once for all their answers, and nothing is padded. Sliding windows, chunked
   attention, attention sinks, capped scores and latent attention (MLA) are included.
 - **On the plain path**: the model's own forward and transformers' own cache, for recurrent layers, convolutions,
-  attention of other kinds, and queries that are scaled by their place in the row (Llama 4). Everything else is the same:
-  several adapters on one base, groups of answers, turns, resume. It is slower: only sequences of equal length share a
-  batch in sampling, and a later turn computes its whole prompt. A run prints at its start that a model is on the plain
-  path, and why.
+  attention of other kinds, and queries that are scaled by their place in the row (Llama 4). Everything else is the
+  same: several adapters on one base, groups of answers, turns, resume. It is slower: only sequences of equal length
+  share a batch in sampling, and a later turn computes its whole prompt. A run prints at its start that a model is on
+  the plain path, and why.
 
 In models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), only the language part runs, on text; adapters
 train only that part. In mixtures of experts, adapters train attention and shared layers. Stacked expert weights are not

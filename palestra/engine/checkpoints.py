@@ -9,6 +9,7 @@ each rank reads its own rows of the files. Training can resume with any other nu
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from palestra.engine.fsdp import full_tensor, is_sharded, local_rows, local_shard
+from palestra.engine.fsdp import full_tensor, is_sharded, local_rows, local_shard, own_class
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.trainer import Trainer
@@ -58,7 +60,8 @@ def save_weights(folder: Path, trainer: Trainer) -> None:
 
 
 def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
-    """Writes the adapter, or for a full model the weights `weights`."""
+    """Writes the adapter, or for a full model the weights `weights`, in the format of its architecture that others read
+    (the names in the files need not be those in the model)."""
     if trainer.adapter:
         save_adapter(folder, trainer.adapter, trainer.engine.name)
     else:
@@ -137,8 +140,8 @@ def _load_critic(path: Path, critic: nn.Linear) -> None:
 
 
 def load_full_model(folder: Path, engine: Engine) -> None:
-    """Loads full weights from `folder` into the engine's model. Raises ValueError if the folder holds no model, or if a
-    weight is missing, unexpected or of another shape."""
+    """Loads full weights from `folder`, as `save_pretrained` writes them, into the engine's model. Raises ValueError if
+    the folder holds no model, or if a weight is missing, unexpected or of another shape."""
     files = sorted(folder.glob("model*.safetensors"))  # one file, or the shards of a large model
     if not files:
         raise ValueError(
@@ -152,13 +155,41 @@ def load_full_model(folder: Path, engine: Engine) -> None:
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         stored = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
-        missing = sorted(set(mine) - set(stored) - tied)
-        misfits = [n for n, file in stored.items() if n not in mine or _shape_in(file, n) != list(mine[n].shape)]
-        if missing or misfits:
-            raise ValueError(f"the weights at {folder} are not of this model: see {(missing or misfits)[0]}")
+        if set(mine) - set(stored) - tied or set(stored) - set(mine):
+            _copy_converted(folder, model, mine)
+            return
+        misfits = [name for name, file in stored.items() if _shape_in(file, name) != list(mine[name].shape)]
+        if misfits:
+            raise _other_weights(folder, misfits[0])
         with torch.no_grad():
             for name, file in stored.items():
                 local_shard(mine[name]).copy_(_part(file, name, mine[name]))
+
+
+def _copy_converted(folder: Path, model: PreTrainedModel, mine: dict[str, Tensor]) -> None:
+    """Copies weights that have other names in files than in the model, by transformers' own conversion: experts are
+    stacked in the model only, and parts of models of images and text have other names there. Needs CPU memory for a
+    second copy of the model. Raises ValueError if the weights are not of this model."""
+    loaded, found = own_class(model).from_pretrained(
+        folder,
+        config=copy.deepcopy(model.config),
+        dtype=model.dtype,
+        attn_implementation="eager",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    for names in (found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"]):
+        if names:
+            first = min(names)
+            raise _other_weights(folder, first if isinstance(first, str) else first[0])
+    with torch.no_grad():
+        for name, whole in loaded.state_dict().items():
+            part = whole[local_rows(mine[name])] if is_sharded(mine[name]) else whole
+            local_shard(mine[name]).copy_(part)
+
+
+def _other_weights(folder: Path, name: str) -> ValueError:
+    return ValueError(f"the weights at {folder} are not of this model: see {name}")
 
 
 def _shape_in(file: Any, name: str) -> list[int]:

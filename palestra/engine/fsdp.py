@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
 from palestra.engine.decoder import decoder_of
 from palestra.engine.distributed import ProcessGroup
@@ -125,3 +126,8 @@ def local_rows(like: Tensor) -> slice:
     each = -(-like.shape[0] // like.device_mesh.size())
     first = min(like.shape[0], like.device_mesh.get_local_rank() * each)
     return slice(first, min(like.shape[0], first + each))
+
+
+def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Returns transformers' class of a model: sharding replaces it by a subclass."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -7,7 +7,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from palestra.engine.checkpoints import load_full_model, load_trainer, save_trainer
 from palestra.engine.lora import Adapter
@@ -16,7 +22,7 @@ from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
-from palestra.testing import tiny_lm
+from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
 
 IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
@@ -205,6 +211,38 @@ def test_full_model_of_another_shape_is_refused(tmp_path, fault):
     with pytest.raises(ValueError, match="no model at" if fault == "none" else r"up_proj\.weight"):
         load_full_model(tmp_path, engine)
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))  # unchanged
+
+
+TEXT = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+def random_engine(kind, seed):
+    """An engine of a small random model whose weights have other names in files: experts, which are stacked in the
+    model, or the language part of a model of images and text."""
+    torch.manual_seed(seed)
+    if kind == "qwen3_moe":
+        config = Qwen3MoeConfig(**TEXT, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=TEXT, vision_config=VISION))
+    return Engine(model.eval().requires_grad_(False), tiny_tokenizer(), kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3"])
+def test_model_with_other_names_in_files_survives_save_and_load(tmp_path, kind):
+    """Checkpoints are in the format that others read, and load exactly."""
+    trainer, resumed = (Trainer(random_engine(kind, seed), None) for seed in (0, 1))
+    train(trainer, batches(1))
+    save_trainer(tmp_path / "t", trainer)
+    mine = trainer.engine.model.state_dict()
+    assert set(load_file(tmp_path / "t" / "model.safetensors")) - set(mine)
+    load_trainer(tmp_path / "t", resumed)
+    assert all(torch.equal(a, b) for a, b in zip(state(trainer), state(resumed), strict=True))
+    others = type(trainer.engine.model).from_pretrained(tmp_path / "t").state_dict()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in mine.items())
 
 
 # ---- resume
