@@ -6,7 +6,9 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -31,6 +33,15 @@ def model_class(config: Any, base: str) -> Any:
         f"cannot run {base!r}: transformers has no language model of its kind ({config.model_type}). Name a base that "
         "continues text."
     )
+
+
+def model_without_weights(base: str) -> PreTrainedModel:
+    """Returns the model of a base on the device "meta", from its config alone. Raises OSError or ValueError if
+    transformers cannot read the config or build a language model from it."""
+    config = AutoConfig.from_pretrained(resolve_base(base))
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config, base).from_config(config)
+    return model
 
 
 def plain_note(name: str, reason: str, *, uses_cache: bool) -> str:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases import model_without_weights, resolve_base
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
 from palestra.engine.linear import packed_bytes
 from palestra.engine.logits import MAX_DRAWN_LOGITS, MAX_DRAWN_LOGITS_GPU, MAX_LOGITS
-from palestra.engine.lora import target_names
+from palestra.engine.lora import find_linear_layers, target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.lora_variants import stacked_parameters
 
@@ -51,11 +51,9 @@ class ModelShape:
 def model_shape(base: str) -> ModelShape:
     """Returns the sizes of the base `base`, from its config alone. Raises ValueError if transformers cannot build a
     model from its config."""
-    path = resolve_base(base)
+    resolve_base(base)  # whose own messages need no introduction
     try:
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = model_without_weights(base)
     except (OSError, ValueError) as error:
         raise ValueError(f'cannot read the config of the base "{base}": {error}') from error
     return shape_of(model)
@@ -72,7 +70,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         params=sum(p.numel() for p in model.parameters()),
         linears={
             name: (module.in_features, module.out_features)
-            for name, module in model.named_modules()
+            for name, module in find_linear_layers(model).items()
             if isinstance(module, torch.nn.Linear)
         },
         layers=text.num_hidden_layers,

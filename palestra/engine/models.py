@@ -25,7 +25,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
-from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base
+from palestra.engine.bases import (
+    SHIPPED_BASES_DIR,
+    expert_notes,
+    model_class,
+    model_without_weights,
+    plain_note,
+    resolve_base,
+)
 from palestra.engine.decoder import decoder_of
 from palestra.engine.devices import resolve_device
 from palestra.engine.flat_row import AdapterRoute, AttentionLayout, KVFirstLayout, StopAfterKV, select_rows
@@ -366,9 +373,7 @@ class Engine:
 
 def describe_base(base: str) -> list[str]:
     """Returns lines about how a base runs, from its config alone. Raises ValueError if it cannot be loaded."""
-    config = AutoConfig.from_pretrained(resolve_base(base))
-    with torch.device("meta"):
-        model = model_class(config, base).from_config(config)
+    model = model_without_weights(base)
     try:
         verdict = small_verdict(model, lambda of, plain: Engine(of, None, base, plain=plain))
     except ValueError as error:

@@ -8,10 +8,9 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.config import StrictModel
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases import model_without_weights
 from palestra.engine.lora_config import LoraConfig, LoraVariantsConfig
 from palestra.engine.optimizers import OptimizerName
 from palestra.engine.quantized import Quantization
@@ -143,9 +142,7 @@ def default_lora_lr(num_parameters: int) -> float:
 @cache
 def base_parameters(base: str) -> int:
     """Returns the number of parameters of a base model, from its config alone."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_base(base)))
-    return int(model.num_parameters())
+    return int(model_without_weights(base).num_parameters())
 
 
 def autocast_dtype(config: FullPolicyConfig, device: str) -> torch.dtype | None:

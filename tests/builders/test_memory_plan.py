@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
 from palestra.builders.memory_plan import plan_memory
 from palestra.builders.text_config import TextConfig
 from palestra.config import override, validate
-from palestra.engine.memory import peak_bytes
+from palestra.engine.lora import Adapter, find_linear_layers
+from palestra.engine.memory import adapter_params, model_shape, peak_bytes
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.testing import tiny_tokenizer
 
 GIB = 2**30
@@ -65,6 +67,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+def test_base_of_images_and_text_has_a_plan_and_a_default_learning_rate(tmp_path: Path):
+    """transformers names Qwen2.5-VL among its models of images and text only. Adapters train the language part."""
+    text = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": 4}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text | {"rope_parameters": rope}, vision_config=vision)
+    config.save_pretrained(tmp_path)
+    policy = LoraPolicyConfig(base=str(tmp_path))
+    assert policy.at(0.0).lr == 1e-3
+    model = AutoModelForImageTextToText.from_config(config)
+    adapter = Adapter(find_linear_layers(model), policy.lora, seed=0)
+    shape = model_shape(str(tmp_path))
+    assert shape.params == sum(weight.numel() for weight in model.parameters())
+    assert adapter_params(shape, policy.lora) == sum(weight.numel() for weight in adapter.parameters())
 
 
 def config_of(folder: Path, *changes: str) -> TextConfig:
