@@ -37,8 +37,8 @@ class SamplingConfig(StrictModel):
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Softmax temperature, at least 0. 0 is greedy: the most likely token is always taken."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: keeps the smallest set of tokens with at least this total probability, in (0, 1]. 1 keeps all
-    tokens."""
+    """Nucleus sampling: keeps the smallest set of tokens with at least this total probability, in (0, 1], among those
+    that `top_k` keeps, whose probabilities then sum to 1. 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
     """Keeps the k most likely tokens. 0 keeps all tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -135,7 +135,8 @@ def _at_temperature(logits_RV: Tensor, settings: Sequence[SamplingConfig]) -> Te
 
 
 def _restrict(logp_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
-    """Returns `logp_RV` with the tokens removed by top-k and top-p (Holtzman et al., 2020) set to minus infinity."""
+    """Returns `logp_RV` with the tokens removed by top-k, and then by top-p (Holtzman et al., 2020) of what top-k
+    leaves, set to minus infinity: in the order of transformers and vLLM."""
     if all(s.top_k == 0 and s.top_p == 1 for s in settings):
         return logp_RV
     if logp_RV.shape[1] > 2 * MAX_CANDIDATES:
@@ -151,13 +152,20 @@ def _restrict_among(
     best_RC: Tensor, ids_RC: Tensor, logp_RV: Tensor, settings: Sequence[SamplingConfig]
 ) -> Tensor | None:
     """Returns `_restrict` from the `C` most likely tokens, best first, and their log-probabilities; None if a row keeps
-    more tokens than these."""
+    more tokens than these, or top-p depends on more."""
     count, vocabulary = best_RC.shape[1], logp_RV.shape[1]
+    ks = [min(s.top_k or vocabulary, vocabulary) for s in settings]
+    if any(count < k < vocabulary for k in ks):
+        return None
     rank = torch.arange(count, device=logp_RV.device)
-    top_k = torch.tensor([s.top_k or vocabulary for s in settings], device=logp_RV.device)
-    top_p = torch.tensor([s.top_p for s in settings], device=logp_RV.device)
-    before_RC = best_RC.exp().cumsum(-1) - best_RC.exp()
-    cut_RC = (rank >= top_k[:, None]) | (before_RC >= top_p[:, None])
+    top_k = torch.tensor(ks, device=logp_RV.device)
+    # without top-p no sum is compared: rounded, it can exceed 1 before the last tokens
+    top_p = torch.tensor([s.top_p if s.top_p < 1 else torch.inf for s in settings], device=logp_RV.device)
+    sums_RC = best_RC.exp().cumsum(-1)
+    left_R1 = sums_RC.gather(1, top_k.clamp(max=count)[:, None] - 1)  # by top-k
+    left_R1 = left_R1.masked_fill(top_k[:, None] == vocabulary, 1.0)
+    before_RC = sums_RC - best_RC.exp()
+    cut_RC = (rank >= top_k[:, None]) | (before_RC >= top_p[:, None] * left_R1)
     if count == vocabulary:
         return logp_RV.scatter(1, ids_RC, best_RC.masked_fill(cut_RC, -torch.inf))
     is_free_R = torch.tensor([s.top_k == 0 and s.top_p == 1 for s in settings], device=logp_RV.device)
