@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fronts import Front
 
+from palestra.policies.base import ContextLengthExceeded, request_error
 from palestra.service.api import codec
 from palestra.service.engine.jobs import SampleJob
 from palestra.service.storage.store import StoredAnswer
@@ -115,3 +116,25 @@ def test_unsupported_requests_are_refused(front: Front, path: str, body: dict[st
     assert 400 <= reply.status_code < 500, reply.text
     assert reply.json()["detail"]
     assert front.context.store.take_queued() == []
+
+
+TOO_LONG = {
+    "tokens": ("/api/v1/asample", {"tokens": 2048, "max_tokens": 1}),
+    "tokens and an answer": ("/api/v1/asample", {"tokens": 2000, "max_tokens": 64}),
+    "characters": (TEXT, {"model": "tiny", "prompt": "a" * 120_000}),
+    "text and an answer": (TEXT, {"model": "tiny", "prompt": "a", "max_tokens": 5000}),
+    "text": (TEXT, {"model": "tiny", "prompt": "a b " * 1024, "max_tokens": 1}),
+    "messages": (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a" * 120_000}]}),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_refusal_for_length_is_recognised_by_clients(front: Front, case: str) -> None:
+    path, body = TOO_LONG[case]
+    if path.endswith("asample"):
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5] * body["tokens"]}]}
+        settings = {"num_samples": 1, "sampling_params": {"max_tokens": body["max_tokens"]}}
+        body = {"base_model": "tiny", "prompt": prompt, **settings}
+    reply = front.post(path, body)
+    assert reply.status_code == 400
+    assert isinstance(request_error(reply.json()["detail"]), ContextLengthExceeded), reply.text

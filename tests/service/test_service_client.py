@@ -19,10 +19,13 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.engine.sampler import SamplingConfig
+from palestra.envs.base import Env
 from palestra.files import read_lines
 from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
 from palestra.losses.preferences import preference_loss
+from palestra.policies.base import Query
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Run, list_checkpoints
 from palestra.service.api.api_keys import add_key
 from palestra.service.client import connection, remote_weights
@@ -31,7 +34,7 @@ from palestra.service.client.connection import RequestRefused, ServiceConnection
 from palestra.service.client.remote_weights import WireLoss, to_wire_loss
 from palestra.training.loop import restore_checkpoint, run_training
 from palestra.training.text import TextTrainer, update_learner
-from palestra.types import Metrics
+from palestra.types import Metrics, Step
 from palestra.web.retry import RetryPolicy
 
 STEPS = 6
@@ -217,6 +220,36 @@ def test_stage_reference_is_the_same_remotely_also_after_resume(server: Server, 
     stages = [{"steps": 1, "algorithm": ELSEWHERE["sft"]}, {"steps": 2, "algorithm": ELSEWHERE["kl"]}]
     tree = whisper(ELSEWHERE["sft"], stages=stages, checkpoint_every=1)
     assert_the_same(train_run(tmp_path, tree), train_run(tmp_path, tree, server.url, pause=2))
+
+
+class Lengthening(Env):
+    """One seat acts twice; its second observation is `text`. The first answer is rewarded with 1."""
+
+    name, seats, roles = "lengthening", ("a",), {"a": "r"}
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def reset(self, seed: int) -> Step:
+        return Step({"a": "a"})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        return Step({"a": self.text}, {"a": 1.0})
+
+
+@pytest.mark.parametrize("left", [2, -100])
+def test_trajectory_beyond_the_context_is_truncated_remotely(server: Server, left: int) -> None:
+    """The second prompt leaves fewer positions than max_tokens, or none."""
+    engines = connect(server.url)
+    policy = engines.build_frozen_policy("a", LoraPolicyConfig(base="tiny", sampling=SamplingConfig(max_tokens=4)))
+    text = "0" * (2048 - left - len(policy.encode_prompt(Query("r", ""))))
+    assert len(policy.encode_prompt(Query("r", text))) == 2048 - left
+    arena = EpisodeRunner(lambda: Lengthening(text), "lengthening")
+    (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, {"a": policy}, 0)], Branching()))
+    engines.connection.close()
+    assert episode.error is None
+    (node,) = episode.nodes
+    assert node.truncated and node.info["context_full"] and node.rewards == {"a": 1.0}
 
 
 def test_losses_map_to_wire_losses() -> None:

@@ -27,6 +27,7 @@ from palestra.service.api.routes.sampling import (
     SamplerRef,
     check_answer_size,
     check_prompt,
+    context_refusal,
     resolve_max_tokens,
     resolve_seed,
     resolve_source,
@@ -147,10 +148,7 @@ def _check_text(text: str, source: SamplerRef) -> None:
     """Raises BadRequest if a text is too long however it is tokenized; tokenizing it may take seconds."""
     base = source.base
     if len(text) > base.max_length * base.max_chars_per_token:
-        raise BadRequest(
-            f"the prompt has {len(text)} characters, which are more than the {base.max_length} positions of "
-            f"{base.name} can hold: cut it"
-        )
+        raise context_refusal(f"the prompt has {len(text)} characters", base, "cut it")
 
 
 def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> list[int]:

@@ -130,6 +130,12 @@ def sample_job(call: SampleRequest, source: SamplerRef) -> SampleJob:
     )
 
 
+def context_refusal(asked: str, base: BaseInfo, fix: str) -> BadRequest:
+    """Returns the refusal of a request that is too long for the base. Clients recognise it by "context length"
+    (policies/base.py), and end a trajectory there."""
+    return BadRequest(f"{asked}, but {base.name} has a context length of {base.max_length}: {fix}")
+
+
 def check_answer_size(jobs: Sequence[SampleJob], limits: ClientLimits) -> None:
     """Raises BadRequest if the answer to one call may exceed `limits.answer_tokens`."""
     size, most = sum(job.size for job in jobs), limits.answer_tokens
@@ -145,9 +151,7 @@ def check_prompt(tokens: list[int], base: BaseInfo) -> None:
     if not tokens:
         raise BadRequest("the prompt is empty: send at least one token")
     if len(tokens) >= base.max_length:
-        raise BadRequest(
-            f"the prompt has {len(tokens)} tokens, but {base.name} has a context length of {base.max_length}: cut it"
-        )
+        raise context_refusal(f"the prompt has {len(tokens)} tokens", base, "cut it")
     if max(tokens) >= base.vocab_size:
         raise BadRequest(
             f"the prompt has id {max(tokens)}, but ids of {base.name} go from 0 to {base.vocab_size - 1}: "
@@ -160,10 +164,8 @@ def resolve_max_tokens(max_tokens: int | None, prompt: int, base: BaseInfo) -> i
     Raises BadRequest if it exceeds the base's positions."""
     fit = base.max_length - prompt
     if max_tokens is not None and max_tokens > fit:
-        raise BadRequest(
-            f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the {base.max_length} positions of "
-            f"{base.name}: lower max_tokens to {fit}, or leave it out"
-        )
+        asked = f"the prompt has {prompt} tokens and max_tokens is {max_tokens}"
+        raise context_refusal(asked, base, f"lower max_tokens to {fit}, or leave it out")
     return fit if max_tokens is None else max_tokens
 
 
