@@ -130,7 +130,13 @@ class Engines:
                 stack.enter_context(engine.rollout_context())
             yield
 
-    def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
+    def check_supported(
+        self,
+        loss: Callable,
+        options: Mapping[str, Any],
+        policies: Mapping[str, Any],
+        eval_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         """Accepts every loss and policy. The same method of `RemoteEngines` raises, since a server trains only some."""
 
     def build_learner(

@@ -54,7 +54,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     used |= {name for names in eval_seats.values() for name in names.values()}
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
-        engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen)
+        engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen, config.eval_sampling)
     critic = critic_kind(parts, used)
     learners = {
         name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), **critic)

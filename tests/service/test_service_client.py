@@ -15,8 +15,10 @@ import yaml
 from processes import Server
 from warm_processes import start_palestra
 
+from palestra.builders.engines import Engines
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import dump, validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.envs.base import Env
@@ -241,7 +243,7 @@ class Lengthening(Env):
 def test_trajectory_beyond_the_context_is_truncated_remotely(server: Server, left: int) -> None:
     """The second prompt leaves fewer positions than max_tokens, or none."""
     engines = connect(server.url)
-    policy = engines.build_frozen_policy("a", LoraPolicyConfig(base="tiny", sampling=SamplingConfig(max_tokens=4)))
+    policy = engines.build_frozen_policy("a", FrozenConfig(sampling=SamplingConfig(max_tokens=4)))
     text = "0" * (2048 - left - len(policy.encode_prompt(Query("r", ""))))
     assert len(policy.encode_prompt(Query("r", text))) == 2048 - left
     arena = EpisodeRunner(lambda: Lengthening(text), "lengthening")
@@ -250,6 +252,54 @@ def test_trajectory_beyond_the_context_is_truncated_remotely(server: Server, lef
     assert episode.error is None
     (node,) = episode.nodes
     assert node.truncated and node.info["context_full"] and node.rewards == {"a": 1.0}
+
+
+STOPS: list[dict[str, Any]] = [
+    {},
+    {"stop": ["!", "can"]},
+    {"stop_token_ids": [76, 225]},
+    {"stop_at_eos": False},
+]
+
+
+def test_answers_end_remotely_as_locally(server: Server) -> None:
+    """With every combination of stop conditions that is not refused."""
+    engines = connect(server.url)
+
+    async def sample(made: Any, changes: dict[str, Any]) -> list[tuple[list[int], str]]:
+        config = FrozenConfig(base="tiny", sampling=SamplingConfig(max_tokens=24, **changes))
+        answers = await made.build_frozen_policy("x", config).act(Query("r", "x", n=32, seed=3))
+        return [(answer.token_ids.tolist(), answer.stop_reason) for answer in answers]
+
+    here, there = ([asyncio.run(sample(made, s)) for s in STOPS] for made in (Engines("cpu", 512), engines))
+    engines.connection.close()
+    assert here == there
+    assert len({str(answers) for answers in here}) == len(STOPS)
+    ends = {ids[-1] for ids, reason in here[2] if reason == "stop"}
+    assert ends > {76, 225}  # the end token too
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop": ["a"], "stop_token_ids": [7]}, "stop and stop_token_ids, and .* leave one of them out"),
+        ({"stop": ["a"], "stop_at_eos": False}, "stop_at_eos: false beside stop, .* set stop_at_eos: true"),
+        ({"stop_token_ids": [7], "stop_at_eos": False}, "stop_at_eos: false beside stop_token_ids, "),
+    ],
+)
+def test_stop_conditions_that_the_protocol_has_no_field_for_are_refused(
+    server: Server, changes: dict[str, Any], message: str
+) -> None:
+    engines = connect(server.url)
+    config = LoraPolicyConfig(sampling=SamplingConfig(**changes))
+    with pytest.raises(ValueError, match=rf"policies\.x\.sampling sets {message}"):
+        engines.check_supported(clipped_policy_loss, {}, {"x": config})
+    with pytest.raises(ValueError, match=rf"policies\.x\.sampling sets {message}"):
+        engines.build_frozen_policy("x", FrozenConfig(sampling=SamplingConfig(**changes)))
+    tree = whisper(ELSEWHERE["sft"], eval_sampling=changes)
+    with pytest.raises(ValueError, match=rf"policies\.guide\.sampling with eval_sampling sets {message}"):
+        build(validate(TextConfig, tree), engines)
+    engines.connection.close()
 
 
 def test_losses_map_to_wire_losses() -> None:

@@ -20,11 +20,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from palestra.engine.bases import resolve_base
+from palestra.engine.sampling import SamplingConfig
 from palestra.learners.lm import LanguageLearner
 from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.service.client.connection import ServiceConnection
-from palestra.service.client.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler
+from palestra.service.client.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler, wire_stop
 from palestra.service.client.remote_weights import NO_CRITIC, RemoteWeights, supported_wire_loss
 
 
@@ -35,11 +36,19 @@ class RemoteEngines:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
 
-    def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
-        """Raises ValueError if the server cannot train the loss, or if a policy's sampling temperature is not 1 or it
-        keeps sampling masks."""
+    def check_supported(
+        self,
+        loss: Callable,
+        options: Mapping[str, Any],
+        policies: Mapping[str, Any],
+        eval_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError if the server cannot train the loss, if a policy's sampling temperature is not 1 or it
+        keeps sampling masks, or if the stop conditions of training, or of evaluations, cannot be sent."""
         supported_wire_loss(self.connection, loss, options)
         for name, policy in policies.items():
+            if isinstance(policy, LMPolicyConfig):
+                _check_stops(name, policy.sampling, eval_sampling or {})
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
                 raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.records_mask:
@@ -72,7 +81,9 @@ class RemoteEngines:
         return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
 
     def build_frozen_policy(self, name: str, config: LMPolicyConfig) -> LanguagePolicy:
-        """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded."""
+        """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded. Raises
+        ValueError if its stop conditions cannot be sent."""
+        wire_stop(config.sampling, f"policies.{name}.sampling")
         adapter, path = None, getattr(config, "path", None)
         if path:
             adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
@@ -95,6 +106,12 @@ class RemoteEngines:
 
     def clear_caches(self) -> None:
         """No-op: servers keep no state between batches that affects what they sample."""
+
+
+def _check_stops(name: str, sampling: SamplingConfig, changes: Mapping[str, Any]) -> None:
+    wire_stop(sampling, f"policies.{name}.sampling")
+    changed = SamplingConfig.model_validate(sampling.model_dump() | changes)
+    wire_stop(changed, f"policies.{name}.sampling with eval_sampling")
 
 
 def connect(url: str, key: str | None = None) -> RemoteEngines:

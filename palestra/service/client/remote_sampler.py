@@ -10,6 +10,7 @@ import numpy as np
 
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request
+from palestra.engine.sampling import SamplingConfig
 from palestra.policies.base import request_error
 from palestra.service.api import tensors
 from palestra.service.api import wire_pb2 as pb
@@ -33,7 +34,9 @@ class RemoteSampler:
         self._seqs: dict[str, int] = {}
 
     async def sample(self, request: Request) -> list[Completion]:
-        """Returns the request's completions in sibling order: token ids int32 [T], log-probabilities float32 [T]."""
+        """Returns the request's completions in sibling order: token ids int32 [T], log-probabilities float32 [T].
+        Raises ValueError if its stop conditions cannot be sent, and ContextLengthExceeded if the server refuses its
+        length."""
         adapter = request.adapter
         sampler = adapter.sampler_id if isinstance(adapter, RemoteSnapshot) else self.base_sampler_id
         settings = request.sampling
@@ -43,7 +46,7 @@ class RemoteSampler:
             "top_p": settings.top_p,
             "top_k": settings.top_k or -1,
             "seed": request.seed % 2**64,
-            "stop": list(settings.stop) or list(settings.stop_token_ids) or (None if settings.stop_at_eos else []),
+            "stop": wire_stop(settings),
         }
         body = self._body(sampler, request.prompt_ids, num_samples=request.n, sampling_params=params)
         try:
@@ -82,6 +85,25 @@ class RemoteSampler:
 
     def clear_cache(self) -> None:
         """No-op: the server releases samplers with their session."""
+
+
+def wire_stop(sampling: SamplingConfig, name: str = "sampling") -> list[str] | list[int] | None:
+    """Returns the protocol's field `stop`: a list of strings or of token ids, which end an answer beside the base's end
+    tokens; None for these alone; [] for none of them. Raises ValueError, in which the settings are called `name`, for
+    combinations that the field cannot carry."""
+    if sampling.stop and sampling.stop_token_ids:
+        raise ValueError(
+            f"{name} sets stop and stop_token_ids, and the protocol of servers has one field for strings or token ids: "
+            "leave one of them out, or train without engine:"
+        )
+    stops = list(sampling.stop) or list(sampling.stop_token_ids)
+    if stops and not sampling.stop_at_eos:
+        raise ValueError(
+            f"{name} sets stop_at_eos: false beside {'stop' if sampling.stop else 'stop_token_ids'}, and in the "
+            "protocol of servers the end token ends an answer wherever other stops do: set stop_at_eos: true, leave "
+            "the other stops out, or train without engine:"
+        )
+    return stops or (None if sampling.stop_at_eos else [])
 
 
 def create_sampler(connection: ServiceConnection, **source: str) -> str:
