@@ -18,6 +18,13 @@ from transformers import PreTrainedModel
 from palestra.engine.decoder import decoder_of
 
 
+def position_limit(config: Any) -> int | None:
+    """Returns the maximum number of tokens, prompt and answer together, of bases with `config` (that of the text
+    model); None if it names no limit, as with Mamba."""
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's name for it
+    return min((limit for limit in (own, length_limit(config)) if limit), default=None)
+
+
 def length_limit(config: Any) -> int | None:
     """Returns the number of tokens from which a base's rotary embedding depends on the longest sequence of a batch;
     None if it never does."""

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from palestra.engine.kv_pages import CacheSlot
-from palestra.engine.length_limit import length_limit
+from palestra.engine.length_limit import position_limit
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
@@ -220,9 +220,7 @@ def max_positions(engine: Engine) -> int | None:
     With LongRoPE (Phi-3 for 128k tokens) it is the length from which on the embedding of a token would depend on the
     longest sequence of its batch, and on the length of its sequence when it entered the cache.
     """
-    config = engine.model.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None), length_limit(config)]
-    return min((limit for limit in limits if limit), default=None)
+    return position_limit(engine.model.config.get_text_config())
 
 
 def max_chars_per_token(tokenizer: Any) -> int:

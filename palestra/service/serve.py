@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
 
 from palestra.engine.bases import resolve_base
+from palestra.engine.length_limit import position_limit
 from palestra.engine.request import max_chars_per_token
 from palestra.files import TEMPORARY_PREFIX, acquire_lock
 from palestra.processes import exit_reason, join_or_kill, start_process
@@ -40,6 +41,7 @@ from palestra.web.server import build_server
 STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successfully
 RESTART = RetryPolicy(1.0, 30.0)  # pauses before a restart of a worker that died soon after its start
 WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
+DEFAULT_MAX_LENGTH = 32_768  # tokens of a sequence if the base's config names no limit (Mamba, Bloom)
 DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
 
 Say = Callable[[str], None]
@@ -218,7 +220,7 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
         public_names=tuple(alias for alias, target in aliases.items() if target == name),
         architecture=(config.architectures or [config.model_type])[0],
         vocab_size=text.vocab_size,
-        max_length=text.max_position_embeddings,
+        max_length=position_limit(text) or DEFAULT_MAX_LENGTH,
         max_chars_per_token=max_chars_per_token(tokenizer),
         tokenizer=tokenizer,
     )

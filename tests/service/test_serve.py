@@ -8,10 +8,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoConfig
 from warm_processes import run_palestra, start_palestra
+
+from palestra.service.serve import load_base_info
+from palestra.testing import tiny_tokenizer
 
 
 class Server:
@@ -31,6 +36,25 @@ class Server:
     def end(self, number: int) -> int:
         self.process.send_signal(number)
         return self.process.wait(60)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0}
+LONGROPE |= {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
+LENGTHS: dict[str, tuple[dict[str, Any], int]] = {
+    "phi3": ({"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 256}, 64),
+    "llama": ({"max_position_embeddings": 256}, 256),
+    "mpt": ({"max_seq_len": 48}, 48),
+    **{kind: ({}, 32_768) for kind in ("mamba", "mamba2", "falcon_mamba", "bloom", "xlstm")},
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_context_length_is_that_of_the_engine(kind: str, tmp_path: Path) -> None:
+    changes, expected = LENGTHS[kind]
+    sizes = {"hidden_size": 64, "num_attention_heads": 2} if kind == "phi3" else {}
+    AutoConfig.for_model(kind, vocab_size=272, **sizes, **changes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert load_base_info(kind, str(tmp_path), {}).max_length == expected
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ class ClientLimits(BaseModel):
 @dataclass(frozen=True)
 class BaseInfo:
     """Metadata of a base model, without its weights. `public_names` are the names that clients may use,
-    `max_chars_per_token` is an upper bound on the characters that one token stands for."""
+    `max_length` is the number of tokens, prompt and answer together, that the engine allows, `max_chars_per_token` an
+    upper bound on the characters that one token stands for."""
 
     name: str
     path: str
