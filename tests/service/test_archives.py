@@ -14,16 +14,21 @@ import pytest
 import torch
 from fronts import Front
 from safetensors.torch import save
+from transformers import AutoConfig
 
+from palestra.service.serve import load_base_info
 from palestra.service.storage.archives import layer_shapes, pack_archive
 from palestra.service.storage.tables import checkpoints
+from palestra.testing import tiny_tokenizer
 
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def adapter(base: Path, rank: int = 2, name: str = Q, **changes: Any) -> dict[str, bytes]:
-    """The two files of an adapter on one layer of the tiny base."""
-    out, into = layer_shapes(base)[Q]
+def adapter(
+    base: Path | str, rank: int = 2, name: str = Q, shape: tuple[int, int] | None = None, **changes: Any
+) -> dict[str, bytes]:
+    """The two files of an adapter on one layer of the tiny base, or on one of the shape [out, in]."""
+    out, into = shape or layer_shapes(str(base))[Q]
     tensors = {"lora_A": torch.ones(rank, into), "lora_B": torch.ones(out, rank)}
     weights = {f"base_model.model.{name}.{key}.weight": tensor for key, tensor in tensors.items()}
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "base_model_name_or_path": "tiny", **changes}
@@ -120,6 +125,39 @@ def test_adapter_archive_can_be_uploaded(front: Front, tiny: Any) -> None:
         "manifest.json",
     ]
     assert row.lora["alpha"] == 8
+
+
+GEMMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BASES: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    "gemma3": (
+        "model.language_model.layers.0.self_attn.q_proj",
+        (16, 32),
+        {"text_config": GEMMA | {"vocab_size": 272}, "vision_config": VISION | {"image_size": 28, "patch_size": 14}},
+    ),
+    "gpt2": ("transformer.h.0.attn.c_attn", (96, 32), {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 272}),
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_adapters_of_a_base_in_the_cache_of_the_hub_can_be_uploaded(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its name is no folder, and its weights are no safetensors."""
+    layer, shape, changes = BASES[kind]
+    cached = tmp_path / "hub" / f"models--acme--{kind}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    AutoConfig.for_model(kind, **changes).save_pretrained(cached / "snapshots" / ("0" * 40))
+    tiny_tokenizer().save_pretrained(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    front.context.bases["far"] = load_base_info("far", f"acme/{kind}", {})
+    files = adapter("", name=layer, shape=shape, base_model_name_or_path=f"acme/{kind}")
+    reply = upload(front, archived(files))
+    assert reply.status_code == 200, reply.text
+    reply = upload(front, archived(adapter("", name=layer, shape=shape[::-1], base_model_name_or_path="far")))
+    assert reply.status_code == 400 and "does not fit the base" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(

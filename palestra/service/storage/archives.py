@@ -11,11 +11,16 @@ import json
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
+from palestra.engine.bases import model_class
+from palestra.engine.lora import find_linear_layers, layer_shape
 from palestra.engine.peft_format import PEFT_PREFIX, check_plain_lora
 from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK
 from palestra.service.api.schemas.wire_model import BadRequest
@@ -161,17 +166,11 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
     return sorted(names)
 
 
-def layer_shapes(base: Path) -> dict[str, tuple[int, int]]:
-    """Returns the shapes [out, in] of a base model's matrices by layer name. A head that is tied to the embeddings has
-    their shape."""
-    shapes = {}
-    for path in sorted(base.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                shape = file.get_slice(key).get_shape()
-                if key.endswith(".weight") and len(shape) == 2:
-                    shapes[key.removesuffix(".weight")] = (shape[0], shape[1])
-    embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens")]
-    if embeddings:
-        shapes.setdefault("lm_head", embeddings[0])
-    return shapes
+@lru_cache(maxsize=64)
+def layer_shapes(base: str) -> dict[str, tuple[int, int]]:
+    """Returns the shapes [out, in] of a base's linear layers by name, as the engine finds them. `base` is a folder or a
+    hub name. Only its config is read: weights may be anywhere and in any format."""
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model = model_class(config, base).from_config(config)
+    return {name: layer_shape(layer) for name, layer in find_linear_layers(model).items()}

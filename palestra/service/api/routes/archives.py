@@ -127,7 +127,7 @@ def _take_in(ctx: ServiceContext, owner: str, file: BinaryIO, named: str | None)
         unpacked = Path(temporary)
         unpack_archive(file, unpacked, ctx.limits.upload)
         base = ctx.base(named) if named else _base_of(ctx, unpacked)
-        rank, alpha, layers = check_adapter(unpacked, layer_shapes(Path(base.path)))
+        rank, alpha, layers = check_adapter(unpacked, layer_shapes(base.path))
         folder, size = ctx.weight_store.write(lambda place: _move(unpacked, place))
     path = TinkerPath(f"upload-{uuid.uuid4().hex[:16]}", "sampler", "uploaded")
     names = {"path": str(path), "owner": owner, "run": path.run, "kind": path.kind, "base": base.name}
