@@ -9,11 +9,13 @@ import importlib.util
 import json
 import math
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -262,6 +264,31 @@ def test_lost_adapters_are_reloaded(there: ServerInfo, engine: Engine, sampler: 
     send(there, "/v1/unload_lora_adapter", {"lora_name": sampler.adapter_store.adapter_name(red)})  # as a restart does
     (after,) = sample_together(sampler, request)
     assert tokens(after) == tokens(before)
+
+
+def test_adapter_that_could_not_be_written_is_written_by_a_later_request(
+    there: ServerInfo, engine: Engine, sampler: VllmSampler
+) -> None:
+    """Also by the same request, if that is possible before the retry time is over."""
+    folder = sampler.adapter_store.folder
+    request = Request(prompt(engine), 1, WORDS, strong_adapter(engine, "red@1"), 4)
+    (expected,) = sample_together(sampler, replace(request, adapter=strong_adapter(engine, "red@0")))
+    away = folder.rename(folder.with_suffix(".away"))
+    folder.touch()  # in its place: a write raises an OSError
+
+    def put_back() -> None:
+        folder.unlink()
+        away.rename(folder)
+
+    sampler.timeouts = RequestTimeouts(60.0, 0.1)
+    with pytest.raises(ValueError, match=r"cannot write an adapter for the samplers: .*Is the disk full"):
+        sample_together(sampler, request)
+    sampler.timeouts = RequestTimeouts(60.0, 10.0)
+    timer = threading.Timer(0.15, put_back)
+    timer.start()
+    (found,) = sample_together(sampler, request)
+    timer.join()
+    assert tokens(found) == tokens(expected)
 
 
 def send(there: ServerInfo, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:

@@ -7,6 +7,7 @@ to run and snapshot.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import shutil
@@ -17,6 +18,9 @@ from pathlib import Path
 from palestra.engine.lora import Snapshot
 from palestra.engine.peft_format import save_snapshot
 from palestra.files import atomic_folder, remove_path
+from palestra.web.retry import RetryPolicy
+
+MAX_RETRY_S = 10.0  # seconds for which a write that fails is tried again
 
 
 class AdapterStore:
@@ -44,6 +48,15 @@ class AdapterStore:
         if not path.exists():
             atomic_folder(path, lambda folder: save_snapshot(folder, snapshot, self.base))
         return path
+
+    async def write_async(self, snapshot: Snapshot, timeout_s: float) -> Path:
+        """Returns the folder of `snapshot`, written on a thread; tries again for up to `timeout_s` seconds, at most
+        10. Raises ValueError after that."""
+        policy = RetryPolicy(0.1, 1.0, timeout_s=min(timeout_s, MAX_RETRY_S))
+        try:
+            return await policy.run(lambda: asyncio.to_thread(self.write, snapshot), OSError)
+        except OSError as error:
+            raise ValueError(f"cannot write an adapter for the samplers: {error}. Is the disk full?") from error
 
     def delete(self, name: str) -> None:
         """Deletes the folder of the adapter `name`."""

@@ -106,6 +106,7 @@ class VllmSampler:
         self.zero_adapter: Snapshot | None = None
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
+        self._watched: set[str] = set()  # adapters that are unloaded with their snapshots
         self._http = self.loop_thread.run(_opened(timeouts, key))
         self.loop_thread.on_close = self._http.close
         self.close = weakref.finalize(self, _close, self.loop_thread, adapter_store)
@@ -243,9 +244,14 @@ class VllmSampler:
             assert server.model is not None
             return server.model
         name = self.adapter_store.adapter_name(snapshot)
-        if name not in self._puts:
-            self._puts[name] = asyncio.create_task(asyncio.to_thread(self.adapter_store.write, snapshot))
+        if name not in self._watched:
+            self._watched.add(name)
             weakref.finalize(snapshot, self._let_go, name).atexit = False
+        if name not in self._puts:
+            self._puts[name] = asyncio.create_task(
+                self.adapter_store.write_async(snapshot, self.timeouts.retry_timeout_s)
+            )
+            self._puts[name].add_done_callback(partial(self._drop_failed, name))
         path = await asyncio.shield(self._puts[name])
         if name not in server.adapter_loads:
             server.adapter_loads[name] = asyncio.create_task(self._load(server, name, path))
@@ -255,6 +261,10 @@ class VllmSampler:
             server.adapter_loads.pop(name, None)
             raise
         return name
+
+    def _drop_failed(self, name: str, put: asyncio.Task[Path]) -> None:
+        if put.cancelled() or put.exception():
+            self._puts.pop(name, None)  # the next request tries again
 
     async def _load(self, server: SamplerServer, name: str, path: Path) -> None:
         try:
@@ -275,6 +285,7 @@ class VllmSampler:
 
     async def _unload(self, name: str) -> None:
         self._puts.pop(name, None)
+        self._watched.discard(name)
         there = [server for server in self.servers if server.adapter_loads.pop(name, None)]
         gone = (self._send(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name}) for server in there)
         await asyncio.gather(*gone, return_exceptions=True)  # an unreachable server has lost it anyway
