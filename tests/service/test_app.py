@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import time
 from typing import Any
 
 import pytest
@@ -640,6 +641,21 @@ def test_batch_poll_returns_new_results(front: Front) -> None:
     copy = front.post("/retrieve_futures", {"target": {**target, "cloned_sampler_id": 1}}).json()
     assert [c["state"] for c in copy["completions"]] == ["failed"]
     assert front.post("/retrieve_futures", {"target": {**target, "cloned_sampler_id": 10**18}}).status_code == 400
+
+
+def test_batch_poll_returns_results_of_a_clock_behind(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker whose answer waited for the database while another was committed."""
+    id = sampler(front)
+    bodies = [{"prompt": PROMPT, "sampling_session_id": id, "seq_id": seq} for seq in (0, 1)]
+    ids = [front.post("/asample", body).json()["request_id"] for body in bodies]
+    poll: dict[str, Any] = {"target": {"type": "sampling_session", "sampling_session_id": id}, "timeout": 0}
+    now = time.time()
+    for clock, request in zip((now, now - 1), ids, strict=True):
+        monkeypatch.setattr("palestra.service.storage.store.time.time", lambda clock=clock: clock)
+        front.context.store.write_answers([StoredAnswer.json(request)])
+        found = front.post("/retrieve_futures", poll).json()
+        assert [c["request_id"] for c in found["completions"]] == [request]
+        poll["prev_cursor"] = found["cursor"]
 
 
 def test_queued_sampling_request_can_be_cancelled(front: Front) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from palestra.service.storage.store import ANSWER_TTL_S, Store, StoredAnswer
-from palestra.service.storage.tables import RowUpdate, checkpoints, models, samplers, sessions
+from palestra.service.storage.tables import RowUpdate, checkpoints, models, requests, samplers, sessions
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
@@ -76,6 +76,24 @@ def test_refused_request_keeps_its_sequence_number(store):
     assert (row.id, row.seq) == (id, 1) and json.loads(row.result) == {"error": "no such loss", "category": "user"}
     store.write_answers([StoredAnswer(id, row.result, failed=True)])
     assert store.last_seq("m") == 1 and store.last_seq("other") == -1
+
+
+def test_answers_that_wait_for_others_are_not_skipped_by_pollers(url):
+    """A poller asks for the answers after the latest that it knows, while four writers in two processes commit."""
+    stores = [Store.open(url) for _ in range(2)]
+    ids = [stores[0].submit("ann", "sample", b"") for _ in range(120)]
+    seen, cursor = set(), 0.0
+    with ThreadPoolExecutor(4) as pool:
+        tasks = [pool.submit(stores[i % 2].write_answers, [StoredAnswer.json(id)]) for i, id in enumerate(ids)]
+        is_last = False
+        while not is_last:
+            is_last = all(task.done() for task in tasks)
+            found = stores[0].find(requests, requests.c.finished > cursor)
+            seen |= {row.id for row in found}
+            cursor = max([cursor, *(row.finished for row in found)])
+    for store in stores:
+        store.close()
+    assert seen == set(ids)
 
 
 def test_results_and_row_updates_are_one_transaction(store):

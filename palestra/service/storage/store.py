@@ -26,6 +26,8 @@ RequestState = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
 ErrorCategory = Literal["user", "server", "unknown"]
 ANSWER_TTL_S = 24 * 3600.0  # seconds for which an answer can be read
+ANSWER_STEP_S = 1e-5  # seconds between answers at the same time: cursors of pollers have microseconds
+ANSWERS_LOCK_KEY = 0x70616C  # of PostgreSQL's advisory lock
 MAX_TAKES = 4  # worker deaths after which a request fails
 
 
@@ -73,6 +75,8 @@ class Store:
                     f"the database {database} was made by another version of palestra: its {table.name} have no "
                     f"{sorted(missing)[0]}. Serve with another --data (or --store), or with that version."
                 )
+        for index in requests.indexes:  # of a database that was made without it
+            index.create(database.engine, checkfirst=True)
 
     @classmethod
     def open(cls, url: str, on_error: ErrorHandler = raise_error) -> Self:
@@ -156,16 +160,17 @@ class Store:
         be their cause and is answered with an error."""
         message = f"the server's worker died {MAX_TAKES} times while this request was under way: make it smaller"
         poison = StoredAnswer.failure("", message, "server")
-        values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": time.time()}
+        values = {"state": "failed", "result": poison.result, "result_kind": "json", "finished": _next_finished()}
         taken = requests.c.state == "taken"
         self._write(
+            *self._answers_lock(),
             sql.update(requests).where(taken, requests.c.takes >= MAX_TAKES).values(values),
             sql.update(requests).where(taken).values(state="queued"),
         )
 
     def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[RowUpdate] = ()) -> None:
         """Writes answers and the row updates of their requests in one transaction."""
-        statements = [change.statement for change in updates] + [_answer(done) for done in answers]
+        statements = [*self._answers_lock(), *(change.statement for change in updates), *map(_answer, answers)]
         try:
             self._write(*statements)
         except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
@@ -183,7 +188,8 @@ class Store:
     def cancel(self, owner: str, id: str) -> bool:
         """Answers a queued sample with "cancelled". Returns False if it has started or does not exist."""
         mine = (requests.c.owner == owner, requests.c.kind == "sample", requests.c.state == "queued")
-        return self._write(_answer(StoredAnswer.failure(id, "cancelled by its client")).where(*mine)) > 0
+        answer = _answer(StoredAnswer.failure(id, "cancelled by its client")).where(*mine)
+        return self._write(*self._answers_lock(), answer) > 0
 
     def queue_depth(self, owner: str | None = None) -> QueueDepth:
         """Returns the unanswered requests of `owner`, or of all owners."""
@@ -258,6 +264,12 @@ class Store:
         """Returns the number of matching rows."""
         return int(self._value(sql.select(sql.func.count()).select_from(table).where(*where)))
 
+    def _answers_lock(self) -> list[sql.Executable]:
+        """Returns the first statements of a transaction with answers. These transactions run one after another, so that
+        `finished` is in the order of commits; SQLite has one writer anyway."""
+        lock = sql.select(sql.func.pg_advisory_xact_lock(ANSWERS_LOCK_KEY))
+        return [lock] if self.database.engine.dialect.name == "postgresql" else []
+
     def _write(self, *statements: sql.Executable) -> int:
         """Executes the statements in one transaction. Returns the number of rows affected by the last one."""
 
@@ -279,10 +291,19 @@ class Store:
         return self.database.read(lambda connection: list(connection.execute(query).scalars()))
 
 
+def _next_finished() -> sql.ColumnElement[float]:
+    """Returns the present time, or a little more than the latest answer's, if that is later: another writer may have
+    committed since, or have a clock that is ahead. Pollers ask for answers after the latest that they know, and an
+    earlier one would never reach them."""
+    others, now = requests.alias(), time.time()
+    latest = sql.select(sql.func.coalesce(sql.func.max(others.c.finished), 0.0)).scalar_subquery()
+    return sql.case((latest + ANSWER_STEP_S > now, latest + ANSWER_STEP_S), else_=now)
+
+
 def _answer(done: StoredAnswer) -> sql.Update:
     state: RequestState = "failed" if done.failed else "done"
-    values = {"state": state, "result": done.result, "result_kind": done.kind, "finished": time.time(), "body": None}
-    return sql.update(requests).where(requests.c.id == done.id).values(values)
+    values = {"state": state, "result": done.result, "result_kind": done.kind, "finished": _next_finished()}
+    return sql.update(requests).where(requests.c.id == done.id).values(values | {"body": None})
 
 
 _ANY_QUEUED = sql.select(requests.c.serial).where(requests.c.state == "queued").limit(1)

@@ -81,7 +81,7 @@ requests = sql.Table(
     sql.Column("result", sql.LargeBinary),
     sql.Column("result_kind", sql.String(20)),
     sql.Column("created", sql.Float, nullable=False),
-    sql.Column("finished", sql.Float),
+    sql.Column("finished", sql.Float, index=True),  # time of the answer, in the order of commits
 )
 # One row: the mark of the data folder that holds the weights to which the other tables refer.
 folders = sql.Table("folders", meta, sql.Column("mark", sql.String(64), primary_key=True))
