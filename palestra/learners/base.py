@@ -50,7 +50,7 @@ class Learner(Protocol):
         ...
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        """Takes one optimizer step; returns metrics. `progress` in [0, 1] is the finished share of the run, for the
+        """Takes one optimizer step; returns metrics. `progress` in [0, 1] is the finished share of the stage, for the
         learning-rate schedule."""
         ...
 

@@ -64,9 +64,10 @@ class LMLearnerConfig(LMPolicyConfig, AdamConfig):
     """Optimizer: "adamw"; "adamw_8bit", whose moments take a quarter of the memory (needs bitsandbytes); or "muon" for
     the matrices of the adapter or of the layers, with AdamW for all other weights, both at AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at the end of the run, linearly or as a cosine."""
+    """Learning rate after the warm-up: constant, or falling to 0 at the end of the stage, linearly or as a cosine. A
+    run without stages is one."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of the run, in [0, 1), over which the learning rate rises from 0."""
+    """Share of the stage, in [0, 1), over which the learning rate rises from 0; a run without stages is one."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Maximum number of tokens of a micro-batch, counted before prefixes are shared. Lower it if memory runs out."""
     precision: Precision = "auto"

@@ -110,7 +110,7 @@ class RemoteEngines:
 
 def _check_stops(name: str, sampling: SamplingConfig, changes: Mapping[str, Any]) -> None:
     wire_stop(sampling, f"policies.{name}.sampling")
-    changed = SamplingConfig.model_validate(sampling.model_dump() | changes)
+    changed = SamplingConfig.model_validate({**sampling.model_dump(), **changes})
     wire_stop(changed, f"policies.{name}.sampling with eval_sampling")
 
 

@@ -96,7 +96,7 @@ def wire_stop(sampling: SamplingConfig, name: str = "sampling") -> list[str] | l
             f"{name} sets stop and stop_token_ids, and the protocol of servers has one field for strings or token ids: "
             "leave one of them out, or train without engine:"
         )
-    stops = list(sampling.stop) or list(sampling.stop_token_ids)
+    stops: list[str] | list[int] = list(sampling.stop) if sampling.stop else list(sampling.stop_token_ids)
     if stops and not sampling.stop_at_eos:
         raise ValueError(
             f"{name} sets stop_at_eos: false beside {'stop' if sampling.stop else 'stop_token_ids'}, and in the "
