@@ -15,11 +15,9 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
-from palestra.engine.bases import model_class
+from palestra.engine.bases import model_without_weights
 from palestra.engine.lora import find_linear_layers, layer_shape
 from palestra.engine.peft_format import PEFT_PREFIX, check_plain_lora
 from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK
@@ -170,7 +168,4 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
 def layer_shapes(base: str) -> dict[str, tuple[int, int]]:
     """Returns the shapes [out, in] of a base's linear layers by name, as the engine finds them. `base` is a folder or a
     hub name. Only its config is read: weights may be anywhere and in any format."""
-    config = AutoConfig.from_pretrained(base)
-    with torch.device("meta"):
-        model = model_class(config, base).from_config(config)
-    return {name: layer_shape(layer) for name, layer in find_linear_layers(model).items()}
+    return {name: layer_shape(layer) for name, layer in find_linear_layers(model_without_weights(base)).items()}
