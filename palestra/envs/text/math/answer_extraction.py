@@ -52,10 +52,10 @@ def boxed_content(text: str) -> str | None:
     r"""Returns the content of the last \boxed{} or \fbox{} of a text, with balanced braces, of `\boxed 2` the rest of
     the line or formula; None if there is none or it is not closed.
     """
-    *_, last = [None, *_BOX.finditer(text)]
-    if last is None:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
         return None
-    begun = last.end()
+    begun = boxes[-1].end()
     if text[begun : begun + 1] != "{":
         return re.split(r"[$\n]|\\[)\]]", text[begun:], maxsplit=1)[0].strip() or None
     depth = 0
