@@ -71,7 +71,7 @@ def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float =
     worth = np.zeros(len(points))
     for _ in range(1000):
         odds = 1 / (1 + np.exp(worth[None, :] - worth[:, None]))
-        bend = np.linalg.pinv(_laplacian(games * odds * (1 - odds)), hermitian=True)
+        bend = _inverse_laplacian(_laplacian(games * odds * (1 - odds)))
         step = bend @ (points - games * odds).sum(axis=1)
         worth += np.clip(step, -2, 2)  # Newton steps are too long where the likelihood is almost linear
         if np.abs(step).max(initial=0) < 1e-10:
@@ -79,6 +79,13 @@ def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float =
     return Ratings(
         mean + ELO_PER_LOG_ODDS * (worth - worth.mean()), ELO_PER_LOG_ODDS * np.sqrt(np.maximum(bend.diagonal(), 0))
     )
+
+
+def _inverse_laplacian(laplacian_MM: np.ndarray) -> np.ndarray:
+    """Returns the pseudo-inverse of the Laplacian of a connected graph. Its only null vector, equal values for all, is
+    excluded exactly: by their size, rounding errors cannot be told from small eigenvalues."""
+    scale = laplacian_MM.trace() / len(laplacian_MM) ** 2 or 1.0  # on the order of the eigenvalues
+    return np.linalg.inv(laplacian_MM + scale) - 1 / (scale * len(laplacian_MM) ** 2)
 
 
 def log_odds(points_MM: np.ndarray, prior_draws: float = 1.0) -> np.ndarray:

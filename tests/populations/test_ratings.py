@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palestra.populations.payoffs import PayoffCell, PayoffTable
@@ -40,6 +40,7 @@ def test_elo_update_by_hand():
 
 
 @settings(max_examples=12)
+@example([600.0, 1987.0])
 @given(st.lists(st.floats(600, 2000), min_size=2, max_size=7))
 def test_elo_fit_recovers_known_ratings(planted):
     planted = np.array(planted)
