@@ -57,7 +57,7 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
 
 def metric_curve(logs: RunLogs, evaluation: str | None, metric: str) -> list[list[float]]:
     """Returns [env steps, value] of a metric for each line of an evaluation."""
-    series = series_of(logs.evals[evaluation], metric) if evaluation else series_of([], metric)
+    series = series_of(logs.evals[evaluation], metric)
     steps = (series.x + 1).astype(int) * env_steps_per_step(logs)
     return [[step, float(f"{y:.5g}")] for step, y in zip(steps.tolist(), series.y, strict=True)]
 

@@ -47,17 +47,27 @@ def template_turn_end(tokenizer: Any) -> int | None:
     GLM-4's `<|user|>`, which begins the next turn); the tokenizer's end-of-text token if it has no chat template, or
     the template ends answers without a special token."""
     end: int | None = tokenizer.eos_token_id
-    if not tokenizer.chat_template:
-        return end
-    asked = {"role": "user", "content": "?"}
-    turns = [asked, {"role": "assistant", "content": ANSWER_MARKER}, asked]
-    try:
-        after = tokenizer.apply_chat_template(turns, tokenize=False).split(ANSWER_MARKER, 1)[1]
-    except Exception:  # a template may raise any exception
+    after = _text_after(tokenizer, {"role": "assistant", "content": ANSWER_MARKER}, {})
+    if after is None:
         return end
     ids = tokenizer.encode(after, add_special_tokens=False)
     at = turn_end_index(tokenizer, ids)
     return end if at is None else ids[at]
+
+
+def _text_after(tokenizer: Any, message: Json, options: Json) -> str | None:
+    """Returns the text that the tokenizer's chat template writes after the content of an answer `message`, which is
+    `ANSWER_MARKER`, when another turn follows; None if there is no template, or if it raises or leaves the content
+    out."""
+    if not tokenizer.chat_template:
+        return None
+    asked = {"role": "user", "content": "?"}
+    try:
+        whole: str = tokenizer.apply_chat_template([asked, message, asked], tokenize=False, **options)
+    except Exception:  # a template may raise any exception
+        return None
+    _, marker, after = whole.partition(ANSWER_MARKER)
+    return after if marker else None
 
 
 def turn_end_index(tokenizer: Any, ids: Sequence[int]) -> int | None:
@@ -146,6 +156,22 @@ def render_tool_call(name: Any, arguments: Any) -> str:
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)  # as chat templates write it
     call = call.encode(errors="backslashreplace").decode()  # a lone surrogate is escaped: no tokenizer encodes it
     return f"<tool_call>{call}</tool_call>"
+
+
+def with_template_calls(text: str, tokenizer: Any, end: str, options: Json) -> str:
+    """Returns an answer's text with its tool calls written as the tokenizer's chat template writes those of earlier
+    turns (Qwen's puts line breaks around each), so that imitation teaches the tokens that later prompts contain.
+    Answers of the template end with `end`; `options` are its options.
+
+    A text stays as it is if it writes calls in its own way (not as `render_message` does), or if the template has no
+    form of calls that can be parsed to the same ones."""
+    message = parse_assistant_message(text)
+    if "tool_calls" not in message or text != render_message(message) or not end:
+        return text
+    after = _text_after(tokenizer, to_template_message(message | {"content": ANSWER_MARKER}), options)
+    calls = (after or "").split(end, 1)[0]
+    rendered = message["content"] + calls if message["content"] else calls.lstrip("\n")
+    return rendered if same_message(parse_assistant_message(rendered), message) else text
 
 
 def same_message(one: Json, other: Json) -> bool:

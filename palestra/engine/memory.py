@@ -51,9 +51,9 @@ class ModelShape:
 def model_shape(base: str) -> ModelShape:
     """Returns the sizes of the base `base`, from its config alone. Raises ValueError if transformers cannot build a
     model from its config."""
-    resolve_base(base)  # whose own messages need no introduction
+    path = resolve_base(base)
     try:
-        model = model_without_weights(base)
+        model = model_without_weights(path)
     except (OSError, ValueError) as error:
         raise ValueError(f'cannot read the config of the base "{base}": {error}') from error
     return shape_of(model)

@@ -173,8 +173,6 @@ class Search:
 
     def _score(self, name: str) -> float:
         self.metric, value = final_value(RunLogs(self.root / name), self.evaluation, self.config.metric)
-        if self.metric == "nash_conv" and self.config.direction == "maximize":
-            raise ValueError("less of nash_conv is better: set direction: minimize, or name another metric")
         return value
 
     def _finished(self, trial: Any) -> Trial:

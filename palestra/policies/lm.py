@@ -20,13 +20,11 @@ from palestra.chat import (
     ANSWER_MARKER,
     Chat,
     messages_after,
-    parse_assistant_message,
-    render_message,
-    same_message,
     template_turn_end,
     to_template_message,
     turn_end_index,
     with_system,
+    with_template_calls,
 )
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request, SamplingConfig
@@ -102,22 +100,6 @@ class ChatEncoder:
             text = told.removesuffix(end) if told.endswith(end) else text
             text = text.replace(end, f"{end[0]} {end[1:]}")
         return self._ids(text + (end if ends else ""))
-
-    def with_template_calls(self, text: str) -> str:
-        """Returns an answer's text with its tool calls written as the chat template writes those of earlier turns
-        (Qwen's puts line breaks around each), so that imitation teaches the tokens that later prompts contain.
-
-        A text stays as it is if it writes calls in its own way (not as `render_message` does), or if the template's
-        writing cannot be parsed to the same calls."""
-        message, end = parse_assistant_message(text), self.turn_end
-        if "tool_calls" not in message or text != render_message(message) or not (end and self.tokenizer.chat_template):
-            return text
-        asked = {"role": "user", "content": "?"}
-        turns = [asked, to_template_message(message | {"content": ANSWER_MARKER}), asked]
-        written: str = self.tokenizer.apply_chat_template(turns, tokenize=False, **self.options)
-        calls = written.split(ANSWER_MARKER, 1)[1].split(end, 1)[0]
-        rendered = message["content"] + calls if message["content"] else calls.lstrip("\n")
-        return rendered if same_message(parse_assistant_message(rendered), message) else text
 
     def cut_results(self, messages: Sequence[Message], limit: int | None) -> list[Message]:
         """Returns the messages with the results of tools cut after their first `limit` tokens (None: no cut), with a
@@ -342,8 +324,9 @@ class LanguagePolicy:
         """Returns `text` as an answer of this policy with token ids, for imitation; its log-probabilities are zero.
         Tool calls are written as the chat template writes them. An answer that was cut at its token limit
         (`stop_reason` "length") gets no end token."""
-        text = self.encoder.with_template_calls(text)
-        ids = self.encoder.encode_answer(text, ends=stop_reason != "length")
+        encoder = self.encoder
+        text = with_template_calls(text, encoder.tokenizer, encoder.turn_end, encoder.options)
+        ids = encoder.encode_answer(text, ends=stop_reason != "length")
         return Answer(text, self.name, self.encode_prompt(query), ids, np.zeros(len(ids), np.float32), stop_reason)
 
 

@@ -393,6 +393,10 @@ LLAMA_CALLS = (  # as Llama 3 writes calls, which are not parsed here
     "{% for c in m.tool_calls or [] %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}"
     "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+LEFT_OUT = QWEN_CALLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
+REFUSED = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no ids') }}{% endif %}{% endfor %}" + QWEN_CALLS
+)
 COMPACT = '<tool_call>{"name": "add", "arguments": {"a": "é", "b": 2}}</tool_call>'
 BROKEN = COMPACT.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>")
 
@@ -407,6 +411,8 @@ BROKEN = COMPACT.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>",
         (QWEN_CALLS, "2", "2"),
         (TOOLS_TEMPLATE, COMPACT, COMPACT),
         (LLAMA_CALLS, COMPACT, COMPACT),
+        (LEFT_OUT, COMPACT, COMPACT),  # as Llama 3's, beside calls no content
+        (REFUSED, COMPACT, COMPACT),  # as Mistral's, whose calls need ids
         (QWEN_STYLE, COMPACT, COMPACT),  # calls are not shown
         (None, COMPACT, COMPACT),
     ],

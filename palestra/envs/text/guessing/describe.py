@@ -139,9 +139,8 @@ def names_thing(description: str, thing: str) -> bool:
     stem = thing[: max(MIN_STEM_CHARS, len(thing) - 1)]
     if any(word.startswith(stem) or (len(thing) >= MIN_INNER_CHARS and thing in word) for word in words):
         return True
-    spelt = "".join(word if len(word) == 1 else " " for word in words)
     joined = {"".join(words[at:end]) for at in range(len(words)) for end in range(at + 2, at + len(thing) + 1)}
-    return thing in spelt or not joined.isdisjoint((thing, f"{thing}s"))
+    return not joined.isdisjoint((thing, f"{thing}s"))
 
 
 def named_choice(reply: str, choices: Sequence[str]) -> str | None:

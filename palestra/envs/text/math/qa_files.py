@@ -83,4 +83,6 @@ def published_answer(text: str) -> str:
     if marked:
         return tail.strip()
     inner = boxed_content(text)
-    return (inner or "").strip() if inner or "\\boxed" in text else text.strip()
+    if inner is None and "\\boxed" not in text:
+        return text.strip()
+    return (inner or "").strip()
