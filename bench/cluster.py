@@ -4,6 +4,7 @@
     python bench/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
     python bench/cluster.py --whole    without sampled opponents, to see what breaks first
     python bench/cluster.py --results  only the league's CPU time for a training result; takes some seconds
+    python bench/cluster.py --table    the table of docs/scaling/cluster.md: 1 to 1,000 workers, eight slices a learner
 
 Prints, for growing numbers of members: throughput and use of the workers (slices take a log-normal time, so some are
 stragglers); work lost with nodes and how long the lost tasks wait for another worker; and the driver's cost: CPU
@@ -23,8 +24,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
-from palestra.backends.simulated import SimulatedBackend, SimulatedCluster, TaskRng
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
@@ -43,6 +44,8 @@ from palestra.runs import Run
 
 MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # of a training slice (log-normal); of a game of the payoff table
 TARGETS = {"driver_cpu_growth": 2.0, "worker_use": 0.9}
+TABLE_WORKERS = (1, 3, 10, 30, 100, 300, 1000)
+TABLE_HEADS = ("workers", "tasks", "tasks/s", "use %", "lost %", "restart s", "ms/task, first", "last", "driver MB")
 console = Console(width=120)
 
 
@@ -173,6 +176,20 @@ def result_ms(members: int, results: int = 150) -> float:
     return 1e3 * spent / results
 
 
+def print_table(sizes: tuple[int, ...]) -> None:
+    """Prints a row for each number of workers as Markdown; each league has five learners for four workers."""
+    print("| " + " | ".join(TABLE_HEADS) + " |")
+    print("| ---" * len(TABLE_HEADS) + " |")
+    for workers in sizes:
+        line = simulate(workers, max(3, workers * 5 // 4), 8, whole=False)
+        work = (line["tasks"], line["tasks_per_s"], 100 * line["worker_use"], 100 * line["lost_share"])
+        driver = (line["restart_delay_s"], line["cpu_ms_first"], line["cpu_ms_last"], line["rss_mb"])
+        cells = [f"{number:.4g}" for number in (*work, *driver)]
+        print("| " + " | ".join([f"{workers:,}", *cells]) + " |", flush=True)
+    figures = {"tasks_per_s": line["tasks_per_s"], "worker_use": line["worker_use"]}
+    print(json.dumps({"bench": "cluster_table", "figures": figures}))
+
+
 def _rss_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
@@ -186,7 +203,11 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="without sampled opponents, to see what breaks first")
     parser.add_argument("--members", type=int, nargs="*", help="sizes of the league")
     parser.add_argument("--results", action="store_true", help="the league's cost of a result at 100 to 10,000 members")
+    parser.add_argument("--table", action="store_true", help="the table of the docs; with --quick up to 100 workers")
     args = parser.parse_args()
+    if args.table:
+        print_table(TABLE_WORKERS[:5] if args.quick else TABLE_WORKERS)
+        return
     if args.results:
         found = {
             f"result_ms_{members}": round(result_ms(members), 3) for members in args.members or (100, 1000, 10_000)

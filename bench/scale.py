@@ -81,7 +81,9 @@ HEADINGS = ("steps/s", "p50 ms", "p99 ms", "CPU µs here", "CPU µs there")
 def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts servers of `envs` on free ports, each a process with its address in `address`; ends them on exit."""
     command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", envs, "--port", "0", *options]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of envs in bench/
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(number)]
     try:
         for process in processes:
             assert process.stdout

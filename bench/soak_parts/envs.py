@@ -13,11 +13,10 @@ import time
 from scale import servers
 from soak_parts.memory import Durations, MemoryWatch, SoakResult, process_tree
 
-from palestra.builders.calibration import NoiseEnv
 from palestra.remote.envs.address import counters
 from palestra.remote.envs.remote_env import env_factory
 
-KIND = f"{NoiseEnv.__module__}:{NoiseEnv.__qualname__}"
+KIND = "soak_parts.noise_env:NoiseEnv"
 STEP_S, TURNS, WORKERS = 0.02, 50, 2
 WARM_UP = 0.1  # first part of the time, whose steps do not count
 

@@ -20,7 +20,6 @@ from palestra.cli.grid import grid
 from palestra.cli.info import info
 from palestra.cli.league import league
 from palestra.cli.mirror import fetch
-from palestra.cli.plan import plan
 from palestra.cli.play import play
 from palestra.cli.report import plot, report, sync
 from palestra.cli.runs import runs
@@ -67,4 +66,4 @@ app.add_typer(league, name="league", rich_help_panel=RESULTS)
 _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)
 _add(SERVERS, serve=serve, serve_envs=serve_envs, serve_sampler=serve_sampler)
 app.add_typer(keys, name="keys", rich_help_panel=SERVERS)
-_add(REFERENCE, config=describe_config, info=info, plan=plan)
+_add(REFERENCE, config=describe_config, info=info)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
-from palestra.backends.simulated import SimulatedBackend, SimulatedCluster, TaskRng
 from palestra.backends.task_queue import MAX_ATTEMPTS, TaskQueue
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.league_rules import OpponentWeights
