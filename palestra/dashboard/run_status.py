@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +213,3 @@ def _bytes(path: Path) -> int:
     if path.is_file():
         return file_size(path)
     return sum(file_size(Path(folder) / name) for folder, _, names in os.walk(path) for name in names)
-
-
-def seconds_since(created: str) -> float | None:
-    """Returns the seconds since an ISO 8601 time; None if it cannot be parsed."""
-    try:
-        return time.time() - datetime.fromisoformat(created).timestamp()
-    except ValueError:
-        return None

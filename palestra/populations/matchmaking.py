@@ -61,15 +61,6 @@ def _rate(games: float, wins: float) -> float:
     return min(wins / games, 1.0) if games else UNPLAYED_WIN_RATE  # rounding may exceed 1
 
 
-def combine_mixes(*parts: tuple[float, Mix]) -> Mix:
-    """Returns the weighted sum of mixtures, without names of probability 0."""
-    whole: Mix = {}
-    for weight, mix in parts:
-        for name, p in mix.items():
-            whole[name] = whole.get(name, 0.0) + weight * p
-    return {name: p for name, p in whole.items() if p > 0}
-
-
 def latest_mix(names: Sequence[str]) -> Mix:
     """Returns the mixture that has only the newest member. Raises ValueError if `names` is empty."""
     return {_some(names)[-1]: 1.0}

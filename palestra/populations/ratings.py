@@ -1,9 +1,8 @@
 """Ratings of members, and measures of cycles, which ratings cannot express.
 
 Ratings order members; if each member of a group is beaten by another member of it, there is no order. `cyclicity`
-measures the share of the results that no rating can explain; Nash averaging and relative performance do not need an
-order. `points_MM[a, b]` float64 counts how often `a` has beaten `b`, a draw counting half;
-`PayoffTable.pairwise_scores` computes it.
+measures the share of the results that no rating can explain. `points_MM[a, b]` float64 counts how often `a` has beaten
+`b`, a draw counting half; `PayoffTable.pairwise_scores` computes it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.populations.normal_form.equilibria import game_value, maximin
 from palestra.populations.payoffs import PayoffTable
 
 ELO_PER_LOG_ODDS = 400 / np.log(10)  # Elo points per unit of log-odds
@@ -43,13 +41,6 @@ class Cyclicity(NamedTuple):
     share: float
     groups: list[list[str]]
     warning: str
-
-
-def elo_update(elo_a: float, elo_b: float, score: float, k_factor: float = 32.0) -> tuple[float, float]:
-    """Returns both players' Elo after a game in which the first scored `score`: 1 for a win, 0.5 for a draw (Elo,
-    1978)."""
-    gain = k_factor * (score - 1 / (1 + 10 ** ((elo_b - elo_a) / 400)))
-    return elo_a + gain, elo_b - gain
 
 
 def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float = 1.0) -> Ratings:
@@ -120,7 +111,7 @@ def _warning(share: float, groups: list[list[str]]) -> str:
     listed = "; ".join(", ".join(group) for group in groups)
     return (
         f"ratings cannot express cycles, and here are some: each of {listed} is beaten by another of them. "
-        f"No rating explains {share:.0%} of the results: see the payoff table, or Nash averaging"
+        f"No rating explains {share:.0%} of the results: see the payoff table"
     )
 
 
@@ -157,27 +148,8 @@ def openskill_ratings(games: Iterable[tuple[Sequence[str], Sequence[float]]]) ->
     return skills
 
 
-def nash_averaging(table_MM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the maximum-entropy Nash equilibrium [M] of an antisymmetric table [M, M], such as `log_odds`, and each
-    member's payoff against it [M], both float64 (Balduzzi et al., 2018, sec. 3).
-
-    Payoffs are at most 0, and do not change when a member is added twice. Raises ValueError if the table is not
-    antisymmetric.
-    """
-    if not np.allclose(table_MM, -table_MM.T):
-        raise ValueError("Nash averaging needs an antisymmetric table (table = -table.T), such as log_odds")
-    strategy = maximin(table_MM, "entropy")
-    return strategy, table_MM @ strategy
-
-
 def cross_play(payoffs: PayoffTable, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
     """Returns mean returns, float64 [rows, columns], of the members `rows` at the first of two seats against the
     members `columns` at the second; NaN for pairs that never met."""
     cells = [[payoffs.cell((row, column)) for column in columns] for row in rows]
     return np.array([[cell.mean[0] if cell.exact or cell.games else np.nan for cell in line] for line in cells])
-
-
-def relative_performance(table: np.ndarray) -> float:
-    """Returns the relative performance of two populations: the value of the zero-sum table [rows, columns] of the first
-    population's payoffs against the second (Balduzzi et al., 2019, def. 3). Above 0, the first is stronger."""
-    return game_value(table)

@@ -13,7 +13,7 @@ a. A policy is float64 [I, A].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,6 @@ class GameTree:
     returns: np.ndarray  # [T, n]
     num_nodes: int  # number of tree nodes, with chance nodes and ends
     has_ambiguous_tensors: bool
-    _found: dict[tuple[int, bytes], int] = field(default_factory=dict, repr=False)
 
     @property
     def num_sequences(self) -> int:
@@ -58,23 +57,6 @@ class GameTree:
     def player_rows(self, player: int) -> slice:
         """Returns the rows of a player's information states."""
         return slice(*np.searchsorted(self.state_player, [player, player + 1]).tolist())
-
-    def find_info_states(self, player: int, info_state_tensors: np.ndarray) -> np.ndarray:
-        """Returns the rows int64 [B] of a player's information states `info_state_tensors` float32 [B, V]. Raises
-        ValueError for an unknown information state, and if `has_ambiguous_tensors`."""
-        if self.has_ambiguous_tensors:
-            raise ValueError(
-                f"an observation of {self.name} does not tell which information state it is; look rows up by "
-                "`info_state_tensors` instead, which all information states with one observation share"
-            )
-        if not self._found:
-            rows = zip(self.state_player.tolist(), self.info_state_tensors, strict=True)
-            self._found.update({(owner, view.tobytes()): i for i, (owner, view) in enumerate(rows)})
-        info_state_tensors = np.asarray(info_state_tensors, np.float32)
-        try:
-            return np.array([self._found[player, view.tobytes()] for view in info_state_tensors], np.int64)
-        except KeyError:
-            raise ValueError(f"player {player} never has a decision with such a view in {self.name}") from None
 
 
 def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTree:

@@ -9,12 +9,8 @@ from palestra.populations.payoffs import PayoffCell, PayoffTable
 from palestra.populations.ratings import (
     cross_play,
     cyclicity,
-    elo_update,
     fit_elo,
-    log_odds,
-    nash_averaging,
     openskill_ratings,
-    relative_performance,
 )
 
 NAMES = ["rock", "paper", "scissors"]
@@ -29,14 +25,6 @@ def ladder(elo, games=1000.0):
 
 
 # ---- Elo
-
-
-def test_elo_update_by_hand():
-    """Equal ratings: the winner gains half of k. With 400 points more the expected score is 10/11."""
-    assert elo_update(1200, 1200, 1.0) == (1216, 1184)
-    assert elo_update(1200, 1200, 0.5) == (1200, 1200)
-    one, other = elo_update(1600, 1200, 0.0, k_factor=11)
-    assert one == pytest.approx(1590) and other == pytest.approx(1210)
 
 
 @settings(max_examples=12)
@@ -143,33 +131,7 @@ def test_openskill_ignores_games_against_oneself():
     assert openskill_ratings([(("a", "a"), (1, 0))]) == {}
 
 
-# ---- evaluation by opponents' weights
-
-
-def test_nash_averaging_is_invariant_to_copies():
-    """Balduzzi et al. (2018), sec. 3: a copy of rock does not change any other member's rating."""
-    table = log_odds(CYCLE)
-    strategy, skill = nash_averaging(table)
-    assert strategy == pytest.approx([1 / 3] * 3) and skill == pytest.approx([0] * 3, abs=1e-9)
-    again = [0, 0, 1, 2]
-    strategy, skill = nash_averaging(table[np.ix_(again, again)])
-    assert strategy == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3]) and skill == pytest.approx([0] * 4, abs=1e-9)
-
-
-def test_nash_averaging_of_a_ladder_is_its_best_member():
-    strategy, skill = nash_averaging(log_odds(ladder(np.array([1000.0, 1400, 1200]))))
-    assert strategy == pytest.approx([0, 1, 0], abs=1e-9)
-    assert skill == pytest.approx(np.log(10) * np.array([-1, 0, -0.5]), abs=1e-2)
-    with pytest.raises(ValueError, match="antisymmetric"):
-        nash_averaging(np.ones((2, 2)))
-
-
-def test_relative_performance_by_hand():
-    """Rock alone loses to all three; all three against rock and scissors: 1/3 rock and 2/3 paper earn 1/3 against
-    either."""
-    rps = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
-    assert relative_performance(rps[:1]) == pytest.approx(-1) and relative_performance(rps) == pytest.approx(0)
-    assert relative_performance(rps[:, [0, 2]]) == pytest.approx(1 / 3)
+# ---- tables of two populations
 
 
 def test_cross_play_table_by_hand():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.populations.matchmaking import WinRates, combine_mixes
+from palestra.populations.matchmaking import WinRates
 
 
 def test_unknown_win_rate_is_half_and_draws_count_half():
@@ -43,8 +43,3 @@ def test_forget_removes_a_name_on_both_sides():
     rates.remove("a")
     assert rates.rate("a", "b") == rates.rate("c", "a") == 0.5
     assert rates.rate("b", "c") == 1
-
-
-def test_combined_mixes_sum_to_one_without_empty_members():
-    assert combine_mixes((0.5, {"a": 1.0}), (0.5, {"a": 0.5, "b": 0.5}), (0.0, {"c": 1.0})) == {"a": 0.75, "b": 0.25}
-    assert combine_mixes() == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 from palestra.envs.rules import TERMINAL, KuhnRules, Rules
 from palestra.tabular.best_response import nash_conv
 from palestra.tabular.game_tree import (
+    GameTree,
     build_game_tree,
     end_probabilities,
     expected_returns,
@@ -92,9 +94,8 @@ def test_expected_returns_equal_openspiel(game: str) -> None:
 @pytest.mark.parametrize(("env_type", "game"), [("kuhn_poker", "kuhn_poker"), ("leduc_poker", "leduc_poker")])
 def test_own_and_openspiel_rules_give_equal_trees(env_type: str, game: str) -> None:
     ours, theirs = tree(env_type), spiel_tree(game)
-    at = np.concatenate(
-        [theirs.find_info_states(player, ours.info_state_tensors[ours.player_rows(player)]) + 0 for player in range(2)]
-    )
+    rows = {(int(owner), view.tobytes()): row for row, (owner, view) in enumerate(_views(theirs))}
+    at = np.array([rows[int(owner), view.tobytes()] for owner, view in _views(ours)])
     assert np.array_equal(theirs.info_state_tensors[at], ours.info_state_tensors) and np.array_equal(
         theirs.action_mask[at], ours.action_mask
     )
@@ -103,12 +104,9 @@ def test_own_and_openspiel_rules_give_equal_trees(env_type: str, game: str) -> N
     assert nash_conv(ours, policy[at]) == pytest.approx(nash_conv(theirs, policy), abs=1e-12)
 
 
-def test_information_states_are_found_by_tensor() -> None:
-    leduc = tree("leduc_poker")
-    chosen = np.array([700, 500, 700])
-    assert leduc.find_info_states(1, leduc.info_state_tensors[chosen]).tolist() == [700, 500, 700]
-    with pytest.raises(ValueError, match="player 0 never has a decision with such a view"):
-        leduc.find_info_states(0, leduc.info_state_tensors[700:701])
+def _views(tree: GameTree) -> Iterator[tuple[np.int64, np.ndarray]]:
+    """Yields player and tensor of each information state."""
+    return zip(tree.state_player, tree.info_state_tensors, strict=True)
 
 
 # ---- plans and mixtures
@@ -205,8 +203,6 @@ def test_tree_has_perfect_recall() -> None:
     found = build_game_tree(Forgetting())
     assert found.has_ambiguous_tensors and len(found.state_player) == 3 and not found.info_state_tensors.any()
     assert nash_conv(found, uniform_policy(found)) == 0.5  # always right; uniform play is right half of the time
-    with pytest.raises(ValueError, match="does not tell which information state"):
-        found.find_info_states(0, found.info_state_tensors)
 
 
 def test_ambiguous_legal_actions_are_refused() -> None:
