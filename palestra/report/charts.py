@@ -6,6 +6,8 @@ imported where something is drawn.
 
 from __future__ import annotations
 
+import base64
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from palestra.files import replacing_file
-from palestra.report.html import visible_text
+from palestra.report.html import escape_text, visible_text
 from palestra.runs.series import Series, thin
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
@@ -34,6 +36,7 @@ SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 10,
+    "figure.facecolor": "#FFFFFF",
     "font.size": 8,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
@@ -49,6 +52,21 @@ SETTINGS = {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
 }
+
+DARK_INK, DARK_GRID, DARK_PAPER = "#9AA5B1", "#3A424C", "#14181D"  # of a dark page: --soft, --line and --paper
+DARK_SETTINGS = {
+    "axes.edgecolor": DARK_GRID,
+    "axes.facecolor": DARK_PAPER,
+    "axes.labelcolor": DARK_INK,
+    "axes.titlecolor": DARK_INK,
+    "figure.facecolor": DARK_PAPER,
+    "grid.color": DARK_GRID,
+    "legend.labelcolor": DARK_INK,
+    "text.color": DARK_INK,
+    "xtick.color": DARK_INK,
+    "ytick.color": DARK_INK,
+}
+PAGE_FIGURE_IN = (4.4, 3.3)  # width and height of a chart on a page
 
 
 @dataclass(frozen=True)
@@ -159,11 +177,30 @@ def curve_style(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
 
 
+def panel_html(title: str, panel: Callable[[Any], None], size: tuple[float, float] = PAGE_FIGURE_IN) -> str:
+    """Returns a panel as an HTML figure: matplotlib's SVG as an image, one for light and one for dark pages. `size` is
+    its width and height in inches."""
+    light, dark = (_svg_uri(panel, size, settings) for settings in ({}, DARK_SETTINGS))
+    return (
+        f'<figure><picture><source media="screen and (prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape_text(title)}"></picture></figure>'
+    )
+
+
+def _svg_uri(panel: Callable[[Any], None], size: tuple[float, float], settings: dict[str, Any]) -> str:
+    file = io.BytesIO()
+    with drawing(**settings):
+        figure = new_figure(*size, layout="constrained")
+        panel(figure.subplots())
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def draw_chart(axis: Any, chart: Chart) -> None:
     """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
     for curve in chart.shown:
         if curve.is_faint:
-            axis.plot(*curve.drawn, color=GRID, linewidth=1.0)
+            axis.plot(*curve.drawn, color=_grid_colour(), linewidth=1.0)
     for number, curve in enumerate(chart.named):
         _draw_curve(axis, curve, number)
     if chart.is_log:
@@ -173,6 +210,12 @@ def draw_chart(axis: Any, chart: Chart) -> None:
     axis.margins(x=0.02, y=0.06)
     _set_limits(axis, chart)
     axis.set_xlabel(shorten(chart.x_title, 60))
+
+
+def _grid_colour() -> str:
+    import matplotlib
+
+    return str(matplotlib.rcParams["grid.color"])
 
 
 def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
@@ -234,7 +277,7 @@ def chart_panel(chart: Chart) -> Callable[[Any], None]:
 
     def draw(axis: Any) -> None:
         draw_chart(axis, chart)
-        axis.set_title(chart.title, wrap=True)
+        axis.set_title(visible_text(chart.title), wrap=True)
         if 1 < len(chart.named) <= MAX_LEGEND:
             handles = [line for line in axis.get_lines() if line.get_gid()]
             labels = [shorten(curve.name) for curve in chart.named]
@@ -264,7 +307,7 @@ def draw_cells(axis: Any, heat: HeatMap) -> None:
     corners = [[(j, i), (j + 1, i), (j + 1, i + 1), (j, i + 1)] for i, j in places.tolist()]
     colours = np.where(values[:, None] < 0, to_rgba(COLOURS[1]), to_rgba(COLOURS[0]))
     colours[:, 3] = np.minimum(1.0, np.abs(values) / heat.scale).round(3)
-    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=GRID, linewidths=0.4, gid="cells"))
+    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=_grid_colour(), linewidths=0.4))
     axis.set_xlim(0, heat.values.shape[1])
     axis.set_ylim(*((0, len(heat.values)) if heat.row_zero_below else (len(heat.values), 0)))
     for spine in axis.spines.values():
@@ -281,6 +324,19 @@ def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, ch
         put([k + 0.5 for k in kept], [shorten(names[k], chars) for k in kept], rotation=turned, **options)
 
 
+def chart_html(chart: Chart) -> str:
+    """Returns a chart as an HTML figure; "" if no curve has a value."""
+    return panel_html(chart.title, chart_panel(chart)) if chart.shown else ""
+
+
+def heat_map_html(heat: HeatMap) -> str:
+    """Returns a heat map as an HTML figure; "" if no cell has a value."""
+    if not np.isfinite(heat.values).any():
+        return ""
+    width, height = PAGE_FIGURE_IN
+    return panel_html(heat.title, heat_panel(heat), (width, height + 0.05 * min(len(heat.rows), MAX_AXIS_LABELS)))
+
+
 def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> Callable[[Any], None]:
     """Returns a panel of `save_panels` that draws the heat map with its title and a colour bar."""
 
@@ -292,7 +348,7 @@ def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> 
         if is_square:
             axis.set_aspect("equal")
         axis.set_xlabel(x_title)
-        axis.set_title(heat.title, wrap=True)
+        axis.set_title(visible_text(heat.title), wrap=True)
         axis.figure.colorbar(_colours(heat), ax=axis, shrink=0.8)
 
     return draw
@@ -300,10 +356,11 @@ def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> 
 
 def _colours(heat: HeatMap) -> Any:
     """Returns the colour bar's scale: from zero, or from the largest magnitude below it, to that above it."""
+    import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    above, below, white = COLOURS[0], COLOURS[1], "#FFFFFF"
+    above, below, paper = COLOURS[0], COLOURS[1], matplotlib.rcParams["figure.facecolor"]
     has_negative = bool((heat.values < 0).any())
-    colours = LinearSegmentedColormap.from_list("cells", [below, white, above] if has_negative else [white, above])
+    colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
     return ScalarMappable(Normalize(-heat.scale if has_negative else 0.0, heat.scale), colours)

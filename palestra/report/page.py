@@ -23,7 +23,7 @@ from palestra.runs.headline import algorithm_label, held_out_label, total_steps
 from palestra.runs.series import RunLogs, success_bounds, valid_instances
 
 # Second line of defence after escaping: blocks all requests and scripts.
-CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 NOTHING_RECORDED = "Nothing is recorded yet: the run has finished neither a training step nor an evaluation."
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from palestra.populations.task_json import TASKS_FILE
+from palestra.report.charts import chart_html, heat_map_html
 from palestra.report.html import escape_text, html_table, section
-from palestra.report.inline_svg import chart_html, heat_map_html
 from palestra.report.population_data import PopulationRecord, cyclicity_warning, read_record, standings
 from palestra.report.population_plots import (
     learner_charts,

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.report.charts import Chart, ChartCurve, chart_panel, save_panels
-from palestra.report.inline_svg import chart_html
+from palestra.report.charts import Chart, ChartCurve, chart_html, chart_panel, save_panels
 from palestra.runs.headline import eval_label, held_out_label, training_return_label, training_success_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 from palestra.types import TEAM

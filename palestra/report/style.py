@@ -2,12 +2,10 @@
 
 STYLE = """
 .palestra { --ink: #1b1f24; --soft: #59626d; --line: #d5dae0; --paper: #ffffff; --tint: #f4f6f8; --good: #00785a;
-  --bad: #b3400a;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b98900; --c5: #3a93c4; }
+  --bad: #b3400a; }
 @media (prefers-color-scheme: dark) { .palestra { --ink: #e4e8ec; --soft: #9aa5b1; --line: #3a424c; --paper:
   #14181d; --tint: #1d232a;
-  --good: #35c69a; --bad: #ff8a4c; --c0: #56b4e9; --c1: #ff8f45; --c2: #2cc79c; --c3: #e39cc4; --c4: #e6b422; --c5:
-    #8fcdf0; } }
+  --good: #35c69a; --bad: #ff8a4c; } }
 .palestra, .palestra * { box-sizing: border-box; }
 .palestra { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; }
 body.palestra { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; }
@@ -28,13 +26,8 @@ body.palestra { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; }
 .palestra table.facts td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
 .palestra table.facts td:first-child { color: var(--soft); white-space: nowrap; }
 .palestra .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem 1.4rem; }
-.palestra figure { margin: 0 0 .8rem; break-inside: avoid; } .palestra figcaption { font-weight: 600; font-size: .9em; }
-.palestra .key { color: var(--soft); font-size: .8em; }
-.palestra .key span { display: inline-block; margin-right: .7em; }
-.palestra .key i { display: inline-block; width: 1.3em; border-top: .2em solid; vertical-align: middle; margin-right:
-  .3em; }
-.palestra svg { width: 100%; height: auto; display: block; } .palestra svg text { fill: var(--soft); font: 10px
-  system-ui, sans-serif; }
+.palestra figure { margin: 0 0 .8rem; break-inside: avoid; }
+.palestra figure img { width: 100%; height: auto; display: block; }
 .palestra .tiles { display: flex; flex-wrap: wrap; gap: .8rem 2.2rem; margin: 1rem 0; }
 .palestra .tile b { display: block; font-size: 1.5rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .palestra .tile span { color: var(--soft); font-size: .85em; }
@@ -49,8 +42,7 @@ body.palestra { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; }
 .palestra article { margin: 0 0 1.6rem; }
 @media print {
   .palestra { --ink: #000; --soft: #444; --line: #bbb; --paper: #fff; --tint: #f4f4f4; --good: #00613f; --bad:
-    #9a3600; --c0: #0072b2;
-    --c1: #d55e00; --c2: #009e73; --c3: #b0578a; --c4: #a97c00; --c5: #3a93c4; }
+    #9a3600; }
   @page { margin: 16mm 14mm; }
   body.palestra { max-width: none; padding: 0; font-size: 10.5pt; }
   .palestra h2, .palestra h3 { break-after: avoid; } .palestra tr, .palestra .tile { break-inside: avoid; }
