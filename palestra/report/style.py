@@ -27,7 +27,7 @@ body.palestra { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; }
 .palestra table.facts td:first-child { color: var(--soft); white-space: nowrap; }
 .palestra .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem 1.4rem; }
 .palestra figure { margin: 0 0 .8rem; break-inside: avoid; }
-.palestra figure img { width: 100%; height: auto; display: block; }
+.palestra figure img { width: 100%; max-width: 36rem; height: auto; display: block; }
 .palestra .tiles { display: flex; flex-wrap: wrap; gap: .8rem 2.2rem; margin: 1rem 0; }
 .palestra .tile b { display: block; font-size: 1.5rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .palestra .tile span { color: var(--soft); font-size: .85em; }
