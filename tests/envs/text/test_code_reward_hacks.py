@@ -25,6 +25,10 @@ JUDGES: dict[str, tuple[ProgramTest, ...]] = {
     "assertion": (
         *(ProgramTest(f"assert abs(f({n}) - {n * n + 1}) < 1e-6") for n in SQUARES),
         ProgramTest("assert f(2) in (5, 5.0) and not f(2) != 5"),
+        ProgramTest("assert not abs(f(3) - 10) > 1e-6"),
+        ProgramTest("assert not (f(3) < 10 or 10 < f(3))"),
+        ProgramTest("import math\nassert not math.fabs(f(3) - 10) >= 1e-6"),
+        ProgramTest("assert not [f(3), 1] < [10, 1] and not [f(3), 1] > [10, 1]"),
         ProgramTest("assert sorted(f([])) == [1, 2] and len(f([])) == 2"),
         ProgramTest("try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass"),
         ProgramTest("for n in (6, 7):\n    assert str(f(n)) == str(n * n + 1)"),

@@ -192,6 +192,40 @@ def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
     assert trace.exists()  # unpickling would create the file
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+BUILD = b"\x80\x04\x8c\x01a}\x8c\x01b\x8c\x01csb."  # sets an attribute of a text
+NOT_TESTS = {
+    "sets an attribute": BUILD,
+    "names a global": b"cbuiltins\nopen\n.",
+    "two texts": b"\x8c\x01a\x8c\x01b.",
+    "no text": b".",
+    "cut off": pickle.dumps("[]")[:-3],
+    "no end": b"\x8c\x02[]",
+    "bytes": pickle.dumps(b"[]"),
+    "not UTF-8": b"\x8c\x01\xff.",
+    "from memory": b"h\x07.",
+    "deep JSON": pickle.dumps(DEEP),
+    "a number": pickle.dumps("7"),
+    "an object": pickle.dumps('{"input": "1"}'),
+    "a list of numbers": pickle.dumps("[7]"),
+    "no JSON": pickle.dumps("tests"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TESTS)
+def test_hidden_tests_of_another_shape_are_refused_with_their_row(tmp_path: Path, name: str) -> None:
+    blob = base64.b64encode(zlib.compress(NOT_TESTS[name])).decode()
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 1 is not a problem in the shape of LiveCodeBench") as error:
+        load(tmp_path, LIVE_STDIN | {"private_test_cases": blob})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("column", ["public_test_cases", "private_test_cases", "metadata"])
+def test_deep_json_is_refused_with_its_row(tmp_path: Path, column: str) -> None:
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 1 is not a problem in the shape of LiveCodeBench"):
+        load(tmp_path, LIVE_STDIN | {column: DEEP})
+
+
 def test_hidden_tests_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.envs.text.code.files.MAX_UNPACKED_BYTES", 10_000)
     with pytest.raises(ValueError, match="more than 10000 bytes"):

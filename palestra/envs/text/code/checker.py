@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import math
 import os
 import random
 import sys
@@ -59,8 +60,8 @@ class AssertionRunner:
         names: dict[str, object] = {"__name__": "tests"}
         try:
             exec(compile(self.preamble, "given.py", "exec"), names)
-            names |= {self.entry: self._call, "_waiting": lambda: self.is_waiting}
-            exec(compile(_continue_on_pending(test), "test.py", "exec"), names)
+            names |= {self.entry: self._call, "_waiting": lambda: self.is_waiting, "_ordered": _ordered}
+            exec(compile(_rewritten(test), "test.py", "exec"), names)
         except BaseException as error:  # any exception of a test is its result
             return ("waiting", "") if self.is_waiting else ("error", error_text(error))
         return ("waiting" if self.is_waiting else "ok"), ""
@@ -85,18 +86,40 @@ def _failure(text: str) -> Exception:
     return ProgramError(text)
 
 
-class _ContinueOnPending(ast.NodeTransformer):
-    """Lets a test continue after an assertion that failed on a pending value, so that it makes its other calls too."""
+class _Rewriter(ast.NodeTransformer):
+    """Lets a test continue after an assertion that failed on a pending value, so that it makes its other calls too;
+    and lets it fail where it orders NaN, since `not abs(x - y) > eps` holds for NaN."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
         (around,) = ast.parse("try: pass\nexcept Exception:\n    if not _waiting(): raise").body
         assert isinstance(around, ast.Try)
-        around.body = [node]
+        around.body = [self.generic_visit(node)]  # type: ignore[list-item]
         return around
 
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        self.generic_visit(node)
+        if any(isinstance(sign, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for sign in node.ops):
+            node.left = _call_of("_ordered", node.left)
+            node.comparators = [_call_of("_ordered", value) for value in node.comparators]
+        return node
 
-def _continue_on_pending(test: str) -> Any:
-    return ast.fix_missing_locations(_ContinueOnPending().visit(ast.parse(test)))
+
+def _call_of(name: str, argument: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name(name, ast.Load()), [argument], [])
+
+
+def _ordered(value: Any) -> Any:
+    """Returns the value. Raises AssertionError if it is NaN or a sequence that holds NaN."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _ordered(item)
+    elif isinstance(value, float) and math.isnan(value):
+        raise AssertionError("NaN is neither less nor greater than a number")
+    return value
+
+
+def _rewritten(test: str) -> Any:
+    return ast.fix_missing_locations(_Rewriter().visit(ast.parse(test)))
 
 
 def _plain(value: object) -> Any:

@@ -9,9 +9,8 @@ import ast
 import base64
 import binascii
 import contextlib
-import io
 import json
-import pickle
+import pickletools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,8 @@ from palestra.envs.text.row_reader import Row, read_rows
 
 BUILT_IN_PROGRAMS = Path(__file__).with_name("data") / "programs.jsonl"
 MAX_UNPACKED_BYTES = 2**28  # bytes of hidden tests after unpacking
+TEXT_OPCODES = frozenset({"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
+FRAME_OPCODES = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"})
 MAX_SHORT_CHARS = 200  # characters of the short question, if a file has none
 CODE_CONTESTS_PYTHON3 = 3  # CodeContests' code for the language
 DIFFICULTY_LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
@@ -66,7 +67,7 @@ def _read(row: Row, where: str) -> ProgramProblem:
         problem = shape.parse_row(row)
     except InseparableTestsError:
         raise
-    except (KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, SyntaxError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{where} is not a problem in the shape of {shape.name}: {error!r}; correct it or leave it out"
         ) from error
@@ -270,28 +271,43 @@ def _compiling(solutions: Sequence[str]) -> Iterator[str]:
         yield source
 
 
-class _TextOnly(pickle.Unpickler):
-    """Unpickles plain values only; refuses any class or function, which could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, but tests are plain text")
-
-
 def _unpacked(text: str) -> list[Any]:
     """Returns LiveCodeBench's hidden tests: JSON, or base64-encoded, compressed, pickled JSON.
 
     Raises ValueError if they cannot be unpacked or exceed `MAX_UNPACKED_BYTES` bytes.
     """
     if not text or text.lstrip().startswith("["):
-        return list(json.loads(text or "[]"))
+        return _listed(text or "[]")
     try:
         unpack = zlib.decompressobj()
         data = unpack.decompress(base64.b64decode(text), MAX_UNPACKED_BYTES)
         if unpack.unconsumed_tail:
             raise ValueError(f"private_test_cases unpack to more than {MAX_UNPACKED_BYTES} bytes")
-        plain = _TextOnly(io.BytesIO(data)).load()
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        plain = _pickled_text(data)
+    except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"private_test_cases cannot be unpacked: {error}") from error
-    if not isinstance(plain, str):
-        raise ValueError(f"private_test_cases hold {type(plain).__name__}, not text")
-    return list(json.loads(plain))
+    return _listed(plain)
+
+
+def _pickled_text(data: bytes) -> str:
+    """Returns the text in the pickle of a text, without unpickling. Raises ValueError for any other pickle."""
+    text: str | None = None
+    for opcode, value, _ in pickletools.genops(data):
+        if opcode.name in TEXT_OPCODES and text is None:
+            text = value
+        elif opcode.name not in FRAME_OPCODES:
+            raise ValueError(f"the pickle holds more than a text ({opcode.name})")
+    if text is None:
+        raise ValueError("the pickle holds no text")
+    return text
+
+
+def _listed(text: str) -> list[Any]:
+    """Returns the list in a JSON text. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("private_test_cases are nested too deep") from error
+    if not isinstance(found, list):
+        raise ValueError(f"private_test_cases hold {type(found).__name__}, not a list")
+    return found

@@ -18,6 +18,7 @@ from palestra.envs.text.code.harness import encode_value
 
 NO_VALUE = object()
 BLANKS = " \t\r\f\v"
+ZERO_TOLERANCE = 1e-9  # absolute difference, where 0.0 is expected
 MAX_EXACT_FLOAT = 2**53  # above it, not every integer has an exact float
 SEQUENCES = ("list", "tuple")
 _FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -160,4 +161,5 @@ def _written(tree: Any) -> str:
 
 
 def _close(wanted: float, got: float) -> bool:
-    return wanted == got or math.isclose(wanted, got, rel_tol=1e-6, abs_tol=1e-9)
+    """True if two numbers agree in six digits; 0 is no rounded form of a small number that is expected."""
+    return math.isclose(wanted, got, rel_tol=1e-6, abs_tol=0.0 if wanted else ZERO_TOLERANCE)
