@@ -21,7 +21,7 @@ from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 HANG = "(x+1)^{99999}"  # sympy would expand it
 GOLD = "2\\sqrt{2}"  # not a plain number, so math-verify grades it
-SAME = "\\sqrt{2} + \\sqrt{2}"
+SAME = "\\sqrt{8}"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 

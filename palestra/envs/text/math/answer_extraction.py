@@ -2,7 +2,7 @@ r"""Extracts the answer from a text and compares answers that need no symbolic m
 
 Two answers are equal here (`grading.py` passes all others to `math-verify`) if they are
 
-- the same text, apart from spaces;
+- the same text, apart from spaces beside operators;
 - **plain numbers** of the same value (`plain_numbers`);
 - equal **plain relations** between one letter and a plain number: `x > 7/2`, `3.5 < x`, `x \le -1`.
 """
@@ -21,6 +21,8 @@ _STRICT = {"<": "<", ">": ">", "≤": "<=", "≥": ">=", "<=": "<=", ">=": ">="}
 _STRICT |= {"\\le": "<=", "\\leq": "<=", "\\ge": ">=", "\\geq": ">="}
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_AROUND_OPERATOR = re.compile(r" ?([-+*/^_=<>()\[\]{}|&:;!$%\\\u00b1\u00d7\u00b7]) ?")
+_AROUND_COMMA = re.compile(r" ?, ?(?!\d{3}(?!\d))|(?<!\d) ?, ?")
 _WRAPPED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*", re.DOTALL)
 
 
@@ -98,5 +100,12 @@ def relations_equal(one: tuple[str, str, PlainNumber], other: tuple[str, str, Pl
 
 
 def answers_equal_text(one: str, other: str) -> bool:
-    """True if two answers are the same text, apart from spaces and surrounding markup."""
-    return "".join(strip_markup(one).split()) == "".join(strip_markup(other).split())
+    """True if two answers are the same text, apart from surrounding markup and spaces beside operators."""
+    return _spaced(one) == _spaced(other)
+
+
+def _spaced(text: str) -> str:
+    """Returns an answer with single spaces, and none where they separate nothing: `1 2` and `2 1/3` keep theirs, as
+    does `1, 234`."""
+    text = " ".join(strip_markup(text).split())
+    return _AROUND_COMMA.sub(",", _AROUND_OPERATOR.sub(r"\1", text))

@@ -10,7 +10,9 @@ An answer is **final** if it leaves nothing to be computed that the right answer
   one of the same family occurs in the right answer;
 - it is not copied from the question, and holds no root of a number from there, unless the right answer does so too.
 
-`grader_process.is_fully_evaluated` adds that no sum, power or root of plain numbers with a rational value may remain.
+`expression_form` adds what the parsed expressions show: no more is left to compute than in the right answer, and an
+answer to a question that states an expression of this value, or asks for a form (`asks_for_form`), has the right
+answer's form.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from palestra.envs.text.math.plain_numbers import normalize_latex
 
 MAX_DEPTH = 20
 MAX_TOKENS = 400
+MAX_STATED = 6  # expressions of a question that are compared with the right answer
 
 _VALUES = """
     frac sqrt pi infty pm mp cdot times div circ degree cup cap setminus in notin emptyset varnothing mathbb
@@ -57,6 +60,14 @@ _SIGN = r"[-+*/^_=<>()\[\],;:.!%|&']"
 _TOKEN = re.compile(rf"\s*(?:\\(?P<command>[A-Za-z]++)|[A-Za-z]++|[0-9]++|{_SIGN}|\\[{{}}%|\\]|[{{}}])")
 _DERIVATIVE = re.compile(r"\\frac\{d[^{}]*\}\{d[A-Za-z\\]")
 _ROOT = re.compile(r"\\sqrt\s*\{?\s*([0-9]+)")
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_ASKS_FOR_FORM = re.compile(
+    r"simpl|factor(?!ial)|expan|rationali[sz]|multiply out|(?:single|one) (?:fraction|log)|lowest terms"
+    r"|complet\w+ the square|(?:standard|vertex|intercept|slope|radical|expanded) form",
+    re.IGNORECASE,
+)
+_SQRT = re.compile(r"(?<!\\)\bsqrt\s*(?:\(([^()]*)\)|(\d+))")
+_BETWEEN_WORDS = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|of|in|to|is|as|by|at|on|or|if|an|be|it)(?![A-Za-z])")
 _OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
 
 
@@ -98,6 +109,23 @@ def is_copied_from(tokens: list[str], text: str) -> bool:
     """True if an answer with an operation in it occurs in `text`, apart from spaces, brackets and dollar signs."""
     answer = _bare("".join(tokens))
     return bool(re.search(r"[-+*/^\\]", answer)) and answer in _bare(normalize_latex(text))
+
+
+def asks_for_form(question: str) -> bool:
+    """True if a question asks for another form of an expression: to simplify, expand, factor or rationalise it."""
+    return bool(_ASKS_FOR_FORM.search(question))
+
+
+def stated_expressions(question: str) -> list[str]:
+    """Returns the first `MAX_STATED` readable expressions with an operator in a question, for math-verify: its
+    formulas, or without dollar signs what stands between words."""
+    formulas = [next(filter(None, found)) for found in _FORMULA.findall(question)]
+    if not formulas:
+        text = _SQRT.sub(r"\\sqrt{\1\2}", question)
+        formulas = _BETWEEN_WORDS.split(text)
+    pieces = [piece.strip(" .") for formula in formulas for piece in re.split(r"[,;:?\n]|\.\s", formula)]
+    found = [tokens for piece in pieces if re.search(r"[-+*/^\\]", piece) and (tokens := tokenize_answer(piece))]
+    return [join_tokens(tokens) for tokens in found[:MAX_STATED]]
 
 
 def integers_under_roots(text: str) -> set[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import logging
 import operator
@@ -28,7 +29,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
 
@@ -65,66 +66,37 @@ def math_grader() -> Grader:
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
+    form = import_sibling("expression_form")
+
     def read(text: str) -> Any:
         found = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
         return next((one for one in found if not isinstance(one, str)), None)
+
+    def is_equal(gold: Any, answer: Any) -> bool:
+        near = form.is_near(gold, answer, DECIMAL_TOLERANCE)
+        if near is not None:
+            return bool(near)
+        return bool(verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
+
+    def is_given(gold: Any, texts: Sequence[str]) -> bool:
+        given = [found for found in map(read, texts) if found is not None]
+        sides = [side for found in given if hasattr(found, "lhs") for side in found.args]
+        return any(is_equal(gold, found) for found in given + sides)
 
     def judge(request: Request) -> float | None:
         gold, answer = read(request["gold"]), read(request["answer"])
         if answer is None:
             return None
-        if gold is None or not is_fully_evaluated(answer, gold):
+        if gold is None or not form.is_finished(answer, gold) or not is_equal(gold, answer):
             return 0.0
-        if (near := is_near(gold, answer)) is not None:
-            return float(near)
-        return float(verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
+        if form.keeps_form(answer, gold):
+            return 1.0
+        return float(not (request["asks_for_form"] or is_given(gold, request["given"])))
 
-    judge(
-        {"gold": "x > 1/2", "answer": "\\frac{2}{4} < x"}
-    )  # warm-up: sympy and the parser initialise caches on first use
-    judge({"gold": "2\\pi", "answer": "6.28"})
+    # warm-up: sympy and the parser initialise caches on first use
+    for gold, answer in (("x > 1/2", "\\frac{1}{2} < x"), ("2\\pi", "6.28"), ("(x+1)^2", "x(x+2)+1")):
+        judge({"gold": gold, "answer": answer, "asks_for_form": False, "given": []})
     return Grader(judge, lambda request: None)
-
-
-def is_fully_evaluated(answer: Any, gold: Any) -> bool:
-    """Returns False if an answer holds a sum, power or root of plain numbers with a rational value and the right answer
-    holds none: 1 + 2, 2^10, the root of 1764.
-    """
-    return not any(map(is_unevaluated, subexpressions(answer))) or any(map(is_unevaluated, subexpressions(gold)))
-
-
-def is_unevaluated(part: Any) -> bool:
-    """True for a sum, power or root of plain numbers with a rational value, and for a power of a constant power."""
-    from sympy import Add, Pow
-
-    if isinstance(part, Add):
-        return sum(argument.is_Rational is True for argument in part.args) > 1
-    if not isinstance(part, Pow) or part.exp == -1:
-        return False
-    if isinstance(part.base, Pow) and not part.free_symbols:
-        return True
-    numbers = part.base.is_Rational and part.exp.is_Rational
-    return bool(numbers and abs(part.exp) < 1000 and Pow(part.base, part.exp).is_Rational)
-
-
-def subexpressions(expression: Any) -> Any:
-    """Returns an expression and all its subexpressions."""
-    from sympy import preorder_traversal
-
-    return preorder_traversal(expression)
-
-
-def is_near(gold: Any, answer: Any) -> bool | None:
-    """Returns True if two constants, at least one of them a decimal, differ by at most `DECIMAL_TOLERANCE` of the right
-    one; None for anything else.
-    """
-    from sympy import Expr, Float
-
-    constants = isinstance(gold, Expr) and isinstance(answer, Expr) and not (gold.free_symbols | answer.free_symbols)
-    if not constants or not (gold.has(Float) or answer.has(Float)):
-        return None
-    wanted, got = complex(gold.evalf(20)), complex(answer.evalf(20))
-    return abs(wanted - got) <= DECIMAL_TOLERANCE * abs(wanted)
 
 
 def reasoning_grader() -> Grader:
@@ -190,6 +162,16 @@ def to_sympy(formula: list[Any]) -> Any:
         return reduce(lambda whole, part: SIGNS[part[0]](whole, made(part[1])), others, made(first))
 
     return made(formula)
+
+
+def import_sibling(name: str) -> Any:
+    """Imports and returns a module of this folder by its path, without the package."""
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def import_reasoning_gym() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from palestra.envs.text.math import final_form, grader_client
@@ -13,8 +14,9 @@ from palestra.envs.text.math.answer_extraction import (
     relations_equal,
     strip_markup,
 )
+from palestra.envs.text.math.answer_kinds import kinds_equal
 from palestra.envs.text.math.grader_client import GraderResult
-from palestra.envs.text.math.plain_numbers import numbers_equal
+from palestra.envs.text.math.plain_numbers import join_mixed_numbers, normalize_latex, numbers_equal
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,12 @@ async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu
     """
     verdict = grade_directly(answer, gold, question=question)
     if verdict is None:
-        request = {"answer": _readable(answer or ""), "gold": _readable(gold)}
+        request = {
+            "answer": _readable(answer or ""),
+            "gold": _readable(gold),
+            "asks_for_form": final_form.asks_for_form(question),
+            "given": final_form.stated_expressions(question),
+        }
         verdict = (
             grade_from_result(await grader_client.MATH_GRADER.grade(request, cpu_limit_s))
             if request["gold"]
@@ -64,10 +71,14 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
         number = parse_number(answer)
         if number is None:
             return UNREADABLE
-        return CORRECT if number.is_lowest_terms and numbers_equal(number, wanted) else INCORRECT
+        asks_percent = not question or bool(re.search(r"%|per\s?cent", question, re.IGNORECASE))
+        is_equal = numbers_equal(number, wanted, asks_percent=asks_percent)
+        return CORRECT if number.is_lowest_terms and is_equal else INCORRECT
     if (said_relation := parse_relation(answer)) and (wanted_relation := parse_relation(gold)):
         is_lowest = said_relation[2].is_lowest_terms
         return CORRECT if is_lowest and relations_equal(said_relation, wanted_relation) else INCORRECT
+    if (is_same := kinds_equal(strip_markup(answer), strip_markup(gold))) is not None:
+        return CORRECT if is_same else INCORRECT
     tokens = final_form.tokenize_answer(strip_markup(answer))
     return None if tokens and _is_final(tokens, gold, question) else UNREADABLE
 
@@ -86,7 +97,8 @@ def _is_final(tokens: list[str], gold: str, question: str) -> bool:
 
 def _readable(text: str) -> str:
     """Returns the text for math-verify, rebuilt from our own tokens; "" if it is not readable."""
-    return final_form.join_tokens(final_form.tokenize_answer(strip_markup(text)) or [])
+    tokens = final_form.tokenize_answer(join_mixed_numbers(normalize_latex(strip_markup(text))))
+    return final_form.join_tokens(tokens or [])
 
 
 def grade_from_result(judgement: GraderResult) -> AnswerGrade:

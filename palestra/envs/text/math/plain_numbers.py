@@ -4,16 +4,18 @@ r"""Plain numbers in answers: a number written by people or in LaTeX that leaves
 - fractions of two integers: `7/2`, `\frac{7}{2}`, `\dfrac72`, `-\frac{1}{3}`; mixed numbers: `2\frac{1}{3}`, `2 1/3`;
 - powers of ten: `1.5 \times 10^{-3}`, `1.5e-3`;
 - around any of them: `x =`, `f(2) =`, a currency sign, a percent or degree sign, a unit (`26 cm`, `26\text{ cm}^2`,
-  `26 apples`). Units are not compared. Two letters, or three directly behind the digits, are a unit only if they are a
-  common one (`26cm`), else variables (`3xy`).
+  `26 apples`). Units are compared if both numbers have a known one (`units`). Two letters, or three directly behind the
+  digits, are a unit only if they are a common one (`26cm`), else variables (`3xy`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+
+from palestra.envs.text.math.units import CURRENCIES, Unit, parse_unit
 
 ABSOLUTE_TOLERANCE = Fraction(1, 10**6)  # absolute difference, for decimals
 RELATIVE_TOLERANCE = Fraction(1, 10**5)  # difference relative to the larger value, for decimals
@@ -38,14 +40,17 @@ _VALUE = (
     rf"|(?P<decimal>{_DIGITS})(?P<power>{_TEN})?)"
 )
 _NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?|\\[a-z]+)(?:\([\w,. -]{0,20}\))?"
-_BEFORE = rf"(?:{_NAME}\s*(?:=|\\approx)\s*)?"
+_BEFORE = rf"(?:(?P<name>{_NAME})\s*(?:=|\\approx)\s*)?"
 _STYLE = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|operatorname)"
 _WORDS = rf"{_STYLE}\s*\{{[^{{}}\\0-9]*(?:\^?[23])?\}}|[A-Za-z]++\.?"
 _UNIT = rf"(?:{_WORDS}|(?<=[\w}}])\^\{{?-?[23]\}}?|/|\\cdot(?![A-Za-z])|\s)*"
-_MARK = r"(?:\\?(?P<percent>%)|\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree)?"
+_MARK = r"(?:\\?(?P<percent>%)|(?P<degree>\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree))?"
 _PLAIN = re.compile(
-    rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?\$|[\u20ac\u00a3])?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})", re.ASCII
+    rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?(?P<currency>[$\u20ac\u00a3]))?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})",
+    re.ASCII,
 )
+_CLOCK = re.compile(r"\b([ap])\.\s?m\b\.?")
+_MIXED = re.compile(r"(?<![\w.^}])(\d{1,30})\s*\\frac\{(\d{1,30})\}\{(\d{1,30})\}")
 _WORD = re.compile(r"[A-Za-z]+")
 _SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
 _SHORT_UNIT = """
@@ -63,12 +68,15 @@ _NO_UNITS = frozenset(_NO_UNIT.split())
 
 @dataclass(frozen=True)
 class PlainNumber:
-    """A plain number's value, and how it is written: with a decimal point, in lowest terms, with a percent sign."""
+    """A plain number's value, and how it is written: with a decimal point, in lowest terms, with a percent sign, a unit
+    and the letter that it is the value of ("" if there is none)."""
 
     value: Fraction
     is_decimal: bool
     is_lowest_terms: bool
     is_percent: bool = False
+    unit: Unit | None = None
+    name: str = ""
 
 
 def normalize_latex(text: str) -> str:
@@ -83,27 +91,58 @@ def normalize_latex(text: str) -> str:
 
 def parse_plain_number(text: str) -> PlainNumber | None:
     """Parses a plain number with the markup and unit around it; None for any other text."""
-    found = _PLAIN.fullmatch(normalize_latex(text))
+    found = _PLAIN.fullmatch(_CLOCK.sub(r"\1m", normalize_latex(text)))
     if not found or not _is_unit(found["unit"]) or _is_product(found):
         return None
-    return _read(found)
+    number = _read(found)
+    return None if number is None else replace(number, unit=_unit(found), name=found["name"] or "")
 
 
-def numbers_equal(one: PlainNumber, other: PlainNumber) -> bool:
-    """True if two plain numbers are the same answer.
+def join_mixed_numbers(text: str) -> str:
+    r"""Returns normalised LaTeX with mixed numbers as fractions: `3\frac{1}{2}\pi` is `\frac{7}{2}\pi`, no product."""
+    return _MIXED.sub(_improper, text)
+
+
+def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = True) -> bool:
+    """True if the plain number `one` is the answer `other`.
 
     They must be equal; if one has a decimal point, they may differ by `ABSOLUTE_TOLERANCE` and by `RELATIVE_TOLERANCE`
-    of the larger. A percentage equals its number and a hundredth of it.
+    of the larger. If both have a known unit, or a letter, it must be the same, or the value be converted. A percentage
+    equals a hundredth of its number, and its number if the right answer has a percent sign or the question
+    `asks_percent`; else it is no integer above 1.
     """
-    values = {one.value} | ({one.value / 100} if one.is_percent and not other.is_percent else set())
-    wanted = {other.value} | ({other.value / 100} if other.is_percent and not one.is_percent else set())
-    rounded = one.is_decimal or other.is_decimal
-    return any(a == b or (rounded and within_tolerance(a, b)) for a in values for b in wanted)
+    if len(one.name) == len(other.name) == 1 and one.name != other.name:
+        return False
+    factor = Fraction(1)
+    if one.unit and other.unit:
+        if one.unit.kinds != other.unit.kinds:
+            return False
+        factor = one.unit.size / other.unit.size
+    value, rounded = one.value * factor, one.is_decimal or other.is_decimal
+    values = [value]
+    if one.is_percent and not other.is_percent:
+        is_share = asks_percent or other.value.denominator > 1 or abs(other.value) <= 1
+        values = [value] * asks_percent + [value / 100] * is_share
+    elif other.is_percent and not one.is_percent:
+        values.append(value * 100)
+    return any(got == other.value or (rounded and within_tolerance(got, other.value)) for got in values)
 
 
 def within_tolerance(one: Fraction, other: Fraction) -> bool:
     """True if two values differ by no more than a rounded decimal may."""
     return abs(one - other) <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * max(abs(one), abs(other)))
+
+
+def _unit(found: re.Match[str]) -> Unit | None:
+    """Returns the unit of a plain number, from its currency sign, degree sign or the words behind it."""
+    words = CURRENCIES.get(found["currency"] or "", "") or found["unit"]
+    is_angle = found["degree"] and not _WORD.search(found["unit"])
+    return parse_unit("degree" if is_angle else words)
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, over, under = int(found[1]), int(found[2]), int(found[3])
+    return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else found[0]
 
 
 def _spelled(found: re.Match[str]) -> str:
