@@ -17,6 +17,7 @@ _BASE_NAMES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10",
 _WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.'\u2019&-]*")
 _NO_WORDS = frozenset({"and", "nor", "sqrt", "infty", "frac", "cdot", "times"}) | final_form.OPERATOR_FAMILIES.keys()
 _COLON = re.compile(r"([0-9][^:{}|<>=\\]*):([0-9][^:{}|<>=\\]*)(?::([0-9][^:{}|<>=\\]*))?")
+_ASSIGNED = re.compile(r"(?<![A-Za-z])([A-Za-z])\s*=")
 _PREFIX = re.compile(r"\(?[A-Za-z][\w, ]*\)?(?:=|\\in(?![A-Za-z]))")
 _PAIRS = {"(": "()", "[": "[]", "\\{": "{}", "\\lbrace": "{}"}
 
@@ -30,7 +31,9 @@ def kinds_equal(answer: str, gold: str) -> bool | None:
         return _colons_equal(answer, gold)
     if is_words(gold):
         return _words(answer) == _words(gold)
-    said, wanted = outer_brackets(answer), outer_brackets(gold)
+    if "=" not in answer and len(set(_ASSIGNED.findall(gold))) > 1:
+        return _values_equal(answer, gold)
+    said, wanted = outer_brackets(answer), "{}" if "\\pm" in gold else outer_brackets(gold)
     return False if said and wanted and said != wanted else None
 
 
@@ -80,6 +83,13 @@ def _parts_equal(said: str, wanted: str) -> bool:
     return numbers_equal(one, other)
 
 
+def _values_equal(answer: str, gold: str) -> bool:
+    """True if plain numbers without letters stand in the order of the letters: `2, 3` for `x=2, y=3`."""
+    said = re.split(r",|\sand\s", answer.strip("()"))
+    wanted = re.split(r",|\sand\s", _ASSIGNED.sub("", gold))
+    return len(said) == len(wanted) and all(map(_parts_equal, said, wanted))
+
+
 def _is_word(word: str) -> bool:
     name = word.lower()
     if len(name) < 3 or name in _NO_WORDS:
@@ -88,5 +98,8 @@ def _is_word(word: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    parts = re.split(r",|\s+(?:and|or)\s+", text.casefold())
-    return sorted(" ".join(re.findall(r"[a-z0-9.]+", part.replace("'", ""))) for part in parts)
+    """Returns the words of each name in a list, sorted; of a date, each by itself."""
+    plain = text.casefold().replace("'", "")
+    if re.search("[0-9]", plain):
+        return sorted(re.findall(r"[a-z0-9.]+", plain))
+    return sorted(" ".join(re.findall("[a-z]+", part)) for part in re.split(r",|\s+(?:and|or)\s+", plain))

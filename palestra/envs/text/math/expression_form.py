@@ -51,14 +51,15 @@ def is_finished(answer: Any, gold: Any) -> bool:
 
 def is_unevaluated(part: Any) -> bool:
     """True for a sum with like terms, a product of several plain numbers or of powers of one letter, a power or root of
-    plain numbers with a rational value, a power of a constant power, and operations on infinity."""
+    plain numbers with a rational value, a power of a power, and operations on infinity."""
     if isinstance(part, Add):
         return _has_like_terms(part)
     if isinstance(part, Mul):
         return _has_open_numbers(part) or _has_like_powers(part)
     if not isinstance(part, Pow) or part.exp == -1:
         return False
-    if part.base in INFINITIES or (isinstance(part.base, Pow) and not part.free_symbols):
+    is_nested = isinstance(part.base, Pow | exp) and (part.exp.is_Integer or not part.free_symbols)
+    if part.base in INFINITIES or is_nested:
         return True
     if not (_is_plain(part.base) and _is_plain(part.exp) and abs(part.exp) < MAX_EXPONENT):
         return False
@@ -73,9 +74,13 @@ def _has_like_terms(whole: Any) -> bool:
 
 
 def _has_like_powers(product: Any) -> bool:
-    bases = [base for factor in _parts(product, Mul) for base in split_factors(factor)[1]]
-    letters = [base for base in bases if base.is_Symbol or base == E]
-    return len(set(letters)) < len(letters)
+    """True if a letter occurs twice among the factors, or a factor above and below a fraction bar."""
+    powers = [split_factors(factor)[1] for factor in _parts(product, Mul)]
+    found = [item for one in powers for item in one.items()]
+    letters = [base for base, _ in found if base.is_Symbol or base == E]
+    under = {base for base, exponent in found if exponent.could_extract_minus_sign()}
+    over = {base for base, exponent in found if not exponent.could_extract_minus_sign()}
+    return len(set(letters)) < len(letters) or bool(over & under)
 
 
 def _parts(whole: Any, kind: type) -> Iterator[Any]:
@@ -129,16 +134,23 @@ def keeps_form(answer: Any, gold: Any) -> bool:
     """True if an answer of the right value has also the right answer's form, or a shorter one of the same kind."""
     if not isinstance(answer, Expr) or not isinstance(gold, Expr):
         return _relation_keeps_form(answer, gold)
+    if any(map(is_unevaluated, preorder_traversal(gold))):  # such as 2^10 or 2^3 * 3^2, whose numbers are the form
+        return integers_in(answer) == integers_in(gold)
     if _is_plain(answer):
         return True
     said, wanted = form_of(answer), form_of(gold)
     if said.operators > wanted.operators or said.roots > wanted.roots:
         return False
-    if not gold.free_symbols:
+    if all(letter.name == "i" for letter in gold.free_symbols):
         return True
     if kind_of(answer) != kind_of(gold) or said.products != wanted.products:
         return False
     return count_factors(answer) >= count_factors(gold)
+
+
+def integers_in(expression: Any) -> list[Any]:
+    """Returns the integers in an expression, sorted."""
+    return sorted(part for part in preorder_traversal(expression) if part.is_Integer)
 
 
 def _relation_keeps_form(answer: Any, gold: Any) -> bool:

@@ -8,6 +8,7 @@ An answer is **final** if it leaves nothing to be computed that the right answer
 
 - an operator of `OPERATOR_FAMILIES` (integrals, sums, limits, gcd, logarithms, trigonometry, ...) is allowed only if
   one of the same family occurs in the right answer;
+- its fractions of two integers are in lowest terms;
 - it is not copied from the question, and holds no root of a number from there, unless the right answer does so too.
 
 `expression_form` adds what the parsed expressions show: no more is left to compute than in the right answer, and an
@@ -17,6 +18,7 @@ answer's form.
 
 from __future__ import annotations
 
+import math
 import re
 
 from palestra.envs.text.math.plain_numbers import normalize_latex
@@ -66,6 +68,8 @@ _ASKS_FOR_FORM = re.compile(
     r"|complet\w+ the square|(?:standard|vertex|intercept|slope|radical|expanded) form",
     re.IGNORECASE,
 )
+_MATRIX = re.compile(r"(?:[A-Za-z]=)?\\begin(?:(?!\\begin).)*\\end\{[a-z]+\}")
+_FRACTION = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<![\w.}^])([0-9]+)/([0-9]+)(?![0-9.])")
 _SQRT = re.compile(r"(?<!\\)\bsqrt\s*(?:\(([^()]*)\)|(\d+))")
 _BETWEEN_WORDS = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|of|in|to|is|as|by|at|on|or|if|an|be|it)(?![A-Za-z])")
 _OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
@@ -117,15 +121,27 @@ def asks_for_form(question: str) -> bool:
 
 
 def stated_expressions(question: str) -> list[str]:
-    """Returns the first `MAX_STATED` readable expressions with an operator in a question, for math-verify: its
+    """Returns the first `MAX_STATED` readable expressions with an operator or digit in a question, for math-verify: its
     formulas, or without dollar signs what stands between words."""
     formulas = [next(filter(None, found)) for found in _FORMULA.findall(question)]
     if not formulas:
         text = _SQRT.sub(r"\\sqrt{\1\2}", question)
         formulas = _BETWEEN_WORDS.split(text)
     pieces = [piece.strip(" .") for formula in formulas for piece in re.split(r"[,;:?\n]|\.\s", formula)]
-    found = [tokens for piece in pieces if re.search(r"[-+*/^\\]", piece) and (tokens := tokenize_answer(piece))]
+    found = [tokens for piece in pieces if re.search(r"[-+*/^\\0-9]", piece) and (tokens := tokenize_answer(piece))]
     return [join_tokens(tokens) for tokens in found[:MAX_STATED]]
+
+
+def count_open_fractions(text: str) -> int:
+    """Returns how many fractions of two integers are not in lowest terms."""
+    pairs = [[int(number) for number in found if number] for found in _FRACTION.findall(text)]
+    return sum(under < 2 or math.gcd(over, under) > 1 for over, under in pairs)
+
+
+def is_calculation_of_matrices(tokens: list[str], gold: list[str]) -> bool:
+    """True if an answer holds more than one matrix, or anything around it, and the right answer is a single matrix."""
+    said, wanted = "".join(tokens), "".join(gold)
+    return "\\begin" in said and bool(_MATRIX.fullmatch(wanted)) and not _MATRIX.fullmatch(said)
 
 
 def integers_under_roots(text: str) -> set[str]:

@@ -86,7 +86,10 @@ def grade_directly(answer: str | None, gold: str, *, question: str = "") -> Answ
 def _is_final(tokens: list[str], gold: str, question: str) -> bool:
     """True if an answer leaves nothing to compute that the right answer has computed."""
     wanted = final_form.tokenize_answer(strip_markup(gold)) or []
-    if not final_form.operator_families(tokens) <= final_form.operator_families(wanted):
+    allowed = final_form.operator_families(wanted) | ({"exponential"} if "e^" in "".join(wanted) else set())
+    if not final_form.operator_families(tokens) <= allowed or final_form.is_calculation_of_matrices(tokens, wanted):
+        return False
+    if final_form.count_open_fractions("".join(tokens)) > final_form.count_open_fractions("".join(wanted)):
         return False
     if final_form.integers_under_roots("".join(tokens)) & final_form.integers_under_roots(
         question

@@ -26,6 +26,7 @@ _SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d
 _SIGNS = {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u03c0": "\\pi "}
 _SIGNS |= {"\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u00b1": "\\pm "}
 _SIGNS |= {"\u00b2": "^{2}", "\u00b3": "^{3}", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2205": "\\emptyset "}
+_SIGNS |= {"\\varnothing": "\\emptyset "}
 _SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " "}
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,40}"
@@ -43,7 +44,7 @@ _NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?|\\[a-z]+)(?:\([\w,. -]{0,20}\))?"
 _BEFORE = rf"(?:(?P<name>{_NAME})\s*(?:=|\\approx)\s*)?"
 _STYLE = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|operatorname)"
 _WORDS = rf"{_STYLE}\s*\{{[^{{}}\\0-9]*(?:\^?[23])?\}}|[A-Za-z]++\.?"
-_UNIT = rf"(?:{_WORDS}|(?<=[\w}}])\^\{{?-?[23]\}}?|/|\\cdot(?![A-Za-z])|\s)*"
+_UNIT = rf"(?:(?:{_WORDS})(?:\^\{{?-?[23]\}}?)?|/|\\cdot(?![A-Za-z])|\s)*"
 _MARK = r"(?:\\?(?P<percent>%)|(?P<degree>\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree))?"
 _PLAIN = re.compile(
     rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?(?P<currency>[$\u20ac\u00a3]))?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})",
@@ -58,7 +59,7 @@ _SHORT_UNIT = """
 """
 _SHORT_UNITS = frozenset(_SHORT_UNIT.split())
 _NO_UNIT = """
-    or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max min lim sum
+    or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max lim sum
     hundred thousand million billion trillion dozen half third quarter more less between squared cubed hundreds
     thousands millions billions trillions dozens halves thirds quarters fourth fourths fifth fifths sixth sixths seventh
     sevenths eighth eighths ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths
@@ -108,8 +109,7 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
 
     They must be equal; if one has a decimal point, they may differ by `ABSOLUTE_TOLERANCE` and by `RELATIVE_TOLERANCE`
     of the larger. If both have a known unit, or a letter, it must be the same, or the value be converted. A percentage
-    equals a hundredth of its number, and its number if the right answer has a percent sign or the question
-    `asks_percent`; else it is no integer above 1.
+    equals its number if the question `asks_percent`, and a hundredth of it unless that is an integer above 1.
     """
     if len(one.name) == len(other.name) == 1 and one.name != other.name:
         return False
@@ -121,7 +121,7 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
     value, rounded = one.value * factor, one.is_decimal or other.is_decimal
     values = [value]
     if one.is_percent and not other.is_percent:
-        is_share = asks_percent or other.value.denominator > 1 or abs(other.value) <= 1
+        is_share = other.value.denominator > 1 or abs(other.value) <= 1
         values = [value] * asks_percent + [value / 100] * is_share
     elif other.is_percent and not one.is_percent:
         values.append(value * 100)
