@@ -50,7 +50,7 @@ REVIEWED = {
     ("envs/text/code/harness.py", "eval"): (5, "runs in the sandbox"),
     ("envs/text/code/harness.py", "exec"): (2, "runs in the sandbox"),
     ("envs/text/code/harness.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/text/code/files.py", "Unpickler"): (1, "refuses every class: plain values only"),
+    ("envs/text/math/grader_process.py", "spec_from_file_location"): (1, "loads our own file expression_form.py"),
     ("envs/text/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
     ("envs/text/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
     ("envs/text/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),

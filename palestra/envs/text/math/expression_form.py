@@ -10,13 +10,18 @@ Imports only sympy: the grader process, which loads this file by its path, holds
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any, NamedTuple
 
+import sympy
 from sympy import Add, E, Expr, Float, Integer, Mul, Pow, S, exp, preorder_traversal
 from sympy.core.relational import Relational
 from sympy.sets import Set
 
+FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt Abs".split()  # noqa: SIM905
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 MAX_EXPONENT = 1000  # of plain numbers that are computed
 INFINITIES = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)
 
@@ -264,3 +269,40 @@ def is_near(gold: Any, answer: Any, tolerance: float) -> bool | None:
         return None
     wanted, got = complex(gold.evalf(20)), complex(answer.evalf(20))
     return abs(wanted - got) <= tolerance * abs(wanted)
+
+
+# ---- formulas as trees
+
+
+def formulas_equal(request: dict[str, Any]) -> bool:
+    """True if `formula` equals `wanted`, or, with a `variable`, if its derivative does. Compares as reasoning-gym
+    0.1.25 does.
+    """
+    formula, wanted = to_sympy(request["formula"]), to_sympy(request["wanted"])
+    if "variable" not in request:
+        return bool(formula == wanted)
+    return bool(sympy.simplify(sympy.diff(formula, sympy.Symbol(request["variable"])) - wanted) == 0)
+
+
+def to_sympy(formula: list[Any]) -> Any:
+    """Returns the sympy expression of a tree of `answer_syntax`. No text is evaluated: names become symbols, and
+    functions are looked up in a fixed table.
+    """
+    functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
+
+    def made(tree: list[Any]) -> Any:
+        kind, *parts = tree
+        if kind == "number":
+            return sympy.Float(parts[0]) if "." in parts[0] else sympy.Integer(int(parts[0]))
+        if kind == "name":
+            return {"pi": sympy.pi, "E": sympy.E}.get(parts[0]) or sympy.Symbol(parts[0])
+        if kind == "negative":
+            return -made(parts[0])
+        if kind == "**":
+            return made(parts[0]) ** made(parts[1])
+        if kind in functions:
+            return functions[kind](made(parts[0]))
+        (_, first), *others = parts
+        return reduce(lambda whole, part: SIGNS[part[0]](whole, made(part[1])), others, made(first))
+
+    return made(formula)

@@ -20,7 +20,6 @@ import ctypes
 import importlib.util
 import json
 import logging
-import operator
 import os
 import resource
 import select
@@ -30,7 +29,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 GraderOutcome = Literal["scored", "unreadable", "overtime", "crashed"]
@@ -43,8 +42,6 @@ DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # options of prctl
 MAX_ADDRESS_SPACE_BYTES = 2 * 2**30  # bytes of address space; a tower of powers would take all memory
 MAX_REPORT_BYTES = 64  # bytes of a child's report
 DECIMAL_TOLERANCE = 1e-6  # relative tolerance for a decimal compared with a closed form
-FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt Abs".split()  # noqa: SIM905
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 Request = dict[str, Any]
 
@@ -101,7 +98,7 @@ def math_grader() -> Grader:
 
 def reasoning_grader() -> Grader:
     """Grades with the scorer of the requested task, or with sympy if the request holds formulas as trees."""
-    package = import_reasoning_gym()
+    package, form = import_reasoning_gym(), import_sibling("expression_form")
 
     @lru_cache(maxsize=256)
     def task(name: str, size: int) -> Any:
@@ -113,7 +110,7 @@ def reasoning_grader() -> Grader:
 
     def judge(request: Request) -> float | None:
         if "formula" in request:
-            return float(formulas_equal(request))
+            return float(form.formulas_equal(request))
         made = prepare(request)
         if str(made["question"]) != request["question"]:
             raise ValueError("another problem was made of the same seed")
@@ -124,44 +121,6 @@ def reasoning_grader() -> Grader:
         return None if "formula" in request else entry(request["task"], request["size"], request["index"])
 
     return Grader(judge, prepare)
-
-
-def formulas_equal(request: Request) -> bool:
-    """True if `formula` equals `wanted`, or, with a `variable`, if its derivative does. Compares as reasoning-gym
-    0.1.25 does.
-    """
-    import sympy
-
-    formula, wanted = to_sympy(request["formula"]), to_sympy(request["wanted"])
-    if "variable" not in request:
-        return bool(formula == wanted)
-    return bool(sympy.simplify(sympy.diff(formula, sympy.Symbol(request["variable"])) - wanted) == 0)
-
-
-def to_sympy(formula: list[Any]) -> Any:
-    """Returns the sympy expression of a tree of `answer_syntax`. No text is evaluated: names become symbols, and
-    functions are looked up in a fixed table.
-    """
-    import sympy
-
-    functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
-
-    def made(tree: list[Any]) -> Any:
-        kind, *parts = tree
-        if kind == "number":
-            return sympy.Float(parts[0]) if "." in parts[0] else sympy.Integer(int(parts[0]))
-        if kind == "name":
-            return {"pi": sympy.pi, "E": sympy.E}.get(parts[0]) or sympy.Symbol(parts[0])
-        if kind == "negative":
-            return -made(parts[0])
-        if kind == "**":
-            return made(parts[0]) ** made(parts[1])
-        if kind in functions:
-            return functions[kind](made(parts[0]))
-        (_, first), *others = parts
-        return reduce(lambda whole, part: SIGNS[part[0]](whole, made(part[1])), others, made(first))
-
-    return made(formula)
 
 
 def import_sibling(name: str) -> Any:
