@@ -1,13 +1,41 @@
 """Numba decorators for functions on arrays: compiled at the first call and cached on disk. Only this module imports
-numba."""
+numba. Without it the functions are defined all the same, so that configs can be read, and each call raises
+ValueError."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 try:
     import numba
 except ImportError as error:
-    raise ValueError(f"vectorised games need a compiler ({error}): pip install 'palestra[games]'") from error
+    IMPORT_ERROR = str(error)
+else:
+    IMPORT_ERROR = ""
 
-# IEEE 754 division without exceptions and sums in source order: bit-identical results on machines of one architecture.
-jit = numba.njit(cache=True, nogil=True, error_model="numpy")
-jit_inline = numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")
+
+def require_compiler() -> None:
+    """Raises ValueError, with the extra to install, if numba cannot be imported."""
+    if IMPORT_ERROR:
+        raise ValueError(f"vector envs need a compiler ({IMPORT_ERROR}): pip install 'palestra[games]'")
+
+
+def _without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that raises ValueError when it is called."""
+
+    @wraps(function)
+    def refuse(*_: Any, **__: Any) -> None:
+        require_compiler()
+
+    return refuse
+
+
+if IMPORT_ERROR:
+    jit = jit_inline = _without_compiler
+else:
+    # IEEE 754 division without exceptions and sums in source order: bit-identical results on machines of one
+    # architecture.
+    jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+    jit_inline = numba.njit(cache=True, nogil=True, error_model="numpy", inline="always")

@@ -383,7 +383,7 @@ def test_compiled_extras_are_not_loaded_by_default() -> None:
 
 @cache
 def compiled() -> set[str]:
-    """The modules that cannot be loaded without a compiler."""
+    """The modules that load a compiler, where one is installed."""
     return {name for name in modules() if "palestra.jit" in reached(name)}
 
 

@@ -92,6 +92,10 @@ def run_request(
     """Returns the checked request for the run that `tree` describes. Raises ValueError for mistakes in the config."""
     kind = run_kind(tree)
     config = validate_config(kind, tree)
+    if is_vector_config(tree):
+        from palestra.jit import require_compiler
+
+        require_compiler()  # before a run's folder is made and other processes start
     check_sinks(config.sinks)
     if config.mirror:
         check_store_url(config.mirror.url)
