@@ -11,9 +11,12 @@ from __future__ import annotations
 import random
 from typing import TypedDict
 
-from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
-from langgraph.graph import END, START, StateGraph
+try:
+    from langchain_core.messages import HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, StateGraph
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'palestra[workflow]' langgraph langchain-openai") from error
 
 from palestra.envs.text.adapters.workflow import WorkflowContext, WorkflowResult
 from palestra.envs.text.math.expressions import evaluate

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 
 from palestra.config.descriptions import class_docstring, docstring_with_keys, field_docstrings
+from palestra.config.import_errors import explain_import_error
 from palestra.config.tree import Tree, name_kind, shorten, to_yaml
 
 if TYPE_CHECKING:
@@ -242,4 +243,4 @@ def load_object(path: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'{what} "{path}" cannot be loaded ({error}): write module:name') from error
+        raise ValueError(f'{what} "{path}" cannot be loaded: {explain_import_error(path, error)}') from error

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from palestra.config.import_errors import explain_import_error
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env
@@ -149,7 +150,8 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in ENVS_WITH_EXTRA else ""
-        raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}{extra}') from error
+        reason = explain_import_error(path, error)
+        raise ValueError(f'env "{type}" cannot be loaded from {path}: {reason}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env or VectorEnv')
     return cls

@@ -41,7 +41,7 @@ def test_stage_may_use_a_custom_algorithm(base) -> None:
     "algorithm, says",
     [
         ({"type": "toy_algorithms:Nobody"}, "cannot be loaded"),
-        ({"type": "no_such_module:Mine"}, "No module named 'no_such_module'"),
+        ({"type": "no_such_module:Mine"}, "there is no module no_such_module in "),
         ({"type": "toy_algorithms:Stranger"}, "is not a subclass of"),
         (OWN | {"base_line": 1}, "unknown key base_line: did you mean baseline?"),
         ({"type": "grop"}, "unknown algorithm.type 'grop': did you mean grpo?"),

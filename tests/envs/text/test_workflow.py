@@ -7,6 +7,7 @@ import asyncio
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import load_episodes, to_table
 
 PAIR = ["guide", "walker"]
+TESTS = Path(__file__).parents[2]
 
 
 def obedient(query, rng):
@@ -197,7 +199,8 @@ def test_invalid_model_calls_are_refused():
     [
         ({}, "either function"),
         ({"function": "toy_workflows:relay", "command": ["x"]}, "either function"),
-        ({"function": "toy_workflows:gone"}, "cannot be loaded"),
+        ({"function": "toy_workflows:gone"}, "has no attribute 'gone'"),
+        ({"function": "nowhere.near:play"}, f"there is no module nowhere in .*{TESTS}.* or the installed packages"),
         ({"function": "nowhere"}, "write module:name"),
         ({"function": "toy_workflows:relay", "timeout": 0}, "timeout=0.0 is out of range: give 0.001 to 86400"),
     ],
