@@ -27,6 +27,7 @@ from palestra.cli.serve import keys, serve, serve_sampler
 from palestra.cli.templates import demo, init
 from palestra.cli.train import train
 from palestra.cli.tune import tune
+from palestra.cli.usage import CommandWithHints, print_help
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 
@@ -57,7 +58,7 @@ def main(
 def _add(panel: str, **commands: Callable[..., None]) -> None:
     """Adds commands by name to a panel of the help; `_` in a name stands for a hyphen."""
     for name, command in commands.items():
-        app.command(name.replace("_", "-"), rich_help_panel=panel)(command)
+        app.command(name.replace("_", "-"), cls=CommandWithHints, rich_help_panel=panel)(command)
 
 
 _add(TRAIN, demo=demo, init=init, train=train, grid=grid, tune=tune)
@@ -67,3 +68,4 @@ _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agen
 _add(SERVERS, serve=serve, serve_envs=serve_envs, serve_sampler=serve_sampler)
 app.add_typer(keys, name="keys", rich_help_panel=SERVERS)
 _add(REFERENCE, config=describe_config, info=info)
+app.command("help", hidden=True)(print_help)

@@ -106,6 +106,8 @@ def train(
     with user_errors(), _interruptible(None):
         path, found_mirror = _resumed(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
+        tree = _config_tree(config, path, changes)  # a file that cannot be read is refused before torch is loaded
+
         from palestra.config import dump
         from palestra.launch.run import place_tree, resumed_tree, run_request, run_to_resume
         from palestra.tracing import tracing_to
@@ -116,7 +118,6 @@ def train(
                 tree, [f"backend.{key}={value}" for key, value in places if value], mirror or found_mirror
             )
 
-        tree = _config_tree(config, path, changes)
         request = run_request(placed(tree), resume=path, name=name, root=root, stored=tree if changes else None)
         if auto_resume and not resume:
             _bring_mirrored(request)
@@ -169,11 +170,14 @@ def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) ->
     """Config tree of a new run, or of a resumed one, which `settings` may extend. Raises ValueError if both or neither
     is named."""
     from palestra.config import load, override
-    from palestra.launch.run import resumed_tree
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to resume one")
-    return resumed_tree(resume, settings) if resume else override(load(path), settings)  # type: ignore[arg-type]
+    if path:
+        return override(load(path), settings)
+    from palestra.launch.run import resumed_tree
+
+    return resumed_tree(resume, settings)  # type: ignore[arg-type]
 
 
 def _train(request: LaunchRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,16 +31,29 @@ class Template(NamedTuple):
 
 
 def find_config(path: Path) -> Path:
-    """Returns `path`, or the shipped config of that path if there is no such file here."""
-    shipped = PACKAGE / path
-    is_shipped = path.parts[:1] and path.parts[0] in FOLDERS and ".." not in path.parts and shipped.is_file()
-    return shipped if is_shipped and not path.exists() else path
+    """Returns `path`, or if there is no such file here, the shipped config of that path or of that file name."""
+    if path.exists():
+        return path
+    shipped = {one.relative_to(PACKAGE): one for one in _shipped_paths()}
+    by_file_name = {Path(one.name): one for one in shipped.values()}
+    return shipped.get(path) or by_file_name.get(path) or path
+
+
+def suggest_config(path: Path) -> str:
+    """Returns the hint for a config that does not exist: the shipped one with the nearest file name, if any is near."""
+    paths = {one.name: one.relative_to(PACKAGE) for one in _shipped_paths()}
+    near = get_close_matches(path.with_suffix(".yaml").name, paths, 1, 0.8)
+    return f"; did you mean {paths[near[0]]}, which comes with palestra?" if near else ""
 
 
 def templates() -> list[Template]:
     """Returns the shipped configs, those in `configs` itself first, then by folder and name."""
-    found = [_template(path) for folder in FOLDERS for path in _yaml_files(PACKAGE / folder)]
+    found = [_template(path) for path in _shipped_paths()]
     return sorted(found, key=lambda one: (one.group != "configs", one.path.parent, one.name))
+
+
+def _shipped_paths() -> list[Path]:
+    return [path for folder in FOLDERS for path in _yaml_files(PACKAGE / folder)]
 
 
 def _yaml_files(folder: Path) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from palestra.config.shipped import find_config
+from palestra.config.shipped import find_config, suggest_config
 
 Tree = dict[str, Any]
 
@@ -24,16 +24,19 @@ ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "i
 
 
 def load(path: str | Path) -> Tree:
-    """Returns the tree of a YAML file, which may be a shipped one, such as configs/demo.yaml; {} if it is empty. Raises
-    ValueError with file and line if it cannot be read as a config."""
+    """Returns the tree of a YAML file, which may be a shipped one, such as configs/demo.yaml. Raises ValueError with
+    file and line if it cannot be read as a config, or is empty."""
     path = find_config(Path(path))
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read config {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read config {path}: {error.strerror}{suggest_config(path)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a config: it is not text in UTF-8 (byte {error.start})") from error
-    return parse(text, str(path))
+    tree = parse(text, str(path))
+    if not tree:
+        raise ValueError(f"{path} is empty: `palestra init` lists configs to start from")
+    return tree
 
 
 def parse(text: str, source: str = "config") -> Tree:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from palestra.config import Tree, load
+from palestra.config.shipped import find_config, suggest_config
 from palestra.envs import is_vector_config, known_envs
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.types import Episode, Seat
@@ -72,16 +73,17 @@ class Target:
 
 def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: int | None = None) -> Target:
     """Returns the evaluation target named by `what`: a run (with its checkpoint after `step` steps; None: the newest),
-    RUN:NAME, a config file, or an env, whose options are then `env`. Raises ValueError if there is none, or if it
-    trains a population."""
+    RUN:NAME, a config file, which may be a shipped one, or an env, whose options are then `env`. Raises ValueError if
+    there is none, or if it trains a population."""
     what = str(what)
     if not Path(what).exists() and what in known_envs():
         return _env_target(what, env or {})
     run, _, policy = what.rpartition(":")
-    path = Path(run or what)
+    path = find_config(Path(run or what))
     if not path.exists():
+        hint = suggest_config(path) if path.suffix else ""
         raise ValueError(
-            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs"
+            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs{hint}"
         )
     tree = load(path / "config.yaml" if path.is_dir() else path)
     if "population" in tree:

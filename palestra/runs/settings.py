@@ -28,6 +28,8 @@ def check_config(path: Path) -> str:
 
     If the run died while it was extended, only meta.json has the new config; config.yaml is then updated.
     """
+    if path.is_file():
+        raise ValueError(f"{path} is a file, not a run: `palestra train {path}` starts a run of a config")
     try:
         text = check_is_file(path / CONFIG_FILE).read_text(encoding="utf-8")
     except OSError as error:

@@ -113,7 +113,9 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
     [
         (["train"], "name a config to start a run, or --resume RUN"),
         (["train", "nowhere.yaml"], "cannot read config nowhere.yaml"),
+        (["train", "EMPTY"], "empty.yaml is empty: `palestra init` lists configs"),
         (["train", "--resume", "nowhere"], "cannot read config nowhere/config.yaml"),
+        (["train", "--resume", "CONFIG"], "is a file, not a run: `palestra train"),
         (["train", "CONFIG", "--resume", "nowhere"], "name a config to start a run, or --resume RUN"),
         (["train", "--resume", "nowhere", "--set", "steps=3"], "cannot read config nowhere/config.yaml"),
         (["train", "--resume", "RUN", "--set", "seed=3"], "seed=3: a resumed run keeps its config, only its length"),
@@ -134,8 +136,23 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
 )
 def test_errors_name_the_fix(base, run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    names = {"CONFIG": write_config(tmp_path, base), "RUN": run[0]}
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    names = {"CONFIG": write_config(tmp_path, base), "RUN": run[0], "EMPTY": "empty.yaml"}
     assert message in refused(*(names.get(a, a) for a in arguments))
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"), [(["--steps", "10"], "--set steps=..."), (["steps=10"], "--set steps=10"), (["more"], "more")]
+)
+def test_unknown_options_of_a_command_with_settings_name_the_setting(words, setting):
+    done = invoke("train", "configs/demo.yaml", *words, env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and setting in done.stderr
+    assert ("a setting of the config is changed with" in done.stderr) == ("steps" in setting)
+
+
+def test_help_is_a_command_too():
+    assert plain(invoke("help").output) == plain(invoke("--help").output)
+    assert plain(invoke("help", "train").output) == plain(invoke("train", "--help").output)
 
 
 def test_locked_run_is_not_touched(run):

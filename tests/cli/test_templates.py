@@ -55,8 +55,19 @@ def test_shipped_configs_are_found_and_local_files_take_precedence(tmp_path, mon
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").write_text("name: mine\n")
     assert load("configs/demo.yaml") == {"name": "mine"}
-    for path in ("configs/nope.yaml", "configs/../pyproject.toml", "/configs/demo.yaml", "demo.yaml"):
+    for path in ("configs/nope.yaml", "configs/../pyproject.toml", "/configs/demo.yaml", "games/demo.yaml", "demo"):
         assert find_config(Path(path)) == Path(path)
+
+
+def test_shipped_configs_are_found_by_every_command_and_by_file_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("demo.yaml") == load("configs/demo.yaml")
+    expert = ("--seats", "*=expert", "--episodes", 1)
+    assert "return of player_0" in palestra("eval", "examples/tictactoe.yaml", *expert)
+    assert "1 of 1 episodes" in palestra("collect", "tictactoe.yaml", *expert, "--out", "game.parquet")
+    assert "EOFError" in refused("play", "tictactoe.yaml", "--seats", "player_1=expert")  # nobody types a move
+    assert "did you mean configs/demo.yaml, which" in refused("train", "demmo.yaml")
+    assert "did you mean configs/demo.yaml, which" in refused("eval", "configs/demmo.yaml")
 
 
 @pytest.mark.slow
