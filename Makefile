@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-gpu test-browser test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-gpu test-browser test-wheel test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,10 +54,20 @@ test: lint ## lint, types and the fast tests (CPU), on as many cores as there ar
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: lint ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
+	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser and not wheel"
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device, with a torch that has CUDA
 	$(BIN)/python -m pytest -m gpu
+
+# The wheel with core dependencies alone, as a user installs it; pip would add what an older build left in build/.
+WHEEL := .cache/wheel
+test-wheel: $(INSTALLED) ## build the wheel, install it without extras, and use it outside the checkout
+	rm -rf $(WHEEL) build
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt $(WHEEL)/palestra-*.whl
+	$(BIN)/python -m pytest -m wheel tests/test_wheel.py
 
 test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
 	@rm -rf $(SCREENSHOTS)

@@ -51,7 +51,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Train multiple agents together."""
+    """Multi-agent reinforcement learning for language models and small networks."""
     sys.path.insert(0, os.getcwd())  # so that module:Class finds a user's env in the working directory
 
 

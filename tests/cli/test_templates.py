@@ -89,7 +89,7 @@ def test_wheel_contains_configs_and_demo(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
-    assert not list(folder.glob("palestra/examples/*.py"))
+    assert [path.name for path in folder.glob("palestra/examples/*.py")] == ["workflow.py"]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     for command in (("init", "demo"), ("train", "configs/populations/kuhn_psro.yaml", "--dry-run")):
         done = subprocess.run(
