@@ -32,6 +32,8 @@ def _without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
+jit: Any
+jit_inline: Any
 if IMPORT_ERROR:
     jit = jit_inline = _without_compiler
 else:
