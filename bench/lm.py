@@ -45,6 +45,7 @@ from transformers import AutoModelForCausalLM
 
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
+from palestra.engine.pretrained import load_model
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import clipped_policy_loss
@@ -152,7 +153,7 @@ def whole_steps(ours: Ours, path: str, folder: Path, *, quick: bool) -> dict[str
 def sampling(ours: Ours, path: str, *, quick: bool) -> dict[str, float]:
     """The figure of sampling without adapters: tokens per CPU second over those of `generate`."""
     prompts = ids(GROUPS, PROMPT)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_model(AutoModelForCausalLM, path, dtype=torch.float32)
     best_peer, best = 0.0, 0.0
     for _ in range(1 if quick else 3):
         peer, _sizes = best_generate_rate(

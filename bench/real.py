@@ -39,10 +39,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from palestra.config.tree import to_yaml
-from palestra.engine.models import resolve_base
+from palestra.engine.bases import resolve_base, tokenizer_of
 from palestra.envs import make_env
 from palestra.evaluation.target import Target, find_target
 from palestra.evaluation.text import open_text_eval
@@ -142,7 +141,7 @@ def run_peer(python: Path, script: str, size: Size, folder: Path, agents: int, d
 
 def make_problems(count: int) -> list[dict[str, str]]:
     """Returns training instances: the prompts that palestra's agent sees, as text, and the right answers."""
-    tokenizer, env = AutoTokenizer.from_pretrained(resolve_base(BASE)), make_env(**ALONE)
+    tokenizer, env = tokenizer_of(BASE), make_env(**ALONE)
     rows = []
     for seed in range(count):
         ((_, chat),) = env.reset(seed).observations.items()

@@ -42,7 +42,9 @@ class TimedTrainer(MAGRPOTrainer):
 
 
 def agent(task: Task) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        task.model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
     lora = LoraConfig(r=task.rank, lora_alpha=task.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, lora)
 
@@ -68,7 +70,7 @@ def train(task: Task) -> list[float]:
     trainer = TimedTrainer(
         task,
         agents=[agent(task) for _ in range(AGENTS)],
-        tokenizer=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
+        tokenizer=AutoTokenizer.from_pretrained(task.model, padding_side="left", trust_remote_code=False),
         reward_func=reward,
         train_dataset=Dataset.from_list(problems),
         args=config,

@@ -17,9 +17,9 @@ import torch
 from limit import cpu_seconds, layer_matrices, shared_prefix_step_flops
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig
 
 from palestra.engine.models import resolve_base
+from palestra.engine.pretrained import load_config
 from palestra.engine.trainer import Trainer
 from palestra.onednn import onednn_product
 
@@ -98,7 +98,7 @@ def real_model_figures(
     """The figures on `base`, and lines of text with the measured values. `engine_of` is lm.py's class `Ours`; `run_trl`
     runs TRL on a spec and prompts (None: without TRL)."""
     folder = resolve_base(base)
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     ours, repeats = engine_of(folder, rank=RANK), 2 if quick else 3
     (adapter,) = ours.adapters(1)
     known = prompts_of(ours.engine.tokenizer, GROUPS)

@@ -97,8 +97,10 @@ def train(task: Task) -> list[float]:
         dtype="float32",
     )
     groups = task.prompts_per_step if task.device == "cuda" else min(2, task.prompts_per_step)
-    tokenizer = AutoTokenizer.from_pretrained(task.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(task.model, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        task.model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
     lora = LoraConfig(r=task.rank, lora_alpha=task.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     recorder = Recorder(task)
     with tempfile.TemporaryDirectory() as output:

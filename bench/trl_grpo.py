@@ -171,8 +171,10 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
 
 def build_trainer(spec: Spec, micro_batch: int, clock: StepClock, output_dir: str) -> TimedTrainer:
     """A trainer with as many prompts as the run needs; the file's prompts are repeated in order."""
-    tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.torch_dtype, attn_implementation=spec.attention)
+    tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.model, dtype=spec.torch_dtype, attn_implementation=spec.attention, trust_remote_code=False
+    )
     prompts = read_prompts(spec.prompts, tokenizer)
     needed = (spec.warmup + spec.steps) * spec.prompts_per_step
     rows = [{"prompt": prompts[i % len(prompts)]} for i in range(needed)]

@@ -194,11 +194,11 @@ def random_model(kind: str, **changes: Any) -> PreTrainedModel:
 def _randomised(config: Any) -> PreTrainedModel:
     kind = model_class(config, config.model_type)
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in kind.from_config(config).parameters())
+        size = sum(weight.numel() for weight in kind.from_config(config, trust_remote_code=False).parameters())
     if size > MAX_WEIGHTS:
         raise ValueError(f"{size / 1e6:.0f} million weights")
     torch.manual_seed(0)
-    model = kind.from_config(config, attn_implementation="eager").eval()
+    model = kind.from_config(config, attn_implementation="eager", trust_remote_code=False).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

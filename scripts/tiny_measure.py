@@ -17,8 +17,9 @@ from statistics import mean
 
 import torch
 from tiny_data import Example, play
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from palestra.engine.pretrained import load_model, load_tokenizer
 from palestra.envs import make_env
 from palestra.envs.text.grid.grid import parse_moves
 
@@ -34,8 +35,8 @@ class Speaker:
     """The model with its tokenizer, which answers prompts."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model = load_model(AutoModelForCausalLM, str(folder)).eval()
+        self.tokenizer = load_tokenizer(str(folder), padding_side="left")
 
     @torch.inference_mode()
     def answers(self, prompts: list[str], *, sample: bool, longest: int) -> list[str]:

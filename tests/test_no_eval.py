@@ -30,6 +30,7 @@ METHODS |= {
     "full_load",
 }
 LOADERS = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "yaml", "torch"}  # their load and loads
+PRETRAINED = {"from_pretrained", "from_config", "get_class_from_dynamic_module"}  # may run a model's own code
 NUMPY = {"np", "numpy"}  # whose load may unpickle
 
 # File and call, how often, and why it runs no text of a model or a client in this process.
@@ -91,6 +92,8 @@ def evaluating_call(node: ast.AST) -> str | None:
         return None if owner == "torch" and _passes(node, "weights_only", True) else f"{owner}.{called.attr}"
     if called.attr == "load" and owner in NUMPY and not _passes(node, "allow_pickle", False):
         return "numpy.load" if any(word.arg == "allow_pickle" for word in node.keywords) else None
+    if called.attr in PRETRAINED:
+        return None if _passes(node, "trust_remote_code", False) else called.attr
     return "trust_remote_code" if any(word.arg == "trust_remote_code" for word in node.keywords) else None
 
 
@@ -136,6 +139,21 @@ def test_every_call_that_can_execute_text_is_reviewed():
     assert all(reason for _, reason in REVIEWED.values())
 
 
+def test_models_are_loaded_without_their_own_code_and_by_one_module_of_the_package():
+    root = PACKAGE.parent
+    loaders = {"palestra/engine/pretrained.py", "bench/peers/jaxmarl_qmix.py"}  # the peer's config is of no model
+    loading, unsafe = set(), []
+    for path in [path for folder in ("palestra", "scripts", "bench") for path in sorted((root / folder).rglob("*.py"))]:
+        file = path.relative_to(root).as_posix()
+        for node in nodes_of(path.read_text("utf-8")):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            loading |= {file} if name in PRETRAINED else set()
+            if isinstance(node, ast.Call) and evaluating_call(node) in PRETRAINED:
+                unsafe.append(f"{file}:{node.lineno}")
+    assert {file for file in loading if file.startswith("palestra/")} == {"palestra/engine/pretrained.py"}
+    assert [place for place in unsafe if place.partition(":")[0] not in loaders] == []
+
+
 def test_executing_functions_have_no_aliases():
     assert {file: names for file, nodes in package().items() if (names := aliases(nodes))} == {}
 
@@ -154,9 +172,11 @@ import pickle, marshal, torch, yaml, sympy, importlib
 eval(a); exec(a); compile(a, "", "eval"); __import__(a); importlib.import_module(a); sympy.sympify(a)
 sympy.parse_expr(a); pickle.loads(a); marshal.loads(a); torch.load(a); torch.load(a, weights_only=False); yaml.load(a)
 numpy.load(a, allow_pickle=True); Model.from_pretrained(a, trust_remote_code=True)
+AutoConfig.from_pretrained(a); AutoModel.from_config(a, trust_remote_code=b)
 """
-    assert sum(found_in(nodes_of(hostile), "x.py").values()) == 14
+    assert sum(found_in(nodes_of(hostile), "x.py").values()) == 16
     harmless = "torch.load(a, weights_only=True); json.loads(a); re.compile(a); model.eval()"
+    harmless += "; Model.from_pretrained(a, trust_remote_code=False)"
     assert not found_in(nodes_of(harmless), "x.py")
     assert aliases(nodes_of("from pickle import loads\nimport pickle as p\nrun = eval\n")) == [
         "pickle.loads",

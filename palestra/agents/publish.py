@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from palestra.agents.model_card import model_card
 from palestra.agents.trained_agent import AGENT_FILE, TrainedAgent
@@ -16,6 +15,7 @@ from palestra.engine.bases import resolve_base
 from palestra.engine.lora import add_to_weight
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
+from palestra.engine.pretrained import load_config
 from palestra.engine.quantized import round_to_quantized
 from palestra.files import atomic_folder
 
@@ -88,6 +88,6 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
             add_to_weight(engine.linear_layers[name], adapter.scale_of(name) * (b @ a))
-    kept = getattr(AutoConfig.from_pretrained(resolve_base(base)), "dtype", None) or torch.float32
+    kept = getattr(load_config(resolve_base(base)), "dtype", None) or torch.float32
     engine.model.to(kept).save_pretrained(folder)
     engine.tokenizer.save_pretrained(folder)

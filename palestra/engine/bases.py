@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedModel,
@@ -17,6 +16,7 @@ from transformers import (
 from palestra.engine.decoder import decoder_of
 from palestra.engine.gguf import converted_folder
 from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
+from palestra.engine.pretrained import load_config, load_tokenizer, model_from_config
 
 SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"
 MIN_EXPERT_SHARE = 0.01  # share of the weights from which on a note is printed
@@ -38,10 +38,15 @@ def model_class(config: Any, base: str) -> Any:
 def model_without_weights(base: str) -> PreTrainedModel:
     """Returns the model of a base on the device "meta", from its config alone. Raises OSError or ValueError if
     transformers cannot read the config or build a language model from it."""
-    config = AutoConfig.from_pretrained(resolve_base(base))
+    config = load_config(resolve_base(base))
     with torch.device("meta"):
-        model: PreTrainedModel = model_class(config, base).from_config(config)
+        model: PreTrainedModel = model_from_config(model_class(config, base), config, attn_implementation="eager")
     return model
+
+
+def tokenizer_of(base: str) -> Any:
+    """Returns the tokenizer of a base that is on this machine or can be downloaded."""
+    return load_tokenizer(resolve_base(base))
 
 
 def plain_note(name: str, reason: str, *, uses_cache: bool) -> str:

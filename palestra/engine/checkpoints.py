@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from palestra.engine.fsdp import full_tensor, is_sharded, local_rows, local_shard, own_class
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter, save_adapter
+from palestra.engine.pretrained import load_model
 from palestra.engine.trainer import Trainer
 
 REFERENCE_DIR = "reference"  # subfolder of the reference adapter
@@ -170,8 +171,9 @@ def _copy_converted(folder: Path, model: PreTrainedModel, mine: dict[str, Tensor
     """Copies weights that have other names in files than in the model, by transformers' own conversion: experts are
     stacked in the model only, and parts of models of images and text have other names there. Needs CPU memory for a
     second copy of the model. Raises ValueError if the weights are not of this model."""
-    loaded, found = own_class(model).from_pretrained(
-        folder,
+    loaded, found = load_model(
+        own_class(model),
+        str(folder),
         config=copy.deepcopy(model.config),
         dtype=model.dtype,
         attn_implementation="eager",

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.packaged_bases import cache_folder
+from palestra.engine.pretrained import load_model, load_tokenizer, model_from_config
 from palestra.files import DamagedFile, atomic_folder, checksums, find_damage
 
 MANIFEST = "converted.json"  # written last: {"gguf": file name, "files": sizes and checksums of the folder}
@@ -76,10 +77,10 @@ def _convert(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
 
     disable_progress_bar()
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    folder_path = str(file.parent)
     try:
-        quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        quantized = load_model(AutoModelForCausalLM, folder_path, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = load_tokenizer(folder_path, gguf_file=file.name)
     except Exception as error:  # the parser of a damaged file raises errors of many types
         raise DamagedFile(
             f"cannot read the GGUF file {file}: it is damaged, or transformers does not convert its architecture "
@@ -88,7 +89,7 @@ def _convert(file: Path, folder: Path) -> None:
     config = quantized.config
     del config.quantization_config  # save_pretrained refuses models that were quantised
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_from_config(AutoModelForCausalLM, config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = quantized.generation_config

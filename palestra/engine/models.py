@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
@@ -42,6 +42,7 @@ from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
 from palestra.engine.malloc import keep_freed_memory, release_freed_memory
 from palestra.engine.plain import PlainPath
+from palestra.engine.pretrained import load_config, load_model, load_tokenizer
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.quantized import Quantization, quantize_model
 from palestra.engine.routing_replay import ReplayedExperts, Router, find_routers, replay_experts
@@ -133,11 +134,11 @@ class Engine:
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = load_config(path)
             changed = {"config": use_long_factors(config, base)} if long_context else {}
             kind = model_class(config, base)
-            model = kind.from_pretrained(path, dtype=torch_dtype, attn_implementation="eager", **changed)
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = load_model(kind, path, dtype=torch_dtype, attn_implementation="eager", **changed)
+            tokenizer = load_tokenizer(path)
         except OSError as error:
             shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))) or "none"
             raise ValueError(

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
-
-from transformers import AutoTokenizer
+from typing import NamedTuple, cast
 
 from palestra.backends.async_backend import AsyncBackend
 from palestra.backends.config import RolloutBackendConfig, open_backend, require_ray
@@ -19,7 +17,7 @@ from palestra.builders import text
 from palestra.builders.engines import Engines
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases import tokenizer_of
 from palestra.engine.sampler import Completion, Request
 from palestra.learners.lm import LanguageLearner, LocalWeights
 from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
@@ -157,7 +155,7 @@ class DriverEngines(Engines):
     """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer."""
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
-        encoder = ChatEncoder(load_tokenizer(config.base), config.chat_template_kwargs)
+        encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
         return LanguagePolicy(name, NoSampler(), encoder, config.sampling, **config.prompt_options)
 
 
@@ -195,7 +193,7 @@ class RayEngines(DriverEngines):
         self._learners += 1
         self.specs[place][name] = LearnerArgs(config, seed, critic, separate_critic)
         return LanguageLearner(
-            name, config, HostedWeights(self.trainers[place], name), NoSampler(), load_tokenizer(config.base)
+            name, config, HostedWeights(self.trainers[place], name), NoSampler(), tokenizer_of(config.base)
         )
 
     def _holder(self, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
@@ -216,8 +214,3 @@ def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, Learner
         assert isinstance(made, LocalWeights)
         weights[name] = made
     return WeightHost(weights)
-
-
-def load_tokenizer(base: str) -> Any:
-    """Returns the tokenizer of a base that is on this machine or can be downloaded."""
-    return AutoTokenizer.from_pretrained(resolve_base(base))

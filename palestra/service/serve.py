@@ -18,10 +18,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from transformers import AutoConfig, AutoTokenizer
 
 from palestra.engine.bases import resolve_base
 from palestra.engine.length_limit import position_limit
+from palestra.engine.pretrained import load_config, load_tokenizer
 from palestra.engine.request import max_chars_per_token
 from palestra.files import TEMPORARY_PREFIX, acquire_lock
 from palestra.processes import exit_reason, join_or_kill, start_process
@@ -210,7 +210,7 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
     """Returns the metadata of a base model. Raises ValueError if it cannot be read."""
     where = resolve_base(path)
     try:
-        config, tokenizer = AutoConfig.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+        config, tokenizer = load_config(where), load_tokenizer(where)
     except OSError as error:
         raise ValueError(f'cannot read the base "{name}" at {path}: {error}') from error
     text = config.get_text_config()

@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases import tokenizer_of
 from palestra.engine.sampling import SamplingConfig
 from palestra.learners.lm import LanguageLearner
 from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
@@ -118,8 +116,3 @@ def connect(url: str, key: str | None = None) -> RemoteEngines:
     """Returns learners and policies on the server at `url`. `key` defaults to TINKER_API_KEY, then MINT_API_KEY. Raises
     ConnectionError if the server does not answer and ValueError if it refuses the session."""
     return RemoteEngines(ServiceConnection(url, key))
-
-
-def tokenizer_of(base: str) -> Any:
-    """Returns the tokenizer of a base model that is on this machine or can be downloaded."""
-    return AutoTokenizer.from_pretrained(resolve_base(base))

@@ -1,0 +1,64 @@
+"""Folders of strangers whose config names a Python module: no command runs it, or asks whether to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from palestra.engine.bases import resolve_base
+
+AUTO_MAP = {
+    "AutoConfig": "evil.Conf",
+    "AutoModelForCausalLM": "evil.Model",
+    "AutoTokenizer": ["evil.Tokens", None],
+}
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path({marker!r}).touch()
+from transformers import PreTrainedConfig
+class Conf(PreTrainedConfig):
+    model_type = "evil"
+Model = Tokens = Conf
+"""
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A published model of an unknown kind, with a module that creates the file `ran` when it is imported."""
+    folder = tmp_path / "evil"
+    copytree(resolve_base("tiny"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "evil", "auto_map": AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(EVIL.format(marker=str(tmp_path / "ran")))
+    return folder
+
+
+def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "palestra", *map(str, arguments)]
+    answers = "y\n" * 10
+    return subprocess.run(command, cwd=tmp_path, input=answers, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("command", ["serve-agent", "info", "publish", "train", "serve"])
+def test_code_of_a_received_model_is_not_run_and_not_asked_for(command: str, evil: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(evil), "r": 4}))
+    (tmp_path / "run.yaml").write_text(f"env: {{type: sokoban}}\npolicies: {{default: {{type: lora, base: {evil}}}}}\n")
+    done = {
+        "serve-agent": lambda: run(tmp_path, "serve-agent", evil, "--port", 0),
+        "info": lambda: run(tmp_path, "info", "--base", evil),
+        "publish": lambda: run(tmp_path, "publish", adapter, "--out", tmp_path / "out", "--merge"),
+        "train": lambda: run(tmp_path, "train", "run.yaml"),
+        "serve": lambda: run(tmp_path, "serve", "--base", f"evil={evil}", "--port", 0, "--data", tmp_path / "data"),
+    }[command]()
+    assert done.returncode == 2, done
+    assert len(done.stderr.splitlines()) == 1 and "palestra runs none" in done.stderr
+    assert "trust_remote_code" not in done.stdout + done.stderr and "y/N" not in done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
