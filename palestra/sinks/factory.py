@@ -8,14 +8,14 @@ from typing import Any
 
 from palestra.sinks.base import Sink, SinkConfigs
 
-PACKAGES = {"prometheus": "prometheus_client"}  # packages whose name differs from the kind of sink
+PACKAGES = {"prometheus": ("prometheus_client", "uvicorn", "httptools")}  # of sinks that need others than their name
 
 
 def check_sinks(sinks: SinkConfigs) -> None:
     """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
     kinds = [sink.type for sink in sinks]
     for kind in kinds:
-        if find_spec(PACKAGES.get(kind, kind)) is None:
+        if not all(map(find_spec, PACKAGES.get(kind, (kind,)))):
             raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
         if kinds.count(kind) > 1:
             raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")

@@ -14,11 +14,13 @@ Workers, processes and the machine are read at each scrape, by the functions tha
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -26,7 +28,13 @@ from prometheus_client.registry import Collector
 from palestra.runs.metric_log import MetricLog
 from palestra.runs.system_metrics import COUNTED, HELP, system_samples
 from palestra.sinks.base import LOG_PREFIXES, Metrics, PrometheusConfig
+from palestra.web.limits import AdmissionMiddleware, HttpLimits, Receive, Scope, Send
+from palestra.web.listen import open_listener
+from palestra.web.origin_middleware import OriginPolicy
+from palestra.web.server import HttpServer, run_in_thread
 
+LIMITS = HttpLimits(max_body_bytes=0, max_requests=16)
+KEEP_ALIVE_S = 75
 FAMILIES = {LOG_PREFIXES[f"{name}.jsonl"]: f"palestra_{name}" for name in ("timings", "evals", "metrics")}
 
 
@@ -53,10 +61,10 @@ class SystemCollector(Collector):
 
 
 class PrometheusSink:
-    """Serves gauges until it is closed. Raises OSError if the port is taken."""
+    """Serves gauges until it is closed. Raises ValueError if the port is taken."""
 
     def __init__(self, config: PrometheusConfig, run: Path, folder: Path) -> None:
-        registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.run = run.name
         self.steps = Gauge("palestra_steps", "Completed training steps", ["run"], registry=registry)
         self.families = {
@@ -67,7 +75,11 @@ class PrometheusSink:
         }
         registry.register(SystemCollector(run))
         ProcessCollector(registry=registry)
-        self.server, self.thread = start_http_server(config.port, config.host, registry)
+        listener = open_listener(config.host, config.port)
+        origins = OriginPolicy.for_host(config.host, pages=False)
+        self.server = HttpServer(AdmissionMiddleware(self._answer, origins, LIMITS), 0, KEEP_ALIVE_S)
+        self.thread = threading.Thread(target=run_in_thread, args=(self.server, listener), daemon=True)
+        self.thread.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.steps.labels(self.run).set(step)
@@ -80,6 +92,16 @@ class PrometheusSink:
         """Does nothing: metrics are served at each scrape."""
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.server.stop()
         self.thread.join()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers GET /metrics; an ASGI app."""
+        status, body = 404, b"metrics are at /metrics"
+        if scope["path"] == "/metrics":
+            status, body = 405, b"metrics are read with GET"
+            if scope["method"] == "GET":  # off the event loop, since it reads logs and processes
+                status, body = 200, await asyncio.to_thread(generate_latest, self.registry)
+        headers = [(b"content-type", CONTENT_TYPE_LATEST.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
