@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -33,11 +34,13 @@ class DamagedFile(ValueError):
     or of the sender, not of the user's input."""
 
 
-def atomic_write(path: str | Path, data: bytes) -> None:
+def atomic_write(path: str | Path, data: bytes, mode: int | None = None) -> None:
     """Writes a file so that a reader, or a crash, sees either the old bytes or the new ones. The bytes are on disk when
-    it returns."""
+    it returns. It has the permissions `mode` from its first byte on (None: those of the umask)."""
     path = Path(path)
-    with open(_temporary(path), "wb") as file:
+    with open(_temporary(path), "wb", opener=partial(os.open, mode=mode or 0o666)) as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)  # whatever the umask, and a file that a crash left
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -198,14 +201,15 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def acquire_lock(path: Path, what: str) -> BinaryIO:
+def acquire_lock(path: Path, what: str, *, wait: bool = False) -> BinaryIO:
     """Returns a file that holds an exclusive lock while it is open. The system releases it when the process dies.
 
-    Raises ValueError, naming the process that holds the lock and `what` it is writing, if it is taken.
+    If the lock is taken it waits, with `wait`, or raises ValueError, which names the process that holds the lock and
+    `what` it is writing.
     """
     file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held until close)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.seek(0)
         owner = file.read().decode(errors="replace") or "another process"

@@ -5,10 +5,7 @@ A quantised file is dequantised to float32. Its tokenizer and chat template are 
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.packaged_bases import cache_folder
 from palestra.engine.pretrained import load_model, load_tokenizer, model_from_config
-from palestra.files import DamagedFile, atomic_folder, checksums, find_damage
+from palestra.files import DamagedFile, acquire_lock, atomic_folder, checksums, find_damage
 
 MANIFEST = "converted.json"  # written last: {"gguf": file name, "files": sizes and checksums of the folder}
 MAGIC = b"GGUF"  # first bytes of every GGUF file
@@ -47,7 +44,8 @@ def _converted(file: Path, size: int, mtime_ns: int) -> Path:
     folder = cache_folder(file)
     if _is_intact(folder):
         return folder
-    with _exclusive(folder.with_name(f"{folder.name}.lock")):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with acquire_lock(folder.with_name(f"{folder.name}.lock"), f"the converted model {folder}", wait=True):
         if not _is_intact(folder):  # another process may have converted it meanwhile
             atomic_folder(folder, lambda temporary: _convert(file, temporary))
     return folder
@@ -60,15 +58,6 @@ def _is_intact(folder: Path) -> bool:
         return not find_damage(folder, manifest["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Context that holds the lock file `path`; waits for other processes. The system releases a dead one's lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(file: Path, folder: Path) -> None:

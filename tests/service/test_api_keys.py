@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from contextlib import suppress
 
 import pytest
+from warm_processes import start_palestra
 
 from palestra.service.api import api_keys as module
 from palestra.service.api.api_keys import ANONYMOUS_OWNER, ApiKeys, add_key, read_keys, remove_keys
@@ -33,6 +36,41 @@ def test_keys_are_accepted_with_the_prefix_of_official_clients(path):
 
 def test_every_key_is_accepted_without_a_key_file(path):
     assert ApiKeys(None).owner_of("anything") == ApiKeys(None).owner_of(None) == ANONYMOUS_OWNER
+
+
+def test_keys_added_and_removed_at_once_are_all_in_the_file(path):
+    add_key(path, "gone")
+    processes = [start_palestra("keys", "add", f"owner{number}", "--auth", str(path)) for number in range(20)]
+    processes.append(start_palestra("keys", "remove", "gone", "--auth", str(path)))
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 21, outputs
+    keys = ApiKeys(path)
+    owners = [keys.owner_of(out.strip()) for out, _ in outputs[:-1]]
+    assert owners == [f"owner{number}" for number in range(20)]
+    assert len(read_keys(path)) == 20
+
+
+def test_key_files_are_private_from_the_first_byte_whatever_the_umask(path):
+    """Reads the mode of every file in the folder while keys are added."""
+    before, seen = os.umask(0), set()
+    stop = threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            for file in path.parent.glob("*keys"):
+                with suppress(FileNotFoundError):
+                    seen.add(file.stat().st_mode & 0o777)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for number in range(50):
+            add_key(path, f"owner{number}")
+    finally:
+        stop.set()
+        watcher.join()
+        os.umask(before)
+    assert seen == {0o600}
 
 
 def test_removed_keys_are_refused_at_once(path):

@@ -12,14 +12,16 @@ import re
 import secrets
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import jwt
 
-from palestra.files import atomic_write
+from palestra.files import acquire_lock, atomic_write
 
 ANONYMOUS_OWNER = "anyone"
 KEY_PREFIX = "tml-"  # of generated keys; official clients require it
 TOKEN_TTL_S = 3600.0  # seconds
+PRIVATE = 0o600  # permissions of the file
 _NAME = re.compile(r"[A-Za-z0-9_.@\-]{1,100}")
 
 
@@ -94,19 +96,24 @@ def add_key(path: Path, name: str) -> str:
     if not _NAME.fullmatch(name) or name == ANONYMOUS_OWNER:
         raise ValueError(f'"{name}" cannot own keys: use letters, digits and "_.@-", and not "{ANONYMOUS_OWNER}"')
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    old = path.read_bytes() if path.exists() else b"# name and SHA-256 of each API key\n"
-    atomic_write(path, old + f"{name} {_hash(key)}\n".encode())
-    path.chmod(0o600)
+    with _exclusive(path):
+        old = path.read_bytes() if path.exists() else b"# name and SHA-256 of each API key\n"
+        atomic_write(path, old + f"{name} {_hash(key)}\n".encode(), PRIVATE)
     return key
 
 
 def remove_keys(path: Path, name: str) -> int:
     """Removes the keys of `name` and returns their number."""
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.split()[:1] != [name]]
-    atomic_write(path, "".join(kept).encode())
-    path.chmod(0o600)
+    with _exclusive(path):
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.split()[:1] != [name]]
+        atomic_write(path, "".join(kept).encode(), PRIVATE)
     return len(lines) - len(kept)
+
+
+def _exclusive(path: Path) -> BinaryIO:
+    """Returns a context in which no other process changes a file of keys."""
+    return acquire_lock(path.with_name(f".{path.name}.lock"), f"the keys in {path}", wait=True)
 
 
 def _hash(key: str) -> str:
