@@ -10,8 +10,8 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from palestra.engine.bases import resolve_base
 from palestra.engine.length_limit import position_limit
 from palestra.engine.pretrained import load_config, load_tokenizer
 from palestra.engine.request import max_chars_per_token
-from palestra.files import TEMPORARY_PREFIX, acquire_lock
+from palestra.files import acquire_lock, atomic_write
 from palestra.processes import exit_reason, join_or_kill, start_process
 from palestra.service.api.api_keys import ApiKeys
 from palestra.service.api.app import create_app
@@ -93,8 +93,8 @@ def serve(options: ServeOptions, say: Say = print) -> None:
     port is taken, or a base or key file does not exist.
     """
     _check_aliases(options)
-    origins = OriginPolicy.for_host(options.host, options.allow_origins)
-    with _hold(options):
+    origins = OriginPolicy.for_host(options.host, options.allow_origins, pages=False)
+    with _private_files(), _hold(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
         context = _context(options, url)
         same = {"data", "bases", "device", "dtype", "threads", "max_num_seqs", "kv_cache_gib"}
@@ -106,11 +106,24 @@ def serve(options: ServeOptions, say: Say = print) -> None:
         context.store.close()
 
 
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Context in which only this user can read what this process, and those that it starts, create: the database and
+    weights hold what clients sent."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def _hold(options: ServeOptions) -> AbstractContextManager[Any]:
     """Locks the data folder while serving: one server with a worker at a time, and any number of front ends without
     one."""
     if not options.front_only:
         options.data.mkdir(parents=True, exist_ok=True)
+        if options.data.stat().st_uid == os.geteuid():  # else a folder that an operator made; files in it are private
+            options.data.chmod(0o700)
         return acquire_lock(options.data / "server.lock", f"the server's data in {options.data}")
     if not (options.data / "secret").exists():
         raise ValueError(
@@ -236,11 +249,7 @@ def _secret(path: Path) -> str:
     """Returns the secret that signs tokens and URLs, created if necessary and kept, so that these survive a restart.
     The file is written atomically, since other processes may read it."""
     if not path.exists():
-        new = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        new.rename(path)
+        atomic_write(path, secrets.token_hex(32).encode(), 0o600)
     return path.read_text()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,11 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+from raw import ask
 from transformers import AutoConfig
 from warm_processes import run_palestra, start_palestra
 
 from palestra.service.serve import load_base_info
 from palestra.testing import tiny_tokenizer
+
+SITES = ("none", "cross-site", "same-site")  # of requests without Origin: a user, or an image in a page
 
 
 class Server:
@@ -85,6 +90,54 @@ def wait_until_ended(pids: list[int]) -> None:
     while not all(has_ended(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert all(has_ended(pid) for pid in pids)
+
+
+def modes(folder: Path) -> dict[str, str]:
+    """Permissions of a folder, by path, as in "drwx------"."""
+    paths = [folder, *folder.rglob("*")]
+    return {path.relative_to(folder.parent).as_posix(): stat.filemode(path.stat().st_mode) for path in paths}
+
+
+def is_private(mode: str) -> bool:
+    return mode in ("drwx------", "-rw-------")
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_files_are_private_and_embedded_requests_of_pages_refused(open_umask: None, data: Path) -> None:
+    data.mkdir()
+    server = Server(data)
+    try:
+        found = modes(data)
+        assert {"data", "data/secret", "data/weights", "data/store.sqlite", "data/server.lock"} <= set(found)
+        assert {path: mode for path, mode in found.items() if not is_private(mode)} == {}
+        sites = {site: ask(server.url, "GET", "/api/v1/healthz", Sec_Fetch_Site=site).status for site in SITES}
+        assert sites == {"none": 200, "cross-site": 403, "same-site": 403}
+        assert ask(server.url, "GET", "/api/v1/healthz").status == 200
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.mark.slow
+def test_trained_weights_are_private(open_umask: None, data: Path, tmp_path: Path) -> None:
+    server = Server(data)
+    try:
+        words = ["train", "configs/demo.yaml", "--root", tmp_path, "--name", "a", "--engine", server.url]
+        done = run_palestra(*words, "--set", "steps=1")
+        assert done.returncode == 0, done.stderr
+        found = modes(data)
+        assert [path for path in found if path.endswith(".safetensors")]
+        assert {"data/store.sqlite-wal", "data/store.sqlite-shm"} <= set(found)
+        assert {path: mode for path, mode in found.items() if not is_private(mode)} == {}
+    finally:
+        server.process.kill()
+        server.process.communicate()
 
 
 @pytest.mark.slow
