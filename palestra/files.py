@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -217,7 +218,7 @@ def acquire_lock(path: Path, what: str, *, wait: bool = False) -> BinaryIO:
         raise ValueError(f"{owner} is writing {what}; wait for it, stop it, or start a new one") from None
     try:
         file.truncate(0)
-        file.write(f"process {os.getpid()}".encode())
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError:
         file.close()
         raise

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from palestra.agents.trained_agent import TrainedAgent
-from palestra.config import Tree, load
+from palestra.config import Tree, hide_credentials, load
 from palestra.engine.bases import SHIPPED_BASES_DIR
 from palestra.engine.packaged_bases import PACKAGED_BASES
 from palestra.files import read_lines
@@ -158,7 +158,7 @@ def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
 
 def _command(words: list[str]) -> str:
     """Returns the command line, without the folder of the executable."""
-    return shlex.join([Path(words[0]).name, *words[1:]]).replace("`", "'")
+    return hide_credentials(shlex.join([Path(words[0]).name, *words[1:]])).replace("`", "'")
 
 
 def _loading(agent: TrainedAgent, base: str, folder: str) -> str:

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,6 +105,9 @@ def train(
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with user_errors(), _interruptible(None):
+        from palestra.config import check_no_credentials
+
+        check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
         path, found_mirror = _resumed(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
         tree = _config_tree(config, path, changes)  # a file that cannot be read is refused before torch is loaded
@@ -121,6 +125,7 @@ def train(
         request = run_request(placed(tree), resume=path, name=name, root=root, stored=tree if changes else None)
         if auto_resume and not resume:
             _bring_mirrored(request)
+            request = replace(request, exact_name=True)
             if found := run_to_resume(request):
                 request = run_request(placed(resumed_tree(found, [])), resume=found)
         if not dry_run:

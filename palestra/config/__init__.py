@@ -1,5 +1,6 @@
 """Configs: YAML trees, the models that validate them, and the descriptions of their keys."""
 
+from palestra.config.credentials import check_no_credentials, hide_credentials
 from palestra.config.model import (
     RunName,
     StrictModel,
@@ -17,8 +18,10 @@ __all__ = [
     "StrictModel",
     "Tree",
     "check_folder_name",
+    "check_no_credentials",
     "check_policy_names",
     "dump",
+    "hide_credentials",
     "load",
     "load_object",
     "merge",

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from palestra.config.credentials import check_no_credentials
 from palestra.config.shipped import find_config, suggest_config
 
 Tree = dict[str, Any]
@@ -25,7 +26,7 @@ ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "i
 
 def load(path: str | Path) -> Tree:
     """Returns the tree of a YAML file, which may be a shipped one, such as configs/demo.yaml. Raises ValueError with
-    file and line if it cannot be read as a config, or is empty."""
+    file and line if it cannot be read as a config, is empty, or holds credentials."""
     path = find_config(Path(path))
     try:
         text = path.read_text(encoding="utf-8")
@@ -36,6 +37,7 @@ def load(path: str | Path) -> Tree:
     tree = parse(text, str(path))
     if not tree:
         raise ValueError(f"{path} is empty: `palestra init` lists configs to start from")
+    check_no_credentials(tree)
     return tree
 
 
@@ -70,7 +72,9 @@ def override(tree: Tree, settings: Iterable[str]) -> Tree:
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise ValueError(f"cannot read the setting {setting!r}: write key=value, for example algorithm.clip=0.3")
-        _place(tree, keys, _value(text, setting), setting)
+        value = _value(text, setting)
+        check_no_credentials({path.strip(): value})
+        _place(tree, keys, value, setting)
     return tree
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from palestra.config import validate
+from palestra.config import hide_credentials, validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
@@ -125,7 +125,7 @@ class DashboardApi:
         """Returns config.yaml as text, at most `MAX_TREE_BYTES` characters."""
         run = self.library.run(request.path_params["run"])
         with open(run.file("config.yaml"), encoding="utf-8", errors="replace") as file:
-            return json_response(request, {"yaml": file.read(MAX_TREE_BYTES)})
+            return json_response(request, {"yaml": hide_credentials(file.read(MAX_TREE_BYTES))})
 
     def alarms(self, request: Request) -> Response:
         """Returns the alarms of a run, and all rules that are applied to it."""

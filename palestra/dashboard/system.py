@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from palestra.config import hide_credentials
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import disk_usage, phase_keys
 from palestra.runs.system_metrics import descendant_pids, machine_info, process_table, worker_rows, writing_process
@@ -38,7 +39,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         },
         "disk": disk_usage(run.path),
         "meta": {key: value for key, value in run.meta.items() if key not in ("command", "config", "changed")},
-        "command": [str(word) for word in run.meta.get("command") or []],
+        "command": [hide_credentials(str(word)) for word in run.meta.get("command") or []],
     }
 
 

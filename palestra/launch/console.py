@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from palestra.chat import escape_control_chars
+from palestra.config.credentials import hide_credentials
 
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
@@ -87,6 +88,6 @@ def print_error(message: str, *notes: str) -> None:
     """Prints an error to stderr, followed by notes."""
     who = f"error on rank {RANK}:" if RANK else "error:"
     loud = PlainConsole(stderr=True)
-    loud.print(styled_text((who, "red"), f" {message}"), soft_wrap=True)
+    loud.print(styled_text((who, "red"), f" {hide_credentials(message)}"), soft_wrap=True)
     for note in notes:
-        loud.print(note, soft_wrap=True)
+        loud.print(hide_credentials(note), soft_wrap=True)

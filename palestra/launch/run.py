@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from palestra.config import Tree, check_folder_name, dump, override, parse, validate
+from palestra.config import Tree, check_folder_name, check_no_credentials, dump, override, parse, validate
 from palestra.envs import is_vector_config
 from palestra.envs.local import LOCAL_PREFIX
 from palestra.files import read_lines
@@ -55,7 +55,8 @@ class RunKind(NamedTuple):
 @dataclass(frozen=True)
 class LaunchRequest:
     """A checked and resolved training request: a config of `kind`, and the run to resume (None: a new one in
-    `root`). `stored`, if given, becomes the config of the resumed run."""
+    `root`). `stored`, if given, becomes the config of the resumed run. With `exact_name` a new run has
+    exactly `name`, or is refused."""
 
     kind: RunKind
     config: Any
@@ -64,6 +65,7 @@ class LaunchRequest:
     name: str | None = None
     root: Path = Path("runs")
     stored: Tree | None = None
+    exact_name: bool = False
 
     def check(self) -> None:
         """Raises ValueError if the parts of the config do not fit together. Starts no process."""
@@ -90,6 +92,8 @@ def run_request(
     stored: Tree | None = None,
 ) -> LaunchRequest:
     """Returns the checked request for the run that `tree` describes. Raises ValueError for mistakes in the config."""
+    if resume is None:
+        check_no_credentials(tree)  # first: other messages quote values
     kind = run_kind(tree)
     config = validate_config(kind, tree)
     if is_vector_config(tree):
@@ -145,7 +149,8 @@ def _run_folder(request: LaunchRequest) -> Run:
     config = request.config
     if not request.resume:
         name = check_folder_name(request.name or config.name)
-        return Run.create(request.root, dump(config), name, {"seed": config.seed})
+        meta = {"seed": config.seed}
+        return Run.create(request.root, dump(config), name, meta, exact_name=request.exact_name)
     with ExitStack() as on_error:
         run = on_error.enter_context(Run.open(request.resume))
         if request.stored:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from palestra.config import check_folder_name
+from palestra.config import check_folder_name, check_no_credentials
 from palestra.files import DamagedFile
 from palestra.mirror import is_store_url
 from palestra.mirror.manifest import Manifest
@@ -37,10 +37,11 @@ def check_store_url(url: str) -> str:
     protocol = url.partition("://")[0]
     if not is_store_url(url) or "::" in url:
         raise ValueError(f"{url} is not the URL of a store: write s3://bucket/runs, or file:///path for a folder")
-    if urlsplit(url).password or urlsplit(url).query:
+    check_no_credentials(url, "the URL of the store")
+    if urlsplit(url).query:
         raise ValueError(
-            f"the URL of the store at {protocol}://{urlsplit(url).hostname} holds credentials or options, and would be "
-            "written to the run's config: give them in the environment, for example as AWS_ACCESS_KEY_ID"
+            f"the URL of the store at {protocol}://{urlsplit(url).hostname} holds options, and would be written to the "
+            "run's config: give them in the environment, for example as AWS_ENDPOINT_URL"
         )
     try:
         get_filesystem_class(protocol)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from palestra.config import load
+from palestra.config import hide_credentials, load
 from palestra.files import atomic_write
 from palestra.report.episodes import episode_html, pick_samples
 from palestra.report.html import details, escape_text, html_table, preformatted, section
@@ -130,7 +130,7 @@ def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
     """Returns a table of seed, versions, command line and checkpoints, as HTML."""
     rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
     rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
-    rows += [("command", shlex.join(meta["command"]))] if meta.get("command") else []
+    rows += [("command", hide_credentials(shlex.join(meta["command"])))] if meta.get("command") else []
     rows += (
         [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from palestra.config import hide_credentials
 from palestra.files import atomic_write
 from palestra.types import Episode
 
@@ -46,7 +47,8 @@ def describe_error(error: BaseException) -> ErrorText:
     message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
     return ErrorText(
-        _bounded(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2), _bounded(trace, MAX_TRACEBACK_CHARS, 1000)
+        _bounded(hide_credentials(message), MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
+        _bounded(hide_credentials(trace), MAX_TRACEBACK_CHARS, 1000),
     )
 
 
@@ -86,7 +88,7 @@ def write_error_file(folder: Path) -> Iterator[None]:
     except Exception as error:
         message, trace = describe_error(error)
         if isinstance(error, RunFailed):  # its notes hold the traceback of the cause
-            trace = "\n".join(getattr(error, "__notes__", []))
+            trace = hide_credentials("\n".join(getattr(error, "__notes__", [])))
         atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
         raise
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import pyarrow.parquet as pq
 
+from palestra.config import hide_credentials
 from palestra.files import (
     EDITED_HINT,
     TEMPORARY_PREFIX,
@@ -80,10 +81,16 @@ class Run:
 
     @classmethod
     def create(
-        cls, root: str | Path, config_yaml: str, name: str | None = None, meta: Mapping[str, Any] | None = None
+        cls,
+        root: str | Path,
+        config_yaml: str,
+        name: str | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        exact_name: bool = False,
     ) -> Self:
         """Creates a run under `root`. An existing one is never overwritten: if `name` is taken, name-2, name-3, ... is
-        used.
+        used, or with `exact_name` ValueError raised. Of processes that create one name at once, one succeeds.
 
         `meta` is added to the versions, command line and time in meta.json; put the seed there. Raises ValueError if
         `name` is not a plain folder name.
@@ -92,11 +99,25 @@ class Run:
         if "/" in name or name in (".", ".."):
             raise ValueError(f"a run's name is a plain folder name, not {name!r}; the folder around it is the root")
         path_inside(root, name)
-        run = cls(_fresh_folder(Path(root), name))
+        run = cls._of_exact_name(Path(root, name)) if exact_name else cls(_fresh_folder(Path(root), name))
         facts = {**_facts(), **(meta or {}), "config": config_yaml}
         atomic_write(run.path / META_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         atomic_write(run.path / CHECKPOINTS_FILE, b"")  # so that a missing file means a lost one
         atomic_write(run.path / CONFIG_FILE, config_yaml.encode())  # last: a folder with a config counts as a run
+        return run
+
+    @classmethod
+    def _of_exact_name(cls, path: Path) -> Self:
+        """Returns the run to create at `path`, where a process that died may have begun to."""
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        begun = {".lock", META_FILE, CHECKPOINTS_FILE}
+        others = [file.name for file in path.iterdir() if file.name not in begun]
+        if taken := sorted(name for name in others if not name.startswith(TEMPORARY_PREFIX)):
+            run.close()
+            raise ValueError(
+                f"{path} holds {taken[0]}, which another process wrote: start again, or use another --name"
+            )
         return run
 
     @classmethod
@@ -136,7 +157,7 @@ class Run:
         if config_yaml == self.config:
             return
         meta = read_meta(self.path)
-        change = {"step": self.next_step - 1, "command": sys.argv, "config": self.config}
+        change = {"step": self.next_step - 1, "command": _command(), "config": self.config}
         meta |= {"changed": [*meta.get("changed", []), change], "config": config_yaml}
         atomic_write(self.path / META_FILE, (json.dumps(meta, indent=2) + "\n").encode())
         atomic_write(self.path / CONFIG_FILE, config_yaml.encode())
@@ -309,7 +330,11 @@ def _fresh_folder(root: Path, name: str) -> Path:
 def _facts() -> dict[str, Any]:
     versions = {name: _version(name) for name in ("palestra", "torch", "transformers")}
     created = datetime.now(UTC).isoformat(timespec="microseconds")
-    return {"created": created, "command": sys.argv, "python": platform.python_version()} | versions
+    return {"created": created, "command": _command(), "python": platform.python_version()} | versions
+
+
+def _command() -> list[str]:
+    return [hide_credentials(word) for word in sys.argv]
 
 
 def _version(distribution: str) -> str | None:

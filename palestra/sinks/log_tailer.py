@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from palestra.config import hide_credentials
 from palestra.files import acquire_lock, atomic_write, file_size
 from palestra.runs.settings import check_run_folder
 from palestra.sinks.base import LOG_PREFIXES, Sink, SinkConfigs, metrics_of_line
@@ -144,7 +145,7 @@ class SinkThread(threading.Thread):
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return hide_credentials(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
 class follow_run:

@@ -265,7 +265,7 @@ def test_an_older_folder_does_not_replace_a_newer_copy(tmp_path):
     ("url", "message"),
     [
         ("runs", "is not the URL of a store"),
-        ("s3://key:secret@host/runs", "holds credentials or options"),
+        ("s3://key:secret@host/runs", "holds credentials, which would be written"),
         ("nowhere://x", "fsspec knows no stores of the kind"),
         ("gs://bucket/runs", "needs a package"),
     ],

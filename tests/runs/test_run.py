@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -322,7 +323,7 @@ def test_second_writer_process_is_refused(tmp_path: Path) -> None:
     code = "import sys; from palestra.runs import Run; Run.open(sys.argv[1])"
     with new_run(tmp_path) as run:
         other = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
-        assert f"process {os.getpid()} is writing the run" in other.stderr
+        assert f"process {os.getpid()} on {socket.gethostname()} is writing the run" in other.stderr
         with pytest.raises(ValueError, match="is writing the run"):
             Run.open(run.path)
     assert subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 0
