@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-HIDDEN = "***"
+HIDDEN = "REDACTED"  # plain text in YAML and in URLs
 REMEDY = "give them in an environment variable (key_env: NAME, or the client's own, such as AWS_SECRET_ACCESS_KEY)"
 USER_IS_A_FOLDER = ("abfs", "abfss", "wasb", "wasbs")  # container@account of Azure's stores
 _WORDS = r"api[_-]?key|apikey|pass(?:word|wd|phrase)|(?:access|secret|private)[_-]?key|client[_-]?secret|authorization"
@@ -28,7 +28,7 @@ def check_no_credentials(tree: Any, what: str = "") -> None:
 
 
 def hide_credentials(text: str) -> str:
-    """Returns a text with the credentials of its URLs, and the values of names such as `api_key`, as "***"."""
+    """Returns a text with the credentials of its URLs, and the values of names such as `api_key`, as "REDACTED"."""
     text = _URL.sub(lambda found: _hidden_url(found[0]), text)
     return _BEARER.sub(rf"\1{HIDDEN}", _ASSIGNED.sub(rf"\1{HIDDEN}", text))
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from palestra.config import load
+from palestra.config import hide_credentials, parse
 from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.files import file_size
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
@@ -113,10 +113,13 @@ class RunCatalog:
 
 
 def read_config(path: Path) -> Tree:
-    """Returns a config as a tree; {} if it is not a config or larger than `MAX_TREE_BYTES` bytes."""
+    """Returns a config as a tree, without credentials; {} if it is not a config or larger than `MAX_TREE_BYTES`
+    bytes."""
     try:
-        return load(path) if file_size(path) <= MAX_TREE_BYTES else {}
-    except (ValueError, *PARSE_ERRORS):
+        if file_size(path) > MAX_TREE_BYTES:
+            return {}
+        return parse(hide_credentials(path.read_text(encoding="utf-8")), str(path))
+    except (ValueError, OSError, *PARSE_ERRORS):
         return {}
 
 

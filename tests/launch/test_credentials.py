@@ -10,6 +10,7 @@ from command_line import invoke
 from warm_processes import run_palestra, start_palestra
 
 from palestra.config import check_no_credentials, hide_credentials, load, parse, validate
+from palestra.dashboard.catalog import read_config
 from palestra.launch.run import run_request
 from palestra.rollouts.failures import write_error_file
 from palestra.runs import Run
@@ -90,7 +91,7 @@ def test_command_and_errors_are_written_without_credentials(tmp_path: Path, monk
         with pytest.raises(RuntimeError), write_error_file(run.path):
             raise RuntimeError(f"401 for http://user:{KEY}@h/v1?token={KEY}, sent Authorization: Bearer {KEY}")
     texts = [file.read_text() for file in run.path.rglob("*") if file.is_file()]
-    assert any("http://***@h" in text for text in texts) and not any(KEY in text for text in texts)
+    assert any("http://REDACTED@h" in text for text in texts) and not any(KEY in text for text in texts)
 
 
 def test_warning_of_a_sink_shows_no_credentials(tmp_path: Path) -> None:
@@ -106,7 +107,9 @@ def test_warning_of_a_sink_shows_no_credentials(tmp_path: Path) -> None:
 
 def test_hidden_text_keeps_everything_else() -> None:
     text = f"error at http://user:{KEY}@h:8000/a?x=1&api_key={KEY}, 'password': '{KEY}', policies: key_env, a@b.org"
-    wanted = "error at http://***@h:8000/a?x=1&api_key=***, 'password': '***', policies: key_env, a@b.org"
+    wanted = (
+        "error at http://REDACTED@h:8000/a?x=1&api_key=REDACTED, 'password': 'REDACTED', policies: key_env, a@b.org"
+    )
     assert hide_credentials(text) == wanted
 
 
@@ -134,3 +137,10 @@ def test_a_start_that_died_before_its_config_was_written_is_repeated(tmp_path: P
     (folder / "config.yaml").rename(folder / "notes.txt")
     done = invoke(*words)
     assert done.exit_code == 2 and "which another process wrote" in " ".join(done.stderr.split())
+
+
+def test_dashboard_shows_a_run_of_before_without_its_credentials(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"endpoint: {{url: 'http://user:{KEY}@h', body: {{api_key: {KEY}}}}}\nsteps: 2\n")
+    tree = read_config(path)
+    assert tree["steps"] == 2 and KEY not in str(tree)
