@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
+_starting = threading.Lock()  # held while this process's environment has it
 
 
 def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
@@ -22,14 +24,30 @@ def start_process(target: Callable[..., object], arguments: Iterable[Any], *, da
     It never receives Ctrl-C, which a terminal sends to all its processes, not even before its first line of code: the
     parent decides when it ends. A `daemon` may not start processes of its own.
     """
-    process = SPAWN_CONTEXT.Process(target=target, args=tuple(arguments), daemon=daemon)
-    resource_tracker.ensure_running()  # started first, since its start unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _starting:
+        safe_path = os.environ.get(SAFE_PATH)
+        process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
+        os.environ[SAFE_PATH] = "1"
+        resource_tracker.ensure_running()  # started first, since its start unblocks the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _restore_safe_path(safe_path)
     return process
+
+
+def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:
+    _restore_safe_path(safe_path)
+    target(*arguments)
+
+
+def _restore_safe_path(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(SAFE_PATH, None)
+    else:
+        os.environ[SAFE_PATH] = value
 
 
 class StoppableProcess:

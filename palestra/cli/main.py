@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -30,6 +29,8 @@ from palestra.cli.tune import tune
 from palestra.cli.usage import CommandWithHints, print_help
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
+# Commands that may import what a config names as module:Class from the working folder. The others only look.
+PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-agent", "serve-envs", "config")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,12 +48,16 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Multi-agent reinforcement learning for language models and small networks."""
-    sys.path.insert(0, os.getcwd())  # so that module:Class finds a user's env in the working directory
+    if context.invoked_subcommand in PLAYING:
+        from palestra.config.user_modules import allow_modules_in
+
+        allow_modules_in(os.getcwd())
 
 
 def _add(panel: str, **commands: Callable[..., None]) -> None:

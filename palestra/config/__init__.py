@@ -7,21 +7,23 @@ from palestra.config.model import (
     check_folder_name,
     check_policy_names,
     dump,
-    load_object,
     type_choices,
     validate,
 )
 from palestra.config.tree import Tree, load, merge, override, parse
+from palestra.config.user_modules import allow_modules_in, import_object, load_object
 
 __all__ = [
     "RunName",
     "StrictModel",
     "Tree",
+    "allow_modules_in",
     "check_folder_name",
     "check_no_credentials",
     "check_policy_names",
     "dump",
     "hide_credentials",
+    "import_object",
     "load",
     "load_object",
     "merge",

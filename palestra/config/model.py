@@ -6,7 +6,6 @@ Schemas stand beside the code they configure; this module handles models in gene
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 
 from palestra.config.descriptions import class_docstring, docstring_with_keys, field_docstrings
-from palestra.config.import_errors import explain_import_error
 from palestra.config.tree import Tree, name_kind, shorten, to_yaml
 
 if TYPE_CHECKING:
@@ -234,13 +232,3 @@ def type_choices(model: type[BaseModel], field: str) -> list[str]:
         else:
             waiting += get_args(part)
     return found
-
-
-def load_object(path: str, what: str) -> Any:
-    """Returns the object at "module:name", which a config names; importing the module runs it. Raises ValueError, which
-    calls the object `what`, if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'{what} "{path}" cannot be loaded: {explain_import_error(path, error)}') from error

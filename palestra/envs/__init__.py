@@ -7,7 +7,6 @@ The options of an env are the keyword arguments of its `__init__`: their names, 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from palestra.config.import_errors import explain_import_error
+from palestra.config.user_modules import import_object
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env
@@ -145,9 +145,8 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     if ":" not in path:
         known = sorted(named)
         raise ValueError(f'unknown env "{type}"{_nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
-    module, _, name = path.partition(":")
     try:
-        cls = getattr(importlib.import_module(module), name)
+        cls = import_object(path)
     except (ImportError, AttributeError) as error:
         extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in ENVS_WITH_EXTRA else ""
         reason = explain_import_error(path, error)

@@ -12,7 +12,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from palestra.config import dump, load
+from palestra.config import allow_modules_in, dump, load
 from palestra.experiments.grid import GridCell, TaskConfig
 from palestra.files import read_lines, remove_path, to_json_line
 from palestra.processes import StoppableProcess, exit_reason, exit_with_parent
@@ -184,7 +184,7 @@ def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop:
     log = os.open(root / LOGS / f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.path.insert(0, str(folder))  # so that module:Class finds a user's env, as in `palestra train`
+    allow_modules_in(folder)
     try:
         code = 0 if _train(tree, name, root, stop) else STOPPED
     except Exception as error:  # the process ends here, and any error becomes the cell's result

@@ -17,6 +17,7 @@ from palestra.remote.samplers.wire import KEY_VARIABLE, READY_PREFIX
 
 SERVE_COMMAND = [
     sys.executable,
+    "-P",
     "-c",
     "from palestra.cli.main import app; app()",
     "serve-sampler",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
@@ -13,6 +12,7 @@ import pettingzoo
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
 
+from palestra.config.user_modules import import_object
 from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.gymnasium import (
     action_decoder,
@@ -240,7 +240,7 @@ def load_game(path: str, options: dict[str, Any] | None = None, state: bool = Fa
             f'"{module or path}:env"'
         )
     try:
-        env = getattr(importlib.import_module(module), factory)(**(options or {}))
+        env = import_object(path)(**(options or {}))
     except Exception as error:  # a factory may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
