@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 TEMPORARY_PREFIX = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
 MAX_NAME_BYTES = 255  # bytes of one path component
 EDITED_HINT = "was the file edited? Bring it back from a copy, or remove that line"
+MAX_READ_BYTES = 2**32  # of a file that is read as a whole
+MAX_JSON_BYTES = 2**26  # of a JSON file
+MAX_FOLDER_ENTRIES = 1_000_000  # files and folders in a folder that somebody else may have made
 JSON_TYPES = {str, int, bool, type(None)}
 CHECKSUM_PATTERN = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a line with a checksum
+T = TypeVar("T")
 
 
 class DamagedFile(ValueError):
@@ -150,13 +154,16 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
 
     `except_for`: folders in it, as relative paths, whose contents are not checked. Raises DamagedFile if it holds a
     symbolic link that leads out of it, or something that is neither a file nor a folder (reading a pipe would block
-    forever).
+    forever), or holds more than `MAX_FOLDER_ENTRIES`.
     """
-    inside, folders = os.path.realpath(root), [str(root)]
+    inside, folders, count = os.path.realpath(root), [str(root)], 0
     unchecked = {os.path.join(root, path) for path in except_for}
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
+                count += 1
+                if count > MAX_FOLDER_ENTRIES:
+                    raise DamagedFile(f"{root} holds more than {MAX_FOLDER_ENTRIES:,} files: it is no folder of ours")
                 if entry.is_symlink():
                     if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
                         raise DamagedFile(
@@ -172,8 +179,7 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:
     """Returns size in bytes and SHA-256 of each file in a folder, at any depth, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): checksum(path) for path in files}
+    return {str(path.relative_to(folder)): checksum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def checksum(path: Path) -> dict[str, Any]:
@@ -279,7 +285,7 @@ def read_checksummed(path: Path) -> list[dict[str, Any]]:
     Raises OSError if there is no such file, and DamagedFile with the line number if a line differs from what was
     written.
     """
-    lines = check_is_file(path).read_bytes().split(b"\n")[:-1]
+    lines = read_bytes(path).split(b"\n")[:-1]
     return [parse_checksummed(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -305,7 +311,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     Raises DamagedFile with the line number if a line is not a JSON object.
     """
     path = Path(path)
-    lines = check_is_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = read_bytes(path).split(b"\n")[:-1] if path.exists() else []
     try:
         return [parse_line(path, number, line, EDITED_HINT) for number, line in enumerate(lines, start=1)]
     except ValueError as error:
@@ -317,6 +323,29 @@ def check_is_file(path: Path) -> Path:
     if path.exists() and not path.is_file():
         raise DamagedFile(f"{path} is not a file: remove it, or bring the file back from a copy")
     return path
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """Returns the contents of a file. Raises OSError if there is none, and DamagedFile if it is a pipe or a device, or
+    has more than `max_bytes` bytes."""
+    if file_size(check_is_file(path)) > max_bytes:
+        raise DamagedFile(f"{path} has more than the {max_bytes:,} bytes that are read: bring it back from a copy")
+    return path.read_bytes()
+
+
+def read_json(path: Path, kind: type[T], missing: T | None = None) -> T:
+    """Returns the JSON value in a file, a `kind`; `missing`, if it is given and there is no such file. Raises
+    DamagedFile if the value cannot be read or is not a `kind`."""
+    if missing is not None and not path.exists():
+        return missing
+    try:
+        found = json.loads(read_bytes(path, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error if isinstance(error, DamagedFile) else f"cannot read {path}: {error}; bring it back from a copy"
+        raise DamagedFile(str(why)) from error
+    if not isinstance(found, kind):
+        raise DamagedFile(f"{path} holds {type(found).__name__}, not {kind.__name__}: bring it back from a copy")
+    return found
 
 
 def parse_line(path: Path | str, number: int, line: bytes, hint: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -11,13 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from palestra.agents.trained_agent import TrainedAgent
+from palestra.agents.trained_agent import TrainedAgent, read_adapter_config
 from palestra.config import Tree, hide_credentials, load
 from palestra.engine.bases import SHIPPED_BASES_DIR
 from palestra.engine.packaged_bases import PACKAGED_BASES
-from palestra.files import read_lines
+from palestra.files import read_bytes, read_lines
 from palestra.runs.headline import algorithm_label, total_steps
 from palestra.runs.series import group_lines, success_interval
+from palestra.runs.settings import read_meta
 
 HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -144,13 +144,13 @@ def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
     """Returns the section with steps, seed, versions and the whole config; empty for an agent without a run."""
     if agent.run is None:
         return []
-    meta = json.loads((agent.run / "meta.json").read_text(encoding="utf-8"))
+    meta = read_meta(agent.run)
     facts = [f"- seed {meta.get('seed', tree.get('seed', 0))}"]
     steps = total_steps(tree)
     facts += [f"- saved after {agent.step} of {steps} steps"] if agent.step and steps else []
     facts += [f"- {name} {meta[name]}" for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
     facts += [f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`"] if meta.get("command") else []
-    text = (agent.run / "config.yaml").read_text(encoding="utf-8").rstrip()
+    text = read_bytes(agent.run / "config.yaml").decode().rstrip()
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     config = f"<details><summary>The whole config</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
     return ["## How it was trained", "\n".join(facts), config]
@@ -174,8 +174,8 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
         code = f'from transformers import pipeline\n\npipe = pipeline("text-generation", "{folder}")'
         vllm = f"```bash\nvllm serve {folder}\n```"
         return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
-    about = json.loads((agent.folder / "adapter_config.json").read_text())
-    rank = max([about["r"], *(about.get("rank_pattern") or {}).values()])
+    about = read_adapter_config(agent.folder)
+    rank = max([about.r, *(about.rank_pattern or {}).values()])
     first = "from palestra.engine.models import resolve_base  # finds a base by its name\n" if shipped else ""
     code = (
         f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

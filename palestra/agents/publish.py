@@ -17,7 +17,7 @@ from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
 from palestra.engine.pretrained import load_config
 from palestra.engine.quantized import round_to_quantized
-from palestra.files import atomic_folder
+from palestra.files import atomic_folder, read_json
 
 # Training state: not published.
 TRAINING_FILES = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")
@@ -61,7 +61,7 @@ def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> No
         if path.is_file() and path.name not in kept:
             shutil.copyfile(path, folder / path.name)
     if agent.kind == "adapter" and base_name:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = read_json(folder / "adapter_config.json", dict)
         config["base_model_name_or_path"] = base_name
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 

@@ -5,23 +5,24 @@ An agent is a folder of weights with its text settings: base, role, sampling, ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from palestra.agents.model_files import check_model_files
 from palestra.builders.engines import Engines
 from palestra.builders.text import seat_policies
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
-from palestra.config import Tree, load, validate
+from palestra.config import StrictModel, Tree, load, validate
 from palestra.envs import is_vector_config, make_env
 from palestra.evaluation.target import find_checkpoint
-from palestra.files import path_inside
+from palestra.files import DamagedFile, path_inside, read_json
 from palestra.policies.lm import LanguagePolicy
-from palestra.populations.task_json import TASKS_FILE, read_records
-from palestra.runs import Checkpoint
+from palestra.populations.task_json import TASKS_FILE, read_members, read_records
+from palestra.runs import Checkpoint, find_run
+from palestra.runs.settings import CONFIG_FILE, check_run_folder
 
 AGENT_FILE = "palestra.json"  # in a published folder: name, version, role and text settings
 LM_SETTINGS = (
@@ -35,7 +36,32 @@ LM_SETTINGS = (
     "quantize",
     "long_context",
 )
+M = TypeVar("M", bound=StrictModel)
 WeightsKind = Literal["adapter", "model", "network"]
+
+
+class AgentFacts(StrictModel):
+    """The contents of the `AGENT_FILE` file."""
+
+    name: str
+    """Name of the agent."""
+    version: int = 0
+    """Number of updates."""
+    role: str = ""
+    """The role text that its env gave it."""
+    speech: dict[str, Any] = {}
+    """The `LM_SETTINGS` settings that it was trained with."""
+
+
+class AdapterFacts(StrictModel):
+    """What palestra reads in PEFT's adapter_config.json."""
+
+    base_model_name_or_path: str = ""
+    """Name of the base."""
+    r: int = 8
+    """Rank of the adapter."""
+    rank_pattern: dict[str, int] | None = None
+    """Ranks of layers with another one."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +97,11 @@ class TrainedAgent:
 
 def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) -> list[TrainedAgent]:
     """Returns the agents called `names` (empty: all) of a run, from the checkpoint after `step` steps (None: the
-    newest), or the agent in a published folder. Raises ValueError if there are none."""
-    if not (path / "config.yaml").is_file():
-        return [_published(path)]
-    tree = load(path / "config.yaml")
+    newest), or the agent in a published folder. Raises ValueError if there are none, and DamagedFile as `find_run` and
+    `open_published` do."""
+    if path.is_dir() and not (path / CONFIG_FILE).exists():
+        return [open_published(path)]
+    tree = load(find_run(path) / CONFIG_FILE)
     found = _members(path, tree) if "population" in tree else _policies(path, tree, step)
     if unknown := [name for name in names if name not in found]:
         raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(found) or "none"}')
@@ -91,19 +118,46 @@ def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
     path: str | None = str(agent.folder)
     if agent.kind == "model" and agent.run is None:  # a published model is its own base
         speech, path = speech | {"base": str(agent.folder.resolve())}, None
-    return engines.build_frozen_policy(agent.versioned, validate(FrozenConfig, speech | {"path": path}))
+    config = validate(FrozenConfig, speech | {"path": path})
+    try:
+        return engines.build_frozen_policy(agent.versioned, config)
+    except (ValueError, MemoryError, ConnectionError):
+        raise
+    except Exception as error:  # transformers raises exceptions of any kind for files that are not a model's
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DamagedFile(f"the weights of {agent.versioned} in {agent.folder} cannot be loaded: {why}") from error
 
 
-def _published(folder: Path) -> TrainedAgent:
-    if not folder.is_dir():
-        raise ValueError(f"there is no run and no published agent at {folder}")
-    kind = weights_kind(folder)
-    facts: dict[str, Any] = {"name": folder.resolve().name, "version": 0, "role": "", "speech": {}}
+def open_published(folder: Path) -> TrainedAgent:
+    """Returns the agent in a folder that `palestra publish` or PEFT wrote, which somebody else may have made.
+
+    Raises DamagedFile if the folder holds a link that leads out of it, a pipe or a device, if a file is not what its
+    name says, or if rendering its chat template takes too long.
+    """
+    check_run_folder(folder)
+    check_model_files(folder)
+    kind, facts = weights_kind(folder), AgentFacts(name=folder.resolve().name)
     if (folder / AGENT_FILE).exists():
-        facts |= json.loads((folder / AGENT_FILE).read_text(encoding="utf-8"))
+        facts = _validated(AgentFacts, folder / AGENT_FILE)
     elif kind == "adapter":  # PEFT's own folder
-        facts["speech"] = {"base": json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]}
-    return TrainedAgent(facts["name"], facts["version"], folder, kind, facts["speech"], facts["role"])
+        speech = {"base": read_adapter_config(folder).base_model_name_or_path}
+        facts = AgentFacts(name=facts.name, speech=speech)
+    if Path(base := str(facts.speech.get("base", ""))).is_dir() and base.startswith((".", "/", "~")):
+        check_model_files(Path(base))
+    return TrainedAgent(facts.name, facts.version, folder, kind, facts.speech, facts.role)
+
+
+def read_adapter_config(folder: Path) -> AdapterFacts:
+    """Returns the settings that palestra reads in adapter_config.json. Raises DamagedFile if one is of another kind."""
+    return _validated(AdapterFacts, folder / "adapter_config.json")
+
+
+def _validated(model: type[M], path: Path) -> M:
+    tree = read_json(path, dict)
+    try:
+        return validate(model, {key: value for key, value in tree.items() if key in model.model_fields})
+    except ValueError as error:
+        raise DamagedFile(f"{path} is not as it was written: {error}") from error
 
 
 def weights_kind(folder: Path) -> WeightsKind:
@@ -137,18 +191,19 @@ def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgen
 def _agent(
     name: str, folder: Path, run: Path, checkpoint: Checkpoint | None, speech: Tree | None = None, role: str = ""
 ) -> TrainedAgent:
-    version = json.loads((folder / "member.json").read_text())["version"]
+    version = read_json(folder / "member.json", dict).get("version", 0)
+    if not isinstance(version, int):
+        raise DamagedFile(f"{folder / 'member.json'}: version is not a number; bring it back from a copy")
     after = checkpoint.step + 1 if checkpoint else None
     return TrainedAgent(name, version, folder, weights_kind(folder), speech or {}, role, run, after)
 
 
 def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     """Returns the frozen members of a population that have weights."""
-    listed = path / "population.json"
-    lines = json.loads(listed.read_text()) if listed.exists() else []
+    members = read_members(path)
     made = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
-    kept = {name: path_inside(path / "members", name) for name in [line["name"] for line in lines] or sorted(made)}
-    players = {line["name"]: line["player"] for line in lines}
+    kept = {name: path_inside(path / "members", name) for name in [member.name for member in members] or sorted(made)}
+    players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}
     anybody = next(iter(roles.values()), "")  # for a population that plays every seat

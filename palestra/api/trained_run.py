@@ -33,7 +33,7 @@ from palestra.report.style import STYLE
 from palestra.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
 from palestra.runs.series import RunLogs
-from palestra.runs.settings import flatten_tree
+from palestra.runs.settings import find_run, flatten_tree
 from palestra.types import Episode
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ WAIT_S = 0.2  # seconds between looks for a Ctrl-C
 
 def load_run(path: str | Path) -> TrainedRun:
     """Returns the run at `path`. Raises ValueError if it is not a run."""
-    path = Path(path)
-    if not (path / "config.yaml").is_file():
-        raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    return TrainedRun(path)
+    return TrainedRun(find_run(path))
 
 
 def evaluate(

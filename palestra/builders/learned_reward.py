@@ -14,7 +14,7 @@ from palestra.learners.lm import LanguageLearner
 from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.rollouts.learned_reward import LearnedRewardSource
 from palestra.rollouts.sources import EnvSource
-from palestra.runs import list_checkpoints
+from palestra.runs import find_run, list_checkpoints
 from palestra.types import Answer
 
 
@@ -57,7 +57,7 @@ def _load(path: str, engines: Engines) -> LanguageLearner:
     """Returns the reward model of a run's newest checkpoint."""
     folder, _, name = path.rpartition(":") if not Path(path).exists() else (path, "", "")
     run = Path(folder)
-    checkpoints = list_checkpoints(run) if (run / "config.yaml").exists() else []
+    checkpoints = list_checkpoints(find_run(run)) if (run / "config.yaml").exists() else []
     if not checkpoints:
         raise ValueError(f"reward_model: {path} is not a run with a checkpoint: give the folder of a run, or RUN:NAME")
     config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1]

@@ -45,7 +45,7 @@ def publish(
 
     `palestra.GamePolicy.load("leduc.json").to_openspiel()` is the table as a policy of OpenSpiel.
     """
-    with user_errors():
+    with user_errors(run):
         if out.suffix == ".json":
             if merge or base_name or licence:
                 raise ValueError("--merge, --base-name and --license are for weights, not for a table of a game")
@@ -103,7 +103,7 @@ def serve_agent(
 
     Ctrl-C or SIGTERM ends the server after pending answers; a second one ends it at once.
     """
-    with user_errors():
+    with user_errors(", ".join(map(str, where))):
         require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
         from palestra.agents.serve import read_api_key, serve_agents
         from palestra.agents.trained_agent import find_agents

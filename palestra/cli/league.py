@@ -27,7 +27,7 @@ def standings(run: RunArgument, output: CsvOption = None) -> None:
 
         palestra league crossplay runs/rps_league --games 500 && palestra league standings runs/rps_league
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.report.population_data import cyclicity_warning, read_record, standings_csv, standings_table
 
         record = read_record(run)
@@ -58,7 +58,7 @@ def crossplay(
 
         palestra league crossplay runs/rps_league --csv payoffs.csv
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.report.population_data import crossplay_table, read_record
 
         if games:
@@ -95,7 +95,7 @@ def exploit(
 
         palestra league exploit runs/leduc_psro --steps 1000000
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.evaluation.exploit import measure_exploitability as learned
         from palestra.evaluation.final_strategies import describe_mixtures
         from palestra.report.population_data import describe_lower_bound, exploits_table
@@ -127,7 +127,7 @@ def compare(
 
         palestra league compare runs/kuhn_psro runs/kuhn_self_play
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.evaluation.compare import compare_populations as compared
 
         settings = [f"backend.type={backend}"] if backend else []
@@ -152,7 +152,7 @@ def plot(
 
         palestra league plot runs/kuhn_psro
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.report.population_plots import plot_population
 
         print_line(f"pictures: {plot_population(run, target)}")

@@ -30,7 +30,7 @@ from palestra.cli.usage import CommandWithHints, print_help
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
-PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-agent", "serve-envs", "config")
+PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-envs", "config")
 
 app = typer.Typer(
     no_args_is_help=True,

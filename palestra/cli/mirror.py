@@ -20,6 +20,7 @@ def fetch(
     generation: Annotated[
         int | None, typer.Option(help="an earlier state, by its number in manifests/ (default: the newest whole one)")
     ] = None,
+    max_gib: Annotated[float, typer.Option(min=0, help="refuse a run with more GiB")] = 100,
 ) -> None:
     """Download a run from an object store. Each object is compared with its checksum.
 
@@ -29,16 +30,16 @@ def fetch(
 
         palestra fetch file:///mnt/shared/runs/demo --root elsewhere
     """
-    with user_errors():
-        fetch_and_print(url, root, generation)
+    with user_errors(url):
+        fetch_and_print(url, root, generation, max_gib)
 
 
-def fetch_and_print(url: str, root: Path, generation: int | None = None) -> Path:
+def fetch_and_print(url: str, root: Path, generation: int | None = None, max_gib: float = 100) -> Path:
     """Brings a run from a store and prints which state that is; returns its folder."""
-    from palestra.mirror.fetch import fetch_run
+    from palestra.mirror.fetch import GIB, fetch_run
     from palestra.mirror.store import check_store_url
 
-    path, manifest, is_new, passed_over = fetch_run(check_store_url(url), root, generation)
+    path, manifest, is_new, passed_over = fetch_run(check_store_url(url), root, generation, max_gib * GIB)
     for line in passed_over:
         print_line(line)
     whole = f"{manifest.num_bytes / MIB:,.1f} MiB, generation {manifest.generation}"
@@ -52,7 +53,7 @@ def fetch_and_print(url: str, root: Path, generation: int | None = None) -> Path
 
 def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> None:
     """Sends a run to its copy in a store and prints the state that the copy then has."""
-    with user_errors():
+    with user_errors(run):
         from palestra.config import override, validate
         from palestra.mirror.config import MirrorConfig
         from palestra.mirror.follow import send_state
@@ -65,7 +66,7 @@ def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> Non
 
 def print_mirrored(url: str) -> None:
     """Prints the runs in a store's folder of runs."""
-    with user_errors():
+    with user_errors(url):
         from palestra.mirror.fetch import list_mirrored
         from palestra.mirror.store import check_store_url
 

@@ -36,7 +36,7 @@ def report(
 
         palestra report runs/demo --out demo.html
     """
-    with user_errors():
+    with user_errors(run):
         from palestra.report.page import write_report
 
         print_line(f"report: {write_report(run, out, episodes=episodes, step=step)}")
@@ -69,7 +69,7 @@ def plot(
 
         palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
     """
-    with user_errors():
+    with user_errors(", ".join(map(str, runs))):
         from palestra.report.plot import FigureSpec, draw_figure
 
         figure = FigureSpec(metric, eval_name, policy, smooth, width, height, band)
@@ -97,7 +97,7 @@ def sync(
     """
     if is_store_url(to):
         return send_to_store(run, to, settings or [], follow)
-    with user_errors():
+    with user_errors(run):
         from palestra.config import override, validate
         from palestra.sinks import log_tailer as sinks
         from palestra.sinks.base import SinksConfig

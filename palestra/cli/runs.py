@@ -31,6 +31,7 @@ def runs(
     """
     if is_store_url(root):
         return print_mirrored(root)
+    from palestra.dashboard.catalog import UNREADABLE
     from palestra.dashboard.run_status import list_entry, run_alarms
     from palestra.runs import list_runs
     from palestra.runs.system_metrics import held_locks
@@ -43,9 +44,13 @@ def runs(
         if found.damage:
             print_line(f"{found.path.name} is damaged: {found.damage}")
             continue
-        run = _open(found.path)
-        entry = list_entry(run, locks)
-        alarms = dict.fromkeys(alarm.name for alarm in run_alarms(run))
+        try:
+            run = _open(found.path)
+            entry = list_entry(run, locks)
+            alarms = dict.fromkeys(alarm.name for alarm in run_alarms(run))
+        except UNREADABLE as error:
+            print_line(f"{found.path.name} cannot be read: {type(error).__name__}: {error}")
+            continue
         table.add_row(
             run.name,
             found.created[:10],

@@ -29,6 +29,10 @@ def load(path: str | Path) -> Tree:
     file and line if it cannot be read as a config, is empty, or holds credentials."""
     path = find_config(Path(path))
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a config, but a folder, a pipe or a device")
+        if path.stat().st_size > 4 * MAX_CONFIG_CHARS:
+            raise ValueError(f"{path} is not a config: it has more than {4 * MAX_CONFIG_CHARS:,} bytes")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read config {path}: {error.strerror}{suggest_config(path)}") from error

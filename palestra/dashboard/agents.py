@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.dashboard.catalog import CatalogRun, NotFound, read_json
+from palestra.dashboard.catalog import CatalogRun, NotFound, read_object
 from palestra.dashboard.run_status import eval_summary
-from palestra.files import file_size, read_lines
+from palestra.files import DamagedFile, file_size, read_json, read_lines
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.runs.headline import headline_eval
 
@@ -71,7 +70,7 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
                     "step": one.step,
                     "keep": bool(one.entry.get("keep")),
                     "bytes": _bytes(_folder(run, one, name)),
-                    "version": read_json(_member_json(run, one, name)).get("version"),
+                    "version": read_object(_member_json(run, one, name)).get("version"),
                 }
                 for one in reversed(kept)
                 if name in one.names
@@ -187,10 +186,10 @@ class _Pipe(io.RawIOBase):
 def read_json_list(path: Path) -> list[Mapping[str, Any]]:
     """Returns the objects with a "name" in a file that holds a JSON list; [] if it cannot be read as one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path, list, [])
+    except DamagedFile:
         return []
-    return [one for one in found if isinstance(one, dict) and "name" in one] if isinstance(found, list) else []
+    return [one for one in found if isinstance(one, dict) and "name" in one]
 
 
 def _implicit_seats(name: str, seats: dict[str, str]) -> list[str]:

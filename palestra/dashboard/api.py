@@ -19,10 +19,9 @@ from palestra.config import hide_credentials, validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
-from palestra.dashboard.catalog import MAX_TREE_BYTES, CatalogRun, NotFound, RunCatalog
+from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.populations.ratings import cyclicity
 from palestra.report.population_data import PopulationRecord
-from palestra.runs.metric_log import PARSE_ERRORS
 from palestra.runs.replays import REPLAYS_FOLDER
 from palestra.runs.system_metrics import held_locks
 
@@ -60,7 +59,7 @@ class DashboardApi:
             try:
                 found = run_status.run_alarms(self._refreshed_run(name))
                 known = changed, list(dict.fromkeys(alarm.name for alarm in found))
-            except (NotFound, OSError, ValueError, *PARSE_ERRORS):
+            except UNREADABLE:
                 known = changed, []
             self._listed_alarms[name] = known
         return known[1] if known else None
@@ -72,7 +71,7 @@ class DashboardApi:
             return self._entry(name, held)
         except (NotFound, FileNotFoundError):
             return None
-        except (OSError, ValueError, *PARSE_ERRORS) as error:
+        except UNREADABLE as error:
             return run_status.unreadable_entry(name, error)
 
     def _entry(self, name: str, held: dict[int, int]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from palestra.config import hide_credentials, parse
 from palestra.dashboard.index import EpisodeIndex, cache_file
-from palestra.files import file_size
+from palestra.files import DamagedFile, file_size, read_json
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
 MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory
@@ -20,6 +19,9 @@ Tree = dict[str, Any]
 
 class NotFound(Exception):
     """Raised if a requested object does not exist or may not be shown; becomes HTTP 404."""
+
+
+UNREADABLE = (NotFound, OSError, ValueError, *PARSE_ERRORS)  # raised by reading runs that others may have made
 
 
 class CatalogRun:
@@ -63,7 +65,7 @@ class CatalogRun:
     @property
     def meta(self) -> Tree:
         """The contents of meta.json; {} if it cannot be read."""
-        return read_json(self.file("meta.json"))
+        return read_object(self.file("meta.json"))
 
     def file_size(self, name: str) -> int:
         """Returns the size of a file in bytes."""
@@ -123,10 +125,9 @@ def read_config(path: Path) -> Tree:
         return {}
 
 
-def read_json(path: Path) -> Tree:
+def read_object(path: Path) -> Tree:
     """Returns the JSON object in a file; {} if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if file_size(path) <= MAX_TREE_BYTES else {}
-    except (OSError, ValueError, RecursionError):
+        return read_json(path, dict, {}) if file_size(path) <= MAX_TREE_BYTES else {}
+    except DamagedFile:
         return {}
-    return found if isinstance(found, dict) else {}

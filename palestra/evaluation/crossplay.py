@@ -13,7 +13,7 @@ from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
 from palestra.populations.tasks import PlayTask, played_cells, run_tasks
 from palestra.report.population_data import PopulationRecord, read_record
-from palestra.runs import Run, read_lines
+from palestra.runs import Run, find_run, read_lines
 
 CELLS_PER_TASK = 16  # payoff cells per task
 
@@ -31,7 +31,7 @@ def play_missing_cells(
     override the config: `["backend.type=inline"]`. `on_progress` is called with (done, total) tasks. Raises
     ValueError if the run trains no population or is being written.
     """
-    config = validate_population(override(load(path / "config.yaml"), settings or []))
+    config = validate_population(override(load(find_run(path) / "config.yaml"), settings or []))
     with Run.open(path) as run:
         record = read_record(path, players_by_seat(config))
         tasks = _missing(record, games)

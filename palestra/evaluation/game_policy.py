@@ -22,7 +22,7 @@ from palestra.config import load, validate
 from palestra.envs import VectorEnv
 from palestra.envs.rules import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
-from palestra.evaluation.target import Target, assign_seats, find_target
+from palestra.evaluation.target import Target, assign_seats, find_target, load_target
 from palestra.files import atomic_write
 from palestra.launch.population import players_by_seat
 from palestra.launch.population_config import validate_population
@@ -96,7 +96,7 @@ def export_game_policy(
     networks, scripts).
     """
     run = Path(what)
-    tree = load(run / "config.yaml" if run.is_dir() else run) if run.exists() else {}
+    tree = load_target(run) if run.exists() else {}
     if "population" in tree:
         if checkpoint is not None:
             raise ValueError(f"{run} trains a population: name a member with --member, and leave out --checkpoint")

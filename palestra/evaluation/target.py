@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from palestra.config import Tree, load
 from palestra.config.shipped import find_config, suggest_config
 from palestra.envs import is_vector_config, known_envs
-from palestra.runs import Checkpoint, list_checkpoints
+from palestra.runs import Checkpoint, find_run, list_checkpoints
 from palestra.types import Episode, Seat
 
 OnProgress = Callable[[int, int], None]  # called with (episodes played, episodes in all)
@@ -85,12 +85,17 @@ def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: in
         raise ValueError(
             f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs{hint}"
         )
-    tree = load(path / "config.yaml" if path.is_dir() else path)
+    tree = load_target(path)
     if "population" in tree:
         raise ValueError(
             f"{path} trains a population: `palestra league crossplay {path}` lets its members play each other"
         )
     return Target(tree, path if path.is_dir() else None, step, policy if run else "")
+
+
+def load_target(path: Path) -> Tree:
+    """Returns the config of a run, or of a file."""
+    return load(find_run(path) / "config.yaml" if path.is_dir() else path)
 
 
 def _env_target(name: str, options: Mapping[str, Any]) -> Target:

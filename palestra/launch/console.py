@@ -10,10 +10,12 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from safetensors import SafetensorError
 
 from palestra.chat import escape_control_chars
 from palestra.config.credentials import hide_credentials
 
+READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
 
@@ -55,9 +57,13 @@ class user_errors:
     """Context that turns expected errors into one red line and an exit code, without a traceback.
 
     Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the
-    first failure), damaged or unwritable files, an unreachable server, or lack of memory. PALESTRA_TRACEBACK=1 keeps
-    the traceback.
+    first failure), damaged or unwritable files, an unreachable server, or lack of memory. `received` is what a command
+    only reads, and somebody else may have made: any error of reading it counts as damage of it, and ends with exit code
+    1. PALESTRA_TRACEBACK=1 keeps the traceback.
     """
+
+    def __init__(self, received: object = None) -> None:
+        self.received = received
 
     def __enter__(self) -> None:
         return None
@@ -65,6 +71,8 @@ class user_errors:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         short = _out_of_memory(error)
         expected = short or isinstance(error, ValueError | ConnectionError)
+        if not expected and self.received is not None and isinstance(error, READ_ERRORS):
+            short, expected = f"{self.received} is not as palestra writes it: {type(error).__name__}: ", "damage"
         if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
         from palestra.files import DamagedFile

@@ -28,7 +28,7 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
 from palestra.rollouts.failures import write_error_file
-from palestra.runs import Run, check_config, diff_settings, explain_disk_errors
+from palestra.runs import Run, check_config, diff_settings, explain_disk_errors, find_run
 from palestra.sinks.factory import check_sinks
 from palestra.sinks.log_tailer import follow_run
 from palestra.training.loop import Callback
@@ -165,7 +165,7 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
 
     Raises ValueError if `path` is not a run, or the settings change anything but its length.
     """
-    tree = parse(check_config(path), str(path / "config.yaml"))
+    tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
     return extend_config(tree, settings, is_vector_config(tree)) if settings else tree
 
 

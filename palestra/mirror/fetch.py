@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from palestra.config import check_folder_name
-from palestra.files import DamagedFile, atomic_folder, path_inside
+from palestra.files import DamagedFile, atomic_folder, file_size, path_inside
 from palestra.mirror.manifest import FileEntry, Manifest
 from palestra.mirror.snapshot import has_state_of
 from palestra.mirror.store import NUM_THREADS, MissingObject, RunStore, newest_manifest
 
+GIB = 2**30
+DEFAULT_MAX_GIB = 100  # size of a run that is fetched without a question
 MAX_ATTEMPTS = 5  # while the run's process writes newer states and deletes those that are read
 
 
@@ -34,11 +38,12 @@ class MirroredRun(NamedTuple):
     damage: str
 
 
-def fetch_run(url: str, root: Path, generation: int | None = None) -> Fetched:
+def fetch_run(url: str, root: Path, generation: int | None = None, max_bytes: float = DEFAULT_MAX_GIB * GIB) -> Fetched:
     """Downloads the newest whole state of the run at `url`, or the state `generation`, into the folder `root`.
 
     A run that is there already is left as it is. Raises StoreError if the store fails; ValueError if there is no copy,
-    or `root` has an older one or another run of the name; DamagedFile if an object is damaged, with the newest
+    it has more than `max_bytes` bytes or more than the disk has free, or `root` has an older one or another run of the
+    name; DamagedFile if an object is damaged, with the newest
     generation that is whole.
     """
     store = RunStore(url)
@@ -50,6 +55,7 @@ def fetch_run(url: str, root: Path, generation: int | None = None) -> Fetched:
             return Fetched(path, manifest, False, passed_over)
         try:
             root.mkdir(parents=True, exist_ok=True)
+            _check_size(manifest, root, max_bytes)
             atomic_folder(path, lambda folder, manifest=manifest: download(store, manifest, folder))  # type: ignore[misc]
         except MissingObject as error:
             if manifest.generation not in store.generations():
@@ -57,6 +63,17 @@ def fetch_run(url: str, root: Path, generation: int | None = None) -> Fetched:
             raise DamagedFile(f"{error}. {_whole_hint(store, manifest)}") from error
         return Fetched(path, manifest, True, passed_over)
     raise DamagedFile(f"{store.url} changes faster than it can be read: stop the process that writes it, or try again")
+
+
+def _check_size(manifest: Manifest, root: Path, max_bytes: float) -> None:
+    size, free = manifest.num_bytes, shutil.disk_usage(root).free
+    if size > max_bytes:
+        raise ValueError(
+            f"the run has {size / GIB:,.1f} GiB, and {max_bytes / GIB:,.1f} are fetched unless you say so: "
+            f"pass --max-gib {math.ceil(size / GIB)}"
+        )
+    if size > free:
+        raise ValueError(f"the run has {size / GIB:,.1f} GiB, and the disk of {root} has {free / GIB:,.1f} free")
 
 
 def _chosen(store: RunStore, generation: int | None) -> tuple[Manifest, list[str]]:
@@ -79,10 +96,12 @@ def download(store: RunStore, manifest: Manifest, folder: Path) -> None:
             try:
                 with open(path, "wb") as file:
                     for data in _read_blocks(store, entry, pool):
+                        if file.tell() + len(data) > entry.num_bytes:
+                            break
                         file.write(data)
             except MissingObject as error:
                 raise MissingObject(f"{error}; it is a part of {name}") from error
-            if path.stat().st_size != entry.num_bytes:
+            if file_size(path) != entry.num_bytes:
                 raise MissingObject(f"{name} of generation {manifest.generation} has another size than its objects")
 
 

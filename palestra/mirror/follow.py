@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from palestra.files import DamagedFile, acquire_lock, atomic_write
+from palestra.files import DamagedFile, acquire_lock, atomic_write, read_json
 from palestra.mirror.config import MirrorConfig
 from palestra.mirror.snapshot import STATUS_FILE, Changed, run_progress
 from palestra.mirror.store import StoreError, run_url
 from palestra.mirror.uploader import MirrorTaken, Uploader
+from palestra.runs import find_run
 from palestra.web.retry import RetryPolicy
 
 POLL_INTERVAL_S = 0.5  # seconds between looks at the run's folder
@@ -123,10 +124,9 @@ def mirror_status(run: Path) -> dict[str, Any]:
     """Returns the status of a run's mirror: `failing_since` (None: it does not fail), `error`, `state`, ...; {} if it
     has none."""
     try:
-        found = json.loads((run / STATUS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(run / STATUS_FILE, dict, {})
+    except DamagedFile:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 class MirrorThread(threading.Thread):
@@ -209,9 +209,7 @@ def send_state(run: Path, config: MirrorConfig, *, follow: bool = False, warn: W
 
     Raises StoreError, MirrorTaken, or ValueError if `run` is not a run or another process mirrors it.
     """
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    mirror = Mirror(run, config)
+    mirror = Mirror(find_run(run), config)
     try:
         mirror.open()
         mirror.sync()
@@ -221,5 +219,7 @@ def send_state(run: Path, config: MirrorConfig, *, follow: bool = False, warn: W
                 thread.run()
         assert mirror.uploader.manifest
         return mirror.uploader.manifest.state
+    except Changed as error:
+        raise DamagedFile(f"{run} is damaged, or another process changes it: {error}") from error
     finally:
         mirror.close()

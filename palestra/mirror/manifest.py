@@ -6,12 +6,14 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from palestra.files import DamagedFile, parse_checksummed, path_inside, to_checksummed_line
+from palestra.files import MAX_FOLDER_ENTRIES, DamagedFile, parse_checksummed, path_inside, to_checksummed_line
 
 FORMAT = 1
 MIB = 2**20
 BLOCK_BYTES = 32 * MIB  # size of an object; a file of several blocks sends those that changed
 LOG_BLOCK_BYTES = MIB  # of a .jsonl file, whose last block is sent again whenever it has grown
+MAX_NAME_CHARS = 1024  # of a file, with its folders
+FIELD_TYPES = {"generation": int, "writer": str, "run": str, "progress": int, "unit": str, "time": str}
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
@@ -71,8 +73,9 @@ class Manifest:
         try:
             files = {name: _entry(name, *value) for name, value in line.pop("files").items()}
             made = cls(files=files, **line)
-            if not all(isinstance(number, int) for number in (made.generation, made.progress)):
-                raise TypeError("generation and progress are numbers")
+            if not all(type(getattr(made, name)) is kind for name, kind in FIELD_TYPES.items()):
+                raise TypeError("a field is of another kind")
+            _check_names(files)
             return made
         except (TypeError, AttributeError, KeyError, DamagedFile) as error:
             raise DamagedFile(f"{url} is not a manifest ({error}): bring it back from a copy") from error
@@ -82,9 +85,24 @@ def _entry(name: str, num_bytes: Any, blocks: Any) -> FileEntry:
     path_inside("/", name)
     if any(part.startswith(".") for part in name.split("/")):
         raise DamagedFile(f"{name} is not a file of a run")
-    if not isinstance(num_bytes, int) or not all(SHA256_PATTERN.fullmatch(str(block)) for block in blocks):
-        raise DamagedFile(f"{name} has no valid size and blocks")
+    if len(name) > MAX_NAME_CHARS or type(num_bytes) is not int or not isinstance(blocks, list):
+        raise DamagedFile(f"{name[:80]} has no valid name, size and blocks")
+    if not all(SHA256_PATTERN.fullmatch(str(block)) for block in blocks):
+        raise DamagedFile(f"{name} has no valid blocks")
+    if num_bytes < 0 or len(blocks) != -(-num_bytes // block_bytes(name)):
+        raise DamagedFile(f"{name} has {len(blocks)} blocks, which are not {num_bytes:,} bytes")
     return FileEntry(num_bytes, tuple(blocks))
+
+
+def _check_names(files: dict[str, FileEntry]) -> None:
+    """Raises DamagedFile if there are too many files, or one has the name of a folder of another."""
+    if len(files) > MAX_FOLDER_ENTRIES:
+        raise DamagedFile(f"it names more than {MAX_FOLDER_ENTRIES:,} files")
+    for name in files:
+        folder = name
+        while folder := folder.rpartition("/")[0]:
+            if folder in files:
+                raise DamagedFile(f"{folder} is both a file and a folder")
 
 
 def block_bytes(name: str) -> int:

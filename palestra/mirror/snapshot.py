@@ -18,7 +18,7 @@ from palestra.mirror.manifest import Manifest
 from palestra.populations.task_json import TASKS_FILE
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.runs.checkpoints import CHECKPOINTS_FILE, CHECKPOINTS_FOLDER, TRUNCATED_LOGS, is_after
-from palestra.runs.settings import META_FILE, read_meta
+from palestra.runs.settings import META_FILE, WANDB_FOLDER, read_meta
 
 STATUS_FILE = "mirror.json"  # in the run's folder: the state of the mirror, and why it fails; not mirrored itself
 STAGING_FOLDER = ".mirror-links"  # in the run: links to checkpoints being sent; no .tmp-*, which a resume removes
@@ -114,6 +114,8 @@ def _rest(run: Path, lengths: dict[str, int], step: int | None) -> Iterator[Sour
             path = here / name
             inside = str(path.relative_to(run))
             if name.startswith(".") or inside == STATUS_FILE or not path.is_file():
+                continue
+            if inside.startswith(f"{WANDB_FOLDER}/") and path.is_symlink():
                 continue
             if step is not None and is_after(path, step) and not is_root:
                 continue

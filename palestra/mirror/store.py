@@ -16,8 +16,9 @@ from fsspec.core import url_to_fs
 from palestra.config import check_folder_name, check_no_credentials
 from palestra.files import DamagedFile
 from palestra.mirror import is_store_url
-from palestra.mirror.manifest import Manifest
+from palestra.mirror.manifest import BLOCK_BYTES, Manifest
 
+MAX_OBJECT_BYTES = 2 * BLOCK_BYTES  # of an object or a manifest
 NUM_THREADS = 8  # objects sent or read at once
 LOCAL = ("file", "local")
 EXTRAS = {"s3": "palestra[s3]", "s3a": "palestra[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
@@ -161,10 +162,12 @@ class RunStore:
         with explain_store_errors(self.url):
             fs, root = self._opened
             try:
-                data: bytes = fs.cat_file(f"{root}/{name}")
+                data: bytes = fs.cat_file(f"{root}/{name}", start=0, end=MAX_OBJECT_BYTES + 1)
             except FileNotFoundError:
                 return None
-            return data
+        if len(data) > MAX_OBJECT_BYTES:
+            raise DamagedFile(f"{self.url}/{name} is larger than anything that palestra writes")
+        return data
 
     def _write(self, name: str, data: bytes) -> None:
         with explain_store_errors(self.url):

@@ -14,11 +14,13 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from palestra.files import DamagedFile, read_lines, to_json_line
+from palestra.files import DamagedFile, read_json, read_lines, to_json_line
 from palestra.populations.payoffs import MemberProfile, PayoffCell
+from palestra.populations.population import Member
 from palestra.populations.tasks import AssessTask, PlayTask, Result, SolveTask, Task, TrainTask
 
 TASKS_FILE = "tasks.jsonl"
+MEMBERS_FILE = "population.json"
 CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
 TASK_TYPES: dict[str, type[Task]] = {cls.kind: cls for cls in (TrainTask, PlayTask, AssessTask, SolveTask)}
 WRITTEN_HINT = "the file was edited, or another version of palestra wrote it; restore it from a copy"
@@ -81,6 +83,16 @@ def read_records(path: Path) -> list[TaskRecord]:
     """
     lines = enumerate(read_lines(path), start=1)
     return [task_record(line, f"{path}, line {number}") for number, line in lines]
+
+
+def read_members(run: Path) -> list[Member]:
+    """Returns the members that population.json of a run lists; [] if it does not exist. Raises DamagedFile if one is
+    not as palestra writes it."""
+    path = run / MEMBERS_FILE
+    try:
+        return from_json(list[Member], read_json(path, list, []), "members")
+    except ValueError as error:
+        raise DamagedFile(f"{path}: {error}; {WRITTEN_HINT}") from error
 
 
 def crossplay_line(members: MemberProfile, cell: PayoffCell) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +20,7 @@ from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
 from palestra.runs.headline import algorithm_label, held_out_label, total_steps
 from palestra.runs.series import RunLogs, success_bounds, valid_instances
+from palestra.runs.settings import find_run, read_meta
 
 # Second line of defence after escaping: blocks all requests and scripts.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -43,10 +43,8 @@ def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step:
 def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
     """Returns the report as HTML, with `episodes` sample episodes of `step` (default: the last recorded one). Raises
     ValueError as `write_report` does."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    tree, logs = load(run / "config.yaml"), RunLogs(run)
-    meta = json.loads((run / "meta.json").read_text(encoding="utf-8")) if (run / "meta.json").exists() else {}
+    tree, logs = load(find_run(run) / "config.yaml"), RunLogs(run)
+    meta = read_meta(run, needs_config=False)
     population = population_sections(run)
     curves = "" if population else metric_charts(logs)
     parts = [

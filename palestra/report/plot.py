@@ -14,7 +14,7 @@ from palestra.files import replacing_file
 from palestra.report.charts import curve_style, drawing, format_compact, new_figure
 from palestra.runs.headline import eval_label, headline_eval, training_return_label, training_success_label
 from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
-from palestra.runs.settings import flatten_tree
+from palestra.runs.settings import find_run, flatten_tree
 from palestra.types import TEAM
 
 FILE_TYPES = (".svg", ".pdf", ".png")
@@ -79,9 +79,7 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
 
 def read_logs(run: Path) -> RunLogs:
     """Returns the logs of a run. Raises ValueError if there is no run."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    return RunLogs(run)
+    return RunLogs(find_run(run))
 
 
 def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,9 +19,17 @@ from palestra.populations.payoffs import MemberProfile, PayoffCell, PayoffTable
 from palestra.populations.population import Member, Mix, Player
 from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
 from palestra.populations.scheduler import MEMBERS_DIR
-from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE, TaskRecord, read_crossplay, read_records
+from palestra.populations.task_json import (
+    CROSSPLAY_FILE,
+    TASKS_FILE,
+    TaskRecord,
+    read_crossplay,
+    read_members,
+    read_records,
+)
 from palestra.populations.tasks import PlayTask, TrainTask, played_cells
 from palestra.runs import read_lines
+from palestra.runs.settings import check_run_folder
 
 EXPLOITS_FILE = "exploits.jsonl"  # results of `palestra league exploit`
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
@@ -51,10 +58,12 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
     Raises ValueError if the run trains no population or has no finished task.
     """
     path = Path(path)
-    tasks, listed = read_records(path / TASKS_FILE), path / "population.json"
+    if path.is_dir():
+        check_run_folder(path)
+    tasks = read_records(path / TASKS_FILE)
     if not tasks:
         raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
-    members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
+    members = read_members(path) or _made(tasks)
     for member in members:
         path_inside(path / MEMBERS_DIR, member.name)
     cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(

@@ -18,7 +18,9 @@ from pydantic import BeforeValidator
 
 from palestra.config import StrictModel
 from palestra.envs.text.row_reader import read_rows
+from palestra.files import check_is_file
 from palestra.rollouts.trl_format import episode_from_row
+from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
 from palestra.types import Answer, Episode, Seat
 
@@ -96,12 +98,12 @@ def _inside(folder: Path) -> list[Path]:
     """Returns the data files of a folder; a folder that the `datasets` library saved counts as one file."""
     if any((folder / name).exists() for name in HF_DATASET_FILES):
         return [folder]
-    folder = folder / "episodes" if (folder / "config.yaml").exists() else folder
+    folder = find_run(folder) / "episodes" if (folder / "config.yaml").exists() else folder
     return sorted(file for file in folder.glob("*") if file.suffix in DATA_SUFFIXES)
 
 
 def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
-    if file.suffix == ".parquet" and file.is_file() and {"episode", "node", "seat"} <= _columns(file):
+    if file.suffix == ".parquet" and not file.is_dir() and {"episode", "node", "seat"} <= _columns(file):
         if entry.seat is not None:
             raise ValueError(f"{file} holds episodes, which name their seats: leave out seat: {entry.seat}")
         episodes = [episode for episode in load_episodes(file) if episode.error is None and episode.nodes]
@@ -117,6 +119,6 @@ def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
 
 def _columns(file: Path) -> set[str]:
     try:
-        return set(pq.read_schema(file).names)
-    except (OSError, pa.ArrowInvalid) as error:
+        return set(pq.read_schema(check_is_file(file)).names)
+    except (OSError, pa.ArrowException) as error:
         raise ValueError(f"cannot read {file}: {error}") from error

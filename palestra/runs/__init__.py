@@ -24,7 +24,7 @@ from palestra.runs.disk import explain_disk_errors
 from palestra.runs.episodes import load_episodes, read_episodes
 from palestra.runs.listing import RunSummary, list_runs
 from palestra.runs.run import Run
-from palestra.runs.settings import check_config, diff_settings
+from palestra.runs.settings import check_config, diff_settings, find_run
 
 __all__ = [
     "NUM_KEPT",
@@ -34,6 +34,7 @@ __all__ = [
     "check_config",
     "diff_settings",
     "explain_disk_errors",
+    "find_run",
     "list_checkpoints",
     "list_runs",
     "load_episodes",

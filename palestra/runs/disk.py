@@ -26,6 +26,7 @@ REMEDIES = {
     errno.ENOENT: "bring the file back from a copy",
     errno.EISDIR: "remove that folder",
     errno.ENOTDIR: "remove that file",
+    errno.EEXIST: "name a folder",
 }
 ERRNO_PATTERN = re.compile(r"os error (\d+)|code: (\d+)")  # errno in error messages of safetensors
 

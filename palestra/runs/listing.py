@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.files import check_is_file, read_lines
+from palestra.files import read_lines
 from palestra.runs.checkpoints import Checkpoint, list_checkpoints
-from palestra.runs.settings import META_FILE
+from palestra.runs.settings import find_run, read_meta
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,10 @@ def list_runs(root: str | Path) -> list[RunSummary]:
 
 def _summary(folder: Path) -> RunSummary:
     try:
-        created = str(_meta(folder / META_FILE).get("created", ""))
+        created = read_meta(find_run(folder), needs_config=False).get("created", "")
         last = next(iter(read_lines(folder / "metrics.jsonl")[::-1]), {"step": -1}).get("step")
         newest = next(iter(list_checkpoints(folder)[::-1]), None)
         evals = read_lines(folder / "evals.jsonl")
     except (ValueError, OSError) as error:
         return RunSummary(folder, "", 0, None, [], damage=str(error))
     return RunSummary(folder, created, last + 1 if isinstance(last, int) else 0, newest, evals)
-
-
-def _meta(path: Path) -> dict[str, Any]:
-    found = json.loads(check_is_file(path).read_text(encoding="utf-8")) if path.exists() else {}
-    return found if isinstance(found, dict) else {}

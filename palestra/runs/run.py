@@ -50,7 +50,7 @@ from palestra.runs.checkpoints import (
 from palestra.runs.episodes import to_table
 from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
 from palestra.runs.resource_usage import ResourceMeter
-from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, read_meta
+from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
 from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.types import TEAM, Episode
 
@@ -127,10 +127,7 @@ class Run:
 
         Raises ValueError if `path` is not a run, or another process is writing it.
         """
-        path = Path(path)
-        if not (path / CONFIG_FILE).is_file():
-            raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-        return cls(path)
+        return cls(find_run(path))
 
     def __enter__(self) -> Self:
         return self

@@ -3,22 +3,44 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from palestra.config import Tree, parse
-from palestra.files import DamagedFile, atomic_write, check_folder, check_is_file
+from palestra.files import (
+    MAX_JSON_BYTES,
+    DamagedFile,
+    atomic_write,
+    check_folder,
+    file_size,
+    read_bytes,
+    read_json,
+)
 
 META_FILE = "meta.json"
 CONFIG_FILE = "config.yaml"
+META_TYPES = {"created": str, "command": list, "config": str, "changed": list, "seed": int}
 MAX_SHOWN = 5  # settings listed in a message
 WANDB_FOLDER = "sinks/wandb/wandb"  # the W&B package writes it, with symbolic links to log files outside the run
 
 
+def find_run(path: str | Path) -> Path:
+    """Returns the folder of a run, from which files may be read after this call. Raises ValueError if `path` is not a
+    run, and DamagedFile as `check_run_folder` does."""
+    path = Path(path)
+    if path.is_dir():
+        check_run_folder(path)
+    if not (path / CONFIG_FILE).is_file():
+        raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    if file_size(path / CONFIG_FILE) > MAX_JSON_BYTES:
+        raise DamagedFile(f"{path / CONFIG_FILE} has more bytes than any config: bring it back from a copy")
+    return path
+
+
 def check_run_folder(path: Path) -> None:
-    """Checks that a run's folder has no link that leads out of it and no special files, except in the folder that the
-    W&B package writes, in which palestra opens nothing. Raises DamagedFile as `check_folder` does."""
+    """Checks that the folder of a run or a published agent has no link that leads out of it and no special files,
+    except in the folder that the W&B package writes, in which palestra opens nothing. Raises DamagedFile as
+    `check_folder` does."""
     check_folder(path, except_for=[WANDB_FOLDER])
 
 
@@ -31,7 +53,7 @@ def check_config(path: Path) -> str:
     if path.is_file():
         raise ValueError(f"{path} is a file, not a run: `palestra train {path}` starts a run of a config")
     try:
-        text = check_is_file(path / CONFIG_FILE).read_text(encoding="utf-8")
+        text = read_bytes(path / CONFIG_FILE).decode()
     except OSError as error:
         raise ValueError(f"cannot read config {path / CONFIG_FILE}: {error.strerror}; is {path} a run?") from error
     except UnicodeDecodeError as error:
@@ -50,16 +72,16 @@ def check_config(path: Path) -> str:
     return text
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Returns the content of meta.json of the run at `path`. Raises DamagedFile if it is incomplete."""
-    try:
-        meta = json.loads(check_is_file(path / META_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(f"cannot read {path / META_FILE}: {error}; {RESTORE_HINT}") from error
-    changes = meta.get("changed", []) if isinstance(meta, dict) else None
-    if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
+def read_meta(path: Path, *, needs_config: bool = True) -> dict[str, Any]:
+    """Returns the content of meta.json of the run at `path`; without `needs_config`, {} if there is none. Raises
+    DamagedFile if it is incomplete, or a value is not of the kind that a run writes."""
+    meta = read_json(path / META_FILE, dict, None if needs_config else {})
+    for key, kind in META_TYPES.items():
+        if not isinstance(meta.get(key, kind()), kind):
+            raise DamagedFile(f"{path / META_FILE}: {key} is not as a run writes it; {RESTORE_HINT}")
+    if not all(isinstance(change, dict) for change in meta.get("changed", [])):
         raise DamagedFile(f"{path / META_FILE} is not the object that a run begins with; {RESTORE_HINT}")
-    if not isinstance(meta.get("config"), str):
+    if needs_config and "config" not in meta:
         raise DamagedFile(f"{path / META_FILE} does not have the config that the run began with; {RESTORE_HINT}")
     return dict(meta)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import hide_credentials
-from palestra.files import acquire_lock, atomic_write, file_size
-from palestra.runs.settings import check_run_folder
+from palestra.files import acquire_lock, atomic_write, file_size, read_json
+from palestra.runs.settings import find_run
 from palestra.sinks.base import LOG_PREFIXES, Sink, SinkConfigs, metrics_of_line
 from palestra.sinks.factory import open_sink
 from palestra.web.retry import RetryPolicy
@@ -51,6 +51,11 @@ class LogTailer:
                     yield log, found
 
 
+def _offsets(path: Path) -> dict[str, int]:
+    """Returns the byte offsets in a file; {} if there is none, since the logs are then sent from their start."""
+    return {log: offset for log, offset in read_json(path, dict, {}).items() if isinstance(offset, int) and offset >= 0}
+
+
 def _lines(path: Path, start: int) -> Iterator[bytes]:
     """Yields the complete lines of a file from byte `start` on; none if there is no file."""
     if path.exists():
@@ -71,7 +76,7 @@ class SinkCursor:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = acquire_lock(self.folder / ".lock", f"the sink {config.type} of {run}")
         kept = self.folder / OFFSETS_FILE
-        self.tailer = LogTailer(run, json.loads(kept.read_text()) if kept.exists() else {})
+        self.tailer = LogTailer(run, _offsets(kept))
         self.sink: Sink | None = None
 
     def send(self) -> int:
@@ -175,10 +180,7 @@ def send_logs(path: Path, config: Any, *, follow: bool = False) -> int:
 
     Raises ValueError if `path` is not a run, or another process sends its logs to this sink.
     """
-    if not (path / "config.yaml").is_file():
-        raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    check_run_folder(path)
-    post = SinkCursor(path, config)
+    post = SinkCursor(find_run(path), config)
     try:
         count = post.send()
         with suppress(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from palestra.files import parse_line
+from palestra.files import check_is_file, parse_line, read_json
 
 Row = Mapping[str, Any]
 
@@ -47,22 +47,30 @@ def find_column(row: Row, wanted: str | None, default_names: Sequence[str], fiel
 
 
 def _file(path: Path) -> list[Row]:
+    check_is_file(path)
     if path.suffix == ".jsonl":
         lines = path.read_bytes().split(b"\n")
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         return [parse_line(path, number, line, "was the file cut off?") for number, line in numbered]
     if path.suffix == ".parquet":
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-        return rows
+        return _parquet(path)
     if path.suffix == ".json":
         return _json_list(path)
     raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; give .jsonl, .json or .parquet")
 
 
+def _parquet(path: Path) -> list[Row]:
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    return rows
+
+
 def _json_list(path: Path) -> list[Row]:
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; for a JSON object a line, name it .jsonl") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} holds no list of objects; give [{{...}}, ...], or an object a line in a .jsonl")
@@ -73,8 +81,9 @@ def _folder(path: Path) -> list[Row]:
     if (path / "dataset_info.json").exists() or (path / "state.json").exists():
         return _saved_dataset(path)
     if (path / "dataset_dict.json").exists():
-        parts = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
-        raise ValueError(f"{path} holds several data sets; give the folder of one: {', '.join(parts)} in {path}")
+        parts = read_json(path / "dataset_dict.json", dict).get("splits")
+        names = ", ".join(map(str, parts)) if isinstance(parts, list) else "its splits"
+        raise ValueError(f"{path} holds several data sets; give the folder of one: {names} in {path}")
     files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
     return [row for file in files for row in _file(file)]
 
@@ -84,5 +93,10 @@ def _saved_dataset(path: Path) -> list[Row]:
         import datasets
     except ImportError as error:
         raise ValueError(f"{path} was saved by `datasets`, which is missing: pip install 'palestra[data]'") from error
-    rows: list[Row] = datasets.load_from_disk(str(path)).to_list()
+    for file in path.glob("*"):
+        check_is_file(file)
+    try:
+        rows: list[Row] = datasets.load_from_disk(str(path)).to_list()
+    except Exception as error:  # the package raises exceptions of any kind for a damaged folder
+        raise ValueError(f"{path} is not whole, `datasets` says: {type(error).__name__}: {error}") from error
     return rows
