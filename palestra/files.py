@@ -160,8 +160,7 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
     unchecked = {os.path.join(root, path) for path in except_for}
     while folders:
         with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                count += 1
+            for count, entry in enumerate(entries, count + 1):  # noqa: B020 (goes on counting)
                 if count > MAX_FOLDER_ENTRIES:
                     raise DamagedFile(f"{root} holds more than {MAX_FOLDER_ENTRIES:,} files: it is no folder of ours")
                 if entry.is_symlink():
@@ -319,7 +318,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_is_file(path: Path) -> Path:
-    """Returns `path`. Raises DamagedFile if it exists and is not a file: reading a pipe would block forever."""
+    """Returns `path`. Raises DamagedFile if it is a folder, a pipe or a device: reading a pipe would block forever."""
     if path.exists() and not path.is_file():
         raise DamagedFile(f"{path} is not a file: remove it, or bring the file back from a copy")
     return path

@@ -253,7 +253,7 @@ REFUSED = [
     Case("config is a link that leads out", link("config.yaml", f"{OUT}/config.yaml"), "a link that leads out"),
     Case("meta missing", remove("meta.json"), "cannot read .*meta.json"),
     Case("meta is not JSON", write("meta.json", b"{"), "cannot read .*meta.json"),
-    Case("meta is a list", meta(lambda facts: [facts]), "is not the object"),
+    Case("meta is a list", meta(lambda facts: [facts]), "holds list, not dict"),
     Case("meta without a config", meta(lambda facts: {"created": facts["created"]}), "does not have the config"),
     Case("meta, changes of a wrong type", meta(lambda facts: facts | {"changed": 3}), "is not the object"),
 ]

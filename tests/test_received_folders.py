@@ -13,7 +13,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,7 @@ from command_line import invoke
 from long_runs import write_long_run
 from starlette.testclient import TestClient
 
+import palestra
 from palestra.dashboard.app import build_dashboard
 from palestra.envs.text.code.files import load_programs
 from palestra.envs.text.row_reader import read_rows
@@ -258,6 +259,12 @@ TEMPLATES: dict[str, Attack] = {
 }
 
 
+def first(count: int, attacks: Iterable[str]) -> list[Any]:
+    """Returns the names of attacks as parameters of a test; those after the first `count` are slow."""
+    names = list(attacks)
+    return [*names[:count], *(pytest.param(name, marks=pytest.mark.slow) for name in names[count:])]
+
+
 # ---- commands
 
 
@@ -344,7 +351,7 @@ def received(made: Path, tmp_path: Path, name: str = "good") -> Path:
     return tmp_path / "runs/bad"
 
 
-@pytest.mark.parametrize("attack", LEADING_OUT)
+@pytest.mark.parametrize("attack", first(6, sorted(LEADING_OUT)))
 def test_a_run_that_leads_out_is_refused_by_every_command(
     made: Path, tmp_path: Path, secret: Path, attack: str
 ) -> None:
@@ -355,7 +362,7 @@ def test_a_run_that_leads_out_is_refused_by_every_command(
     assert secret.read_text() == SECRET
 
 
-@pytest.mark.parametrize("attack", [*LEADING_OUT, *FORGED])
+@pytest.mark.parametrize("attack", first(12, sorted(LEADING_OUT | FORGED)))
 def test_one_bad_run_does_not_hide_the_others(made: Path, tmp_path: Path, secret: Path, attack: str) -> None:
     run = received(made, tmp_path)
     (LEADING_OUT | FORGED)[attack](run, secret)
@@ -369,7 +376,7 @@ def test_one_bad_run_does_not_hide_the_others(made: Path, tmp_path: Path, secret
     assert SECRET not in listed.text + page.text
 
 
-@pytest.mark.parametrize("attack", FORGED)
+@pytest.mark.parametrize("attack", first(4, FORGED))
 def test_forged_files_of_a_run_are_answered_or_refused_in_one_line(
     made: Path, tmp_path: Path, secret: Path, attack: str
 ) -> None:
@@ -379,7 +386,7 @@ def test_forged_files_of_a_run_are_answered_or_refused_in_one_line(
         check_answered(run_command(tmp_path, *commands(run, tmp_path / "out")[name]))
 
 
-@pytest.mark.parametrize("attack", POPULATION)
+@pytest.mark.parametrize("attack", first(3, POPULATION))
 def test_a_bad_population_is_refused(made: Path, tmp_path: Path, secret: Path, attack: str) -> None:
     run = received(made, tmp_path, "league")
     POPULATION[attack](run, secret)
@@ -523,3 +530,24 @@ def test_deep_packed_tests_are_refused(tmp_path: Path) -> None:
 def test_a_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     done = run_command(tmp_path, "train", "configs/games/kuhn_ppo.yaml", "--root", "/dev/null")
     check_refused(done)
+
+
+OWN_FILES = {
+    "agents/serve.py": "the key of the operator",
+    "agents/model_files.py": "the standard input of a process",
+    "runs/run.py": "after `Run` has checked the folder",
+    "runs/resource_usage.py": "the system's",
+    "runs/system_metrics.py": "the system's",
+}
+RECEIVING = ("agents", "cli", "dashboard", "evaluation", "mirror", "populations", "report", "runs", "sinks")
+
+
+def test_no_reader_goes_around_the_checks() -> None:
+    """Files of runs, published agents and copies are read by `read_bytes`, `read_json`, `read_lines` and `load`."""
+    package = Path(palestra.__file__).parent
+    unchecked = re.compile(r"\.read_text\(|\.read_bytes\(|json\.load\(")
+    paths = [path for folder in RECEIVING for path in (package / folder).rglob("*.py")]
+    found = {str(path.relative_to(package)) for path in paths if unchecked.search(path.read_text())}
+    assert found == set(OWN_FILES)
+    not_a_run = [path.name for path in package.rglob("*.py") if "it has no config.yaml" in path.read_text()]
+    assert not_a_run == ["settings.py"]

@@ -99,6 +99,8 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
     """Returns the agents called `names` (empty: all) of a run, from the checkpoint after `step` steps (None: the
     newest), or the agent in a published folder. Raises ValueError if there are none, and DamagedFile as `find_run` and
     `open_published` do."""
+    if not path.exists():
+        raise ValueError(f"there is no run and no published agent at {path}")
     if path.is_dir() and not (path / CONFIG_FILE).exists():
         return [open_published(path)]
     tree = load(find_run(path) / CONFIG_FILE)

@@ -23,7 +23,7 @@ from palestra.envs import VectorEnv
 from palestra.envs.rules import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.target import Target, assign_seats, find_target, load_target
-from palestra.files import atomic_write
+from palestra.files import atomic_write, read_json
 from palestra.launch.population import players_by_seat
 from palestra.launch.population_config import validate_population
 from palestra.populations.population import Mix, Player
@@ -64,7 +64,7 @@ class GamePolicy:
     @classmethod
     def load(cls, path: str | Path) -> GamePolicy:
         """Reads what `save` wrote."""
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        tree = read_json(Path(path), dict)
         players = tuple(
             {state: {int(action): p for action, p in row.items()} for state, row in player.items()}
             for player in tree["players"]

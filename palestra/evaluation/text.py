@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from palestra.config import validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.envs.text.splits import Split
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
+from palestra.files import read_json
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
@@ -144,7 +144,7 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
         target.refuse_policy(name, OTHER_NAMES)
     chosen = config.policies[name]
     if folder := target.weights(name):
-        version = json.loads((folder / "member.json").read_text())["version"]
+        version = read_json(folder / "member.json", dict)["version"]
         return engines.build_frozen_policy(f"{name}@{version}", _frozen(chosen, folder, sampling))
     if hasattr(chosen, "base"):  # a policy that was not trained here: frozen, or at its start
         return engines.build_frozen_policy(name, _frozen(chosen, getattr(chosen, "path", None), sampling))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from palestra.files import file_size
+from palestra.files import file_size, read_bytes
 from palestra.mirror.manifest import Manifest
 from palestra.populations.task_json import TASKS_FILE
 from palestra.runs import Checkpoint, list_checkpoints
@@ -143,7 +143,7 @@ def _whole_lines(path: Path) -> int:
 def _lines_up_to(path: Path, step: int) -> int:
     """Returns the bytes of checkpoints.jsonl up to the last line of `step`."""
     end = length = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in read_bytes(path).splitlines(keepends=True):
         end += len(line)
         if line.endswith(b"\n") and json.loads(line).get("step") == step:
             length = end

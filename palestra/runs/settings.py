@@ -76,10 +76,8 @@ def read_meta(path: Path, *, needs_config: bool = True) -> dict[str, Any]:
     """Returns the content of meta.json of the run at `path`; without `needs_config`, {} if there is none. Raises
     DamagedFile if it is incomplete, or a value is not of the kind that a run writes."""
     meta = read_json(path / META_FILE, dict, None if needs_config else {})
-    for key, kind in META_TYPES.items():
-        if not isinstance(meta.get(key, kind()), kind):
-            raise DamagedFile(f"{path / META_FILE}: {key} is not as a run writes it; {RESTORE_HINT}")
-    if not all(isinstance(change, dict) for change in meta.get("changed", [])):
+    wrong = [key for key, kind in META_TYPES.items() if not isinstance(meta.get(key, kind()), kind)]
+    if wrong or not all(isinstance(change, dict) for change in meta.get("changed", [])):
         raise DamagedFile(f"{path / META_FILE} is not the object that a run begins with; {RESTORE_HINT}")
     if needs_config and "config" not in meta:
         raise DamagedFile(f"{path / META_FILE} does not have the config that the run began with; {RESTORE_HINT}")

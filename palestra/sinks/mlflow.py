@@ -9,6 +9,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from palestra.config import load
+from palestra.files import read_bytes
 from palestra.sinks.base import Metrics, MLflowConfig, flatten_config
 
 ID_FILE = "id"
@@ -26,7 +27,7 @@ class MLflowSink:
         known = folder / ID_FILE
         if not known.exists():
             known.write_text(self._begin(config.experiment, run))
-        self.run_id = known.read_text()
+        self.run_id = read_bytes(known).decode()
 
     def _begin(self, name: str, run: Path) -> str:
         """Creates an MLflow run with the config as parameters and returns its id."""

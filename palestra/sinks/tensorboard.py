@@ -11,6 +11,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from palestra.files import read_bytes
 from palestra.sinks.base import Metrics, TensorBoardConfig
 
 
@@ -23,7 +24,7 @@ class TensorBoardSink:
         self.writer = EventFileWriter(str(self.folder))
         self.is_first_write = True
         if began:
-            self._add(0, Summary(value=[_text("config", f"```yaml\n{(run / 'config.yaml').read_text()}\n```")]))
+            self._add(0, Summary(value=[_text("config", f"```yaml\n{read_bytes(run / 'config.yaml').decode()}\n```")]))
 
     def write(self, step: int, metrics: Metrics) -> None:
         trained = not any(name.startswith(("time/", "eval/")) for name in metrics)

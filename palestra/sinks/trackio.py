@@ -11,6 +11,7 @@ from pathlib import Path
 import trackio
 
 from palestra.config import load
+from palestra.files import read_bytes
 from palestra.sinks.base import Metrics, TrackioConfig, flatten_config
 
 ID_FILE = "id"
@@ -25,7 +26,7 @@ class TrackioSink:
             known.write_text(f"{run.name}-{secrets.token_hex(3)}")
         self.run = trackio.init(
             project=config.project,
-            name=known.read_text(),
+            name=read_bytes(known).decode(),
             space_id=config.space,
             config=flatten_config(load(run / "config.yaml")),
             resume="allow",

@@ -8,6 +8,7 @@ from pathlib import Path
 import wandb
 
 from palestra.config import load
+from palestra.files import read_bytes
 from palestra.sinks.base import Metrics, WandbConfig
 
 ID_FILE = "id"
@@ -28,7 +29,7 @@ class WandbSink:
             tags=config.tags,
             mode=config.mode,
             name=run.name,
-            id=known.read_text(),
+            id=read_bytes(known).decode(),
             resume="allow",
             dir=str(folder),
             config=load(run / "config.yaml"),
