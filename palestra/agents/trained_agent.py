@@ -144,8 +144,9 @@ def open_published(folder: Path) -> TrainedAgent:
     elif kind == "adapter":  # PEFT's own folder
         speech = {"base": read_adapter_config(folder).base_model_name_or_path}
         facts = AgentFacts(name=facts.name, speech=speech)
-    if Path(base := str(facts.speech.get("base", ""))).is_dir() and base.startswith((".", "/", "~")):
-        check_model_files(Path(base))
+    base = str(facts.speech.get("base", ""))
+    if base.startswith((".", "/", "~")) and Path(base).expanduser().is_dir():
+        check_model_files(Path(base).expanduser())
     return TrainedAgent(facts.name, facts.version, folder, kind, facts.speech, facts.role)
 
 
