@@ -1,7 +1,7 @@
 """Measures how stale episodes may be (the gaps at which a task is still learned) and what waiting for envs costs.
 
     python bench/async_gap.py               gaps 0 to 24, two seeds each, and an env that waits 1 s a step
-    python bench/async_gap.py --quick       gaps 0 and 2, one seed, a third of the steps
+    python bench/async_gap.py --quick       gaps 0 and 2, one seed, an eighth of the steps
     python bench/async_gap.py --task duel   gaps 0 to 12 of the 16 steps of a task of bench/algorithms.py, by GRPO
 
 Gap: the value N of `staleness: N`. An agent sees a bit after noise and must answer with the other bit (an adapter on a
@@ -25,7 +25,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -38,6 +37,7 @@ import numpy as np
 from algorithms_parts.methods import TASKS, Task, find_method, settings_of, shorten, tuned_rates
 from algorithms_parts.runs import curve
 from async_training import Stopwatch
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
@@ -201,7 +201,7 @@ def print_tables(gaps: Results, waiting: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="gaps 0 and 2, one seed, a third of the steps")
+    parser.add_argument("--quick", action="store_true", help="gaps 0 and 2, one seed, an eighth of the steps")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument(
         "--task",
@@ -221,9 +221,8 @@ def main() -> None:
         else:
             gaps, waiting = measure_toy(Path(name), seeds, options.quick)
     print_tables(gaps, waiting)
-    figures = {name: round(value, 3) for name, value in figures_of(gaps, waiting).items()}
     bench = f"async_gap_{options.task}" if options.task else "async_gap"
-    print(json.dumps({"bench": bench, "figures": figures, "targets": {}}))
+    finish(bench, figures_of(gaps, waiting), {}, is_stored=not options.quick)
 
 
 def measure_toy(folder: Path, seeds: int, quick: bool) -> tuple[Results, Results]:
@@ -231,8 +230,8 @@ def measure_toy(folder: Path, seeds: int, quick: bool) -> tuple[Results, Results
     engine = tiny_lm(initializer_range=0.2)  # a wide range, since the last layer is not trained
     engine.model.save_pretrained(folder / BASE)
     engine.tokenizer.save_pretrained(folder / BASE)
-    waiting = measure_waiting(folder, QUICK_GAPS if quick else WAITING_GAPS, 4 if quick else 10)
-    settings = partial(config, folder / BASE, steps=STEPS // 3 if quick else STEPS)
+    waiting = measure_waiting(folder, QUICK_GAPS if quick else WAITING_GAPS, 2 if quick else 10)
+    settings = partial(config, folder / BASE, steps=STEPS // 8 if quick else STEPS)
     return measure_gaps(folder, QUICK_GAPS if quick else GAPS, seeds, settings, None), waiting
 
 

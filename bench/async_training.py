@@ -1,7 +1,7 @@
 """Measures asynchronous against synchronous training on equal samples, in an env whose steps take 50 ms each.
 
     python bench/async_training.py            about 10 minutes on one core: staleness 0, 1 and 2, three seeds each
-    python bench/async_training.py --quick    about a minute: a fifth of the steps, and one seed
+    python bench/async_training.py --quick    two steps and one seed: a smoke test
 
 The task is Plan-Path for a planner and an executor (two adapters on the base `tiny`). Its env sleeps in each joint
 step, as if it ran a program or asked a judge. Everything else is equal: steps, episodes, seeds. Runs with different
@@ -20,7 +20,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
@@ -146,18 +146,17 @@ def table_of(results: dict[int, list[dict[str, float]]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the steps and one seed")
+    parser.add_argument("--quick", action="store_true", help="two steps and one seed")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    steps, seeds = (STEPS // 5, 1) if options.quick else (STEPS, options.seeds)
+    steps, seeds = (2, 1) if options.quick else (STEPS, options.seeds)
     results: dict[int, list[dict[str, float]]] = {n: [] for n in STALENESS}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(seeds):
             for n in STALENESS:
                 results[n].append(trained(Path(name), n, seed, steps))
     console.print(table_of(results))
-    figures = {name: round(value, 3) for name, value in figures_of(results).items()}
-    print(json.dumps({"bench": "async_training", "figures": figures, "targets": TARGETS}))
+    finish("async_training", figures_of(results), TARGETS, is_stored=not options.quick)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ If the driver's cost for a task grew with the run, it would limit large leagues.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
@@ -212,11 +212,11 @@ def main() -> None:
         found = {
             f"result_ms_{members}": round(result_ms(members), 3) for members in args.members or (100, 1000, 10_000)
         }
-        print(json.dumps({"bench": "league_results", "figures": found}))
+        finish("league_results", found, {})
         return
     workers = 100 if args.quick else 1000
     learners = workers * 5 // 4  # each trains one slice at a time; games of frozen copies need workers too
-    sizes = args.members or ([250, 500, 1000] if args.quick else [2500, 5000, 10_000])
+    sizes = args.members or ([250] if args.quick else [2500, 5000, 10_000])
     if min(sizes) < learners:
         parser.error(f"--members {min(sizes)} is less than the {learners} learners of {workers} workers: give more")
     rows = [simulate(workers, learners, size // learners, args.whole) for size in sizes]
@@ -229,7 +229,7 @@ def main() -> None:
         "driver_cpu_growth": last["cpu_ms_last"] / rows[0]["cpu_ms_first"],
         **{key: last[key] for key in ("worker_use", "lost_share", "tasks_per_s", "cpu_ms_last", "rss_mb", "log_mb")},
     }
-    print(json.dumps({"bench": "cluster", "figures": figures, "targets": TARGETS}))
+    finish("cluster", figures, TARGETS, is_stored=not args.quick)
 
 
 if __name__ == "__main__":

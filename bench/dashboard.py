@@ -13,7 +13,6 @@ Chromium (CHROMIUM=/path/to/it).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ledger import absent, finish
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.table import Table
@@ -85,6 +85,8 @@ TARGETS = {name: INTERACTION for name in [*(act[0] for act in ACTS), *OTHERS]}
 
 def main() -> None:
     arguments = parsed()
+    if not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")):
+        absent("a Chromium: set CHROMIUM=/path/to/it")
     with tempfile.TemporaryDirectory() as folder:
         root = arguments.root or Path(folder) / "runs"
         if not (root / "long").exists():
@@ -96,7 +98,7 @@ def main() -> None:
         table.add_row(name, *(f"{1000 * value:,.0f} ms" for value in (min(seconds), max(seconds))))
     console.print(table)
     figures = {name: round(1000 * min(seconds)) for name, seconds in rows.items()}
-    print(json.dumps({"bench": "dashboard", "unit": "ms", "figures": figures, "targets": TARGETS}))
+    finish("dashboard", figures, TARGETS, is_stored=not arguments.quick, unit="ms")
 
 
 console = Console()
@@ -106,8 +108,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="100 steps, everything once: a smoke test")
     parser.add_argument("--root", type=Path, default=None)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.repeats = 100, 1
+    return options
 
 
 def measured(root: Path, cache: Path, repeats: int) -> dict[str, list[float]]:

@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from ledger import absent, finish
 from limit import layer_matrices, qwen3_06b_config, qwen3_config, random_prompts, save_random, shared_prefix_step_flops
 from lm import Ours, ids
 from peak import peak_of
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="without TRL")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py needs a CUDA device. On a CPU, run bench/lm.py.")
+        absent("a CUDA device. On a CPU, run bench/lm.py.")
     table = Table(title=f"{torch.cuda.get_device_name()}: seconds of a GRPO step, {GROUPS} x {K} answers")
     for heading in ("", "sampling", "training", "whole step", "peak GiB"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -187,7 +188,7 @@ def main() -> None:
             table.add_row(f"{shape} {who}", *cells)
     console.print(table)
     targets = {f"{name}_{shape}": value for name, value in TARGETS.items() for shape in given.shapes}
-    print(json.dumps({"bench": "gpu", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": targets}))
+    finish("gpu", figures, targets, is_stored=not given.quick)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures where a GPU trains small networks faster than the CPU: env steps per second of rollouts and updates.
 
     python bench/gpu_nets.py            some minutes; without CUDA only the CPU is measured
-    python bench/gpu_nets.py --quick    a minute on 16 cores: shorter rollouts, each setting measured once
+    python bench/gpu_nets.py --quick    one env and number of games, measured once: a smoke test
 
 MAPPO on simple_spread and independent PPO on Overcooked's cramped room (palestra's own envs), with two networks (policy
 and critic) of two hidden layers, and two passes over each rollout in four minibatches. Envs run on one CPU core in both
@@ -16,7 +16,6 @@ number of games:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
@@ -127,10 +127,12 @@ def cells(measured: Measured) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--games", type=int, nargs="+", default=GAMES)
-    parser.add_argument("--envs", nargs="+", choices=list(ENVS), default=list(ENVS))
+    parser.add_argument("--quick", action="store_true", help="one env and number of games, once")
+    parser.add_argument("--games", type=int, nargs="+", default=None, help=f"default: {GAMES}")
+    parser.add_argument("--envs", nargs="+", choices=list(ENVS), default=None)
     options = parser.parse_args()
+    options.games = options.games or (GAMES[:1] if options.quick else GAMES)
+    options.envs = options.envs or list(ENVS)[: 1 if options.quick else None]
     seconds, cuda = 0.5 if options.quick else 8.0, torch.cuda.is_available()
     console.print(f"GPU: {torch.cuda.get_device_name()}" if cuda else "no CUDA device: only the CPU is measured")
     for env in options.envs:  # compiles the env and the CPU's kernels, and starts CUDA
@@ -150,8 +152,7 @@ def main() -> None:
             row += [*cells(gpu), f"{ratio:.2f}"]
         table.add_row(*row)
     console.print(table)
-    rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
-    print(json.dumps({"bench": "gpu_nets", "figures": rounded, "targets": {}}))
+    finish("gpu_nets", figures, {}, is_stored=not options.quick)
 
 
 if __name__ == "__main__":

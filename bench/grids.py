@@ -1,21 +1,33 @@
-"""Results of a shipped grid: collects the scores of its runs in bench/measured/grids and writes a docs page from them.
+"""Results of a shipped grid: trains its cells, compares their scores with the published ones, writes a docs page.
 
-    palestra grid configs/grids/cooperation.yaml --workers 16
-    python bench/grids.py cooperation --collect runs/cooperation   scores and curves of its finished runs, then the page
-    python bench/grids.py cooperation                              the page from scores collected before
+    python bench/grids.py cooperation                     all cells: 360, about 40 CPU minutes of play and learning
+    python bench/grids.py cooperation --list              the cells: published, measured here, open
+    python bench/grids.py cooperation --only two_step/qmix/    some of them: seconds a cell
+    python bench/grids.py cooperation --collect RUNS      scores of cells that `palestra grid` trained in RUNS
+    python bench/grids.py cooperation --publish           publish what was measured here, and write the page
+    python bench/grids.py cooperation --report            only write the page from the published rows
+    python bench/grids.py --quick                         one short cell: a smoke test
 
-The page is docs/results-grid.md with docs/results-grid.svg, and for another grid docs/results-NAME.md. Its text is in
-bench/grid-notes/NAME.md, above and below the mark <!-- results -->.
+A row is a task, an algorithm and a seed. Rows go to runs/measured/grids/NAME.jsonl, also where they are published
+(bench/measured/grids/NAME.jsonl), and each is printed beside the published one; runs are in runs/grids/NAME/. The page
+is docs/results-grid.md with docs/results-grid.svg, and for another grid docs/results-NAME.md. Its text is in
+bench/grid-notes/NAME.md, above and below the mark <!-- results -->; a grid without such a file has no page of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.experiments.grid import GridConfig, cell_name, load_grid
+from ledger import Ledger, Rows, add_options, choose, finish, provenance
+
+from palestra.experiments.grid import GridConfig, cell_name, grid_cells, load_grid
 from palestra.experiments.results import (
     GridResults,
     NotANumber,
@@ -24,7 +36,7 @@ from palestra.experiments.results import (
     results_data,
     results_section,
 )
-from palestra.experiments.schedule import finished_cells
+from palestra.experiments.schedule import check_cells, finished_cells
 from palestra.runs import read_lines
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import RunLogs, series_of
@@ -53,6 +65,51 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
             cpu = round(cpu_seconds(run), 1)
             lines.append({"task": task, "algorithm": algorithm, "seed": seed, **score, "cpu": cpu, "curve": curve})
     return lines
+
+
+def grid_file(name: str) -> Path:
+    return Path(f"configs/grids/{name}.yaml")
+
+
+def runs_of(name: str, quick: bool) -> Path:
+    """Returns the folder of the grid's runs, which `palestra grid` names after the grid."""
+    root = Path("runs/grids/quick" if quick else "runs/grids")
+    return root / load_grid(grid_file(name)).name
+
+
+def check(grid: str, name: str) -> None:
+    """Raises ValueError if the cell's config is wrong."""
+    cells = grid_cells(load_grid(grid_file(grid)), grid_file(grid).parent, [name.replace("/", "-")])
+    check_cells(cells, runs_of(grid, False), load_grid(grid_file(grid)).tasks)
+
+
+def discard(grid: str, quick: bool, name: str) -> None:
+    """Removes the cell's run, and what the grid knows of it."""
+    runs, cell = runs_of(grid, quick), name.replace("/", "-")
+    shutil.rmtree(runs / cell, ignore_errors=True)
+    statuses = runs / "cells.jsonl"
+    if statuses.exists():
+        kept = [line for line in statuses.read_text().splitlines(keepends=True) if f'"cell": "{cell}"' not in line]
+        statuses.write_text("".join(kept))
+
+
+def train(grid: str, quick: bool, name: str) -> Line:
+    """Trains a cell by `palestra grid`; returns its result. Raises RuntimeError if training fails."""
+    runs, cell = runs_of(grid, quick), name.replace("/", "-")
+    command = [sys.executable, "-m", "palestra", "grid", str(grid_file(grid)), "--only", cell]
+    command += ["--root", str(runs.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return next(line for line in collect(load_grid(grid_file(grid)), runs) if row_name(line) == name)
+
+
+def row_name(line: Line) -> str:
+    return f"{line['task']}/{line['algorithm']}/{line['seed']}"
+
+
+def figure(line: Line) -> str:
+    return "no number" if line["value"] is None else f"{line['metric']} {line['value']:.4g}"
 
 
 def metric_curve(logs: RunLogs, evaluation: str | None, metric: str) -> list[list[float]]:
@@ -93,7 +150,8 @@ def write_page(name: str, grid: GridConfig, lines: list[Line], docs: Path) -> Pa
     section = results_section(results, results_data(results), page.with_suffix(".svg").name)
     section += [
         "",
-        f"Made by `palestra grid configs/grids/{name}.yaml` and `python bench/grids.py {name} --collect runs/{name}`.",
+        f"Made by `python bench/grids.py {name} --report` from the published rows; without `--report` it measures them",
+        f"again. {provenance(lines)}",
         f"The runs took {sum(line['cpu'] for line in lines) / 60:.0f} CPU minutes of rollouts and updates; scores and",
         f"curves of all are in [bench/measured/grids/{name}.jsonl](../bench/measured/grids/{name}.jsonl).",
     ]
@@ -105,20 +163,30 @@ def write_page(name: str, grid: GridConfig, lines: list[Line], docs: Path) -> Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="a file in configs/grids, without .yaml")
-    parser.add_argument("--collect", type=Path, metavar="RUNS", help="folder of the grid's runs")
-    parser.add_argument("--measured", type=Path, help="another file of scores; no page is written")
+    parser.add_argument("name", nargs="?", default="cooperation", help="a file in configs/grids, without .yaml")
+    add_options(parser)
+    parser.add_argument("--collect", type=Path, metavar="RUNS", help="folder of runs that `palestra grid` trained")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the page")
     options = parser.parse_args()
-    grid = load_grid(Path(f"configs/grids/{options.name}.yaml"))
-    measured = options.measured or Path(f"bench/measured/grids/{options.name}.jsonl")
+    grid, quick = load_grid(grid_file(options.name)), options.quick
+    names = [f"{task}/{algorithm}/{seed}" for task, algorithm, seed in grid.keys]
+    names = choose(names, options.only or (names[:1] if quick else []))
+    ledger = Ledger(f"grids/{options.name}", figure, quick)
     if options.collect:
-        measured.parent.mkdir(parents=True, exist_ok=True)
-        measured.write_text("".join(json.dumps(line) + "\n" for line in collect(grid, options.collect)))
-    lines = read_lines(measured)
-    print(f"{len(lines)} of {len(grid.keys)} runs: {measured}")
-    if not options.measured:
-        print(write_page(options.name, grid, lines, options.docs))
+        for line in collect(grid, options.collect):
+            ledger.add(row_name(line), line)
+            print(ledger.compared(row_name(line)))
+        return
+    measure = partial(train, options.name, quick)
+    removed = partial(discard, options.name, quick)
+    Rows(ledger, measure, partial(check, options.name), discard=removed).run(names, options)
+    if options.report or options.publish:
+        if not Path(f"bench/grid-notes/{options.name}.md").exists():
+            raise SystemExit(f"{options.name} has no page of its own: bench/grid-notes/{options.name}.md is missing")
+        print(write_page(options.name, grid, list(ledger.published.values()), options.docs))
+    elif not options.list:
+        figures = {name: ledger.here[name]["value"] for name in names if ledger.here[name]["value"] is not None}
+        finish("grids", figures, {}, is_stored=False)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,41 @@
 """Trains shipped configs with several seeds, compares scores with a bar, and writes docs/results-games.md with curves.
 
-    python bench/learning.py                      all tasks, 3 seeds each, one at a time
-    python bench/learning.py --tasks combat_vdn   some of them
-    python bench/learning.py --report             writes the page from the ledger, without training
-    python bench/learning.py --quick              a twentieth of the steps and one seed: a smoke test
+    python bench/learning.py                      all tasks, 3 seeds each, one at a time: 39 rows, 2.5 hours of one core
+    python bench/learning.py --list               the rows: published, measured here, open
+    python bench/learning.py --only combat_vdn    rows whose names begin with this: 15 CPU seconds a seed
+    python bench/learning.py --publish            publish what was measured here, and rewrite the page
+    python bench/learning.py --report             only rewrite the page from the published rows
+    python bench/learning.py --quick              one task and a twentieth of its steps: a smoke test
 
-A task is a config in configs/games/. Its run is scored at the end by the config's evaluation on held-out seeds (in Kuhn
-poker, by the exploitability of the policies' sampled play). The ledger bench/measured/learning.jsonl has scores and
-curves; a task and seed that it lists is not run again. Run folders are in runs/learning/.
+A row is a config in configs/games/ with a seed. Its run, in runs/learning/, is scored at the end by the config's
+evaluation on held-out seeds (in Kuhn poker, by the exploitability of the policies' sampled play). Rows go to
+runs/measured/learning.jsonl, also where they are published (bench/measured/learning.jsonl), and each is printed beside
+the published one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger import Ledger, Line, Rows, add_options, choose, finish, provenance
 
-from palestra.config import load
+from palestra.builders.vector_config import VectorConfig
+from palestra.config import load, override, validate
 from palestra.runs import Checkpoint, list_checkpoints, read_lines
 
 ROOT = Path("runs/learning")
-LEDGER, QUICK = Path("bench/measured/learning.jsonl"), ROOT / "quick.jsonl"  # a line for each run
+SEEDS = 3
+QUICK_ROWS = ("two_step_vdn/0",)
 ENVS = Path(".cache/envs")  # virtual environment that `make test-envs` makes
 NOTES = Path("bench/learning-notes.md")  # the text of the page
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
@@ -183,19 +189,47 @@ TASKS = [
 # ---- runs
 
 
-def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
-    """Trains one run; returns its ledger line. Raises RuntimeError if training fails."""
-    name, settings = f"{task.name}-{seed}", [f"seed={seed}"]
-    if quick:
-        name, steps = f"{name}-quick", int(load(task.config)["env_steps"])
-        settings.append(f"env_steps={steps // 20}")
-    program = str(task.venv / "bin" / "palestra")
-    command = [program, "train", str(task.config), "--root", str(ROOT), "--name", name]
-    command += [part for setting in settings for part in ("--set", setting)]
+def table_rows() -> dict[str, tuple[Task, int]]:
+    """Returns the task and seed of each row, by name."""
+    rows = [(task, seed) for task in TASKS for seed in range(task.first, task.first + SEEDS)]
+    return {f"{task.name}/{seed}": (task, seed) for task, seed in rows}
+
+
+def settings_of(name: str, quick: bool) -> list[str]:
+    """Returns what a row changes in its config."""
+    task, seed = table_rows()[name]
+    steps = int(load(task.config)["env_steps"])
+    return [f"seed={seed}", *([f"env_steps={steps // 20}"] if quick else [])]
+
+
+def check(quick: bool, name: str) -> None:
+    """Raises ValueError if the row's config is wrong, or the package of its env is missing."""
+    task, _ = table_rows()[name]
+    if not (task.venv / "bin" / "palestra").exists():
+        raise ValueError(f"needs {task.venv}: `make test-envs` makes it")
+    if task.venv == Path(sys.prefix):  # configs of other envs can only be read where these are installed
+        validate(VectorConfig, override(load(task.config), settings_of(name, quick)))
+
+
+def run_folder(quick: bool, name: str) -> Path:
+    return (ROOT / "quick" if quick else ROOT) / name.replace("/", "-")
+
+
+def discard(quick: bool, name: str) -> None:
+    shutil.rmtree(run_folder(quick, name), ignore_errors=True)
+
+
+def train(quick: bool, name: str) -> Line:
+    """Trains a run; returns its result. Raises RuntimeError if training fails."""
+    task, seed = table_rows()[name]
+    discard(quick, name)
+    run = run_folder(quick, name)
+    command = [str(task.venv / "bin" / "palestra"), "train", str(task.config), "--root", str(run.parent)]
+    command += ["--name", run.name]
+    command += [part for setting in settings_of(name, quick) for part in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    run = max(ROOT.glob(f"{name}*"), key=lambda path: path.stat().st_mtime)
+        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
     points = [(steps, float(f"{value:.4g}")) for steps, value in task.curve(run)]
     return {"task": task.name, "seed": seed, "score": points[-1][1], "cpu": round(cpu_seconds(run)), "curve": points}
 
@@ -206,30 +240,12 @@ def cpu_seconds(run: Path) -> float:
     return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
 
 
-def known_results(quick: bool) -> list[dict[str, Any]]:
-    ledger = QUICK if quick else LEDGER
-    return read_lines(ledger) if ledger.exists() else []
-
-
-def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
-    """Runs each task and seed that the ledger lacks, and appends its line."""
-    ledger = QUICK if quick else LEDGER
-    ledger.parent.mkdir(parents=True, exist_ok=True)
-    have = {(line["task"], line["seed"]) for line in known_results(quick)}
-    todo = [(task, seed) for task in tasks for seed in range(task.first, task.first + seeds)]
-    todo = [job for job in todo if (job[0].name, job[1]) not in have]
-    with ThreadPoolExecutor(jobs) as pool:
-        for line in pool.map(lambda job: train(*job, quick), todo):
-            with ledger.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{line['task']}, seed {line['seed']}: {line['score']:.3f} in {line['cpu']:.0f} CPU-s", flush=True)
-
-
 # ---- the page
 
-HEAD = """Made by `python bench/learning.py`. Each config is trained with several seeds and scored at the end on
-held-out seeds: means with 95 % intervals (Student's t). CPU seconds are those of rollouts and updates, on one core of a
-machine that other programs used too. The scores and curves of all runs are in
+HEAD = """Made by `python bench/learning.py --report` from the published rows; `python bench/learning.py` measures them
+again, two and a half hours of one core, and prints both. Each config is trained with several seeds and scored at the
+end on held-out seeds: means with 95 % intervals (Student's t). CPU seconds are those of rollouts and updates, on one
+core of a machine that other programs used too. The scores and curves of all runs are in
 [bench/measured/learning.jsonl](../bench/measured/learning.jsonl)."""
 
 
@@ -255,6 +271,7 @@ def row(task: Task, lines: list[dict[str, Any]]) -> str:
 def report(results: list[dict[str, Any]], target: Path) -> None:
     """Writes the page: the table, the curves, the sources of the bars, and the notes."""
     lines = ["# What is learned in vectorised games", "", HEAD, ""]
+    lines += [provenance(results), ""]
     lines += ["| config | scored | mean of the seeds | bar | seeds reach it | CPU-s | env steps |", f"|{'---|' * 7}"]
     lines += [row(task, [line for line in results if line["task"] == task.name]) for task in TASKS]
     lines += ["", f"![curves]({target.stem}.png)", "", "## Where the bars come from", ""]
@@ -295,21 +312,20 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the steps and one seed")
-    parser.add_argument("--report", action="store_true", help="only write the page from the ledger")
+    add_options(parser)
     options = parser.parse_args()
-    tasks = [task for task in TASKS if not options.tasks or task.name in options.tasks]
-    if not options.report:
-        run_missing(tasks, 1 if options.quick else options.seeds, options.quick, options.jobs)
-    results = known_results(options.quick)
-    if not options.quick:
-        report(results, Path("docs/results-games.md"))
-    scores = {task.name: [line["score"] for line in results if line["task"] == task.name] for task in tasks}
-    figures = {name: float(np.mean(own)) for name, own in scores.items() if own}
-    print(json.dumps({"bench": "learning", "figures": figures, "targets": {t.name: t.bar for t in tasks}}))
+    quick = options.quick
+    names = choose(list(table_rows()), options.only or (QUICK_ROWS if quick else []))
+    ledger = Ledger("learning", lambda line: f"{line['score']:.3f}", quick)
+    Rows(ledger, partial(train, quick), partial(check, quick), discard=partial(discard, quick)).run(names, options)
+    if options.report or options.publish:
+        report(list(ledger.published.values()), Path("docs/results-games.md"))
+    elif not options.list:
+        scores: dict[str, list[float]] = {}
+        for name in names:
+            scores.setdefault(table_rows()[name][0].name, []).append(ledger.here[name]["score"])
+        figures = {name: float(np.mean(own)) for name, own in scores.items()}
+        finish("learning", figures, {task.name: task.bar for task in TASKS if task.name in scores}, is_stored=False)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from generate_peer import best_generate_rate
+from ledger import absent, finish
 from limit import cpu_seconds, matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
 from peak import peak_figures
 from real_model import TARGETS as REAL_MODEL_TARGETS
@@ -202,8 +203,7 @@ def real_model(base: str, *, quick: bool) -> None:
         figures, lines = real_model_figures(Ours, base, trl, quick=quick)
     for line in lines:
         console.print(line)
-    figures = {k: round(v, 3) for k, v in figures.items()}
-    print(json.dumps({"bench": "lm", "model": base, "figures": figures, "targets": REAL_MODEL_TARGETS}))
+    finish(f"lm_{base}", figures, REAL_MODEL_TARGETS, is_stored=not quick)
 
 
 def main() -> None:
@@ -215,6 +215,8 @@ def main() -> None:
     quick = given.quick
     if given.model:
         return real_model(given.model, quick=quick)
+    if quick and not (TRL / "installed").exists():
+        absent(f"TRL in {TRL}: `make test-trl` makes it, or this script without --quick")
     install_trl()
     with tempfile.TemporaryDirectory() as name:
         tiny_random(name)
@@ -224,7 +226,7 @@ def main() -> None:
         figures |= growth(ours, quick=quick)
         if given.peak:
             figures |= peak_figures(TRL / "bin/python", quick=quick)
-    print(json.dumps({"bench": "lm", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+    finish("lm", figures, TARGETS, is_stored=not quick)
 
 
 if __name__ == "__main__":

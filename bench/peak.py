@@ -1,8 +1,8 @@
 """Measures peak memory of one GRPO step on the shape of Qwen3-0.6B (random weights) and compares it with TRL's.
 
     python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers: hours, most of them TRL's
-    python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers: about 5 minutes
-    python bench/peak.py --alone    without TRL: about 30 CPU minutes (one with --quick)
+    python bench/peak.py --quick    2 prompts x 8 answers x 16 tokens, 2 layers: a smoke test
+    python bench/peak.py --alone    without TRL: about 30 CPU minutes
     python bench/peak.py --alone --tokens 24    shorter answers: five CPU minutes
 
 palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.25 GiB (a
@@ -28,6 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ledger import finish
 from limit import qwen3_06b_config, random_prompts, save_random
 
 HERE = Path(__file__).parent
@@ -80,7 +81,7 @@ def peak_figures(trl_python: Path | None, *, quick: bool, tokens: int = NEW) -> 
     """The figures: peak memory of palestra's step over TRL's (`trl_python` None: without it), and less the weights."""
     groups = 2 if quick else 16
     with tempfile.TemporaryDirectory() as name:
-        save_random(qwen3_06b_config(4 if quick else 28), name)
+        save_random(qwen3_06b_config(2 if quick else 28), name)
         prompts = Path(name) / "prompts.json"
         prompts.write_text(json.dumps(random_prompts(groups, PROMPT)))
         spec = {"model": name, "prompts": str(prompts), "K": K, "new_tokens": tokens, "prompts_per_step": groups}
@@ -97,19 +98,23 @@ def peak_figures(trl_python: Path | None, *, quick: bool, tokens: int = NEW) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 layers and 16 answers")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 layers and 16 answers, without TRL where it is not installed"
+    )
     parser.add_argument("--alone", action="store_true", help="without TRL")
-    parser.add_argument("--tokens", type=int, default=NEW, help=f"tokens of each answer (default {NEW})")
+    parser.add_argument("--tokens", type=int, help=f"tokens of each answer (default: {NEW}; with --quick 16)")
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.ours:
         return run_ours(json.loads(given.ours))
     from lm import TRL, install_trl
 
-    if not given.alone:
+    alone = given.alone or (given.quick and not (TRL / "installed").exists())
+    if not alone:
         install_trl()
-    figures = peak_figures(None if given.alone else TRL / "bin/python", quick=given.quick, tokens=given.tokens)
-    print(json.dumps({"bench": "peak", "figures": {k: round(v, 3) for k, v in figures.items()}, "at_most": TARGETS}))
+    tokens = given.tokens or (16 if given.quick else NEW)
+    figures = peak_figures(None if alone else TRL / "bin/python", quick=given.quick, tokens=tokens)
+    finish("peak", figures, TARGETS, is_stored=not given.quick)
 
 
 if __name__ == "__main__":

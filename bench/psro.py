@@ -1,24 +1,29 @@
 """Measures training of populations, compared with published and OpenSpiel's results; prints tables and a line of JSON.
 
-    python bench/psro.py                       every part
-    python bench/psro.py --parts exact         some of them
-    python bench/psro.py --report              writes docs/results-populations.md from stored results, without running
-    python bench/psro.py --quick               shorter runs and fewer seeds: a smoke test
+    python bench/psro.py                       every part: about three hours of two cores
+    python bench/psro.py --list                the parts: published, measured here, open
+    python bench/psro.py --only exact league   some of them: a minute and six; text takes half an hour
+    python bench/psro.py --publish             publishes what was measured here, and writes the page
+    python bench/psro.py --report              writes docs/results-populations.md from the published results
+    python bench/psro.py --quick               the exact part, shorter: a smoke test (--only NAME for another)
 
 A part is a module of `bench/psro_parts/` with `figures(quick) -> dict[str, float]`, which prints its own tables, and
 `TARGETS`, the upper bounds of its figures (lower bounds for those in `AT_LEAST`). NashConv is the sum over players of
-what each could gain by a best response; figures named exploitability are half of it.
+what each could gain by a best response; figures named exploitability are half of it. Parts, and the runs they are made
+of, go to runs/measured/psro.jsonl, also where they are published (bench/measured/psro.jsonl), and are printed beside
+the published ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psro_parts.keeping import KEPT
+from ledger import Ledger, Line, Rows, add_options, choose, finish, provenance
+from psro_parts.keeping import figure
 from rich.console import Console
 from rich.table import Table
 
@@ -49,61 +54,57 @@ def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set
     return shown
 
 
-def run_part(name: str, quick: bool) -> dict[str, Any]:
-    """Runs a part; returns its figures, targets and printed text, which are also stored unless `quick`."""
+def run_part(quick: bool, name: str) -> dict[str, Any]:
+    """Runs a part; returns its figures, targets and printed text."""
     part: Any = importlib.import_module(f"psro_parts.{name}")
     part.console = console
     console.rule(PARTS[name])
     console.export_text()  # drops what was printed before
     figures = {key: float(f"{value:.4g}") for key, value in part.figures(quick).items()}
     console.print(verdicts(figures, part.TARGETS, getattr(part, "AT_LEAST", set())))
-    found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text()}
-    if not quick:
-        KEPT.mkdir(parents=True, exist_ok=True)
-        (KEPT / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    return found
+    return {"figures": figures, "targets": part.TARGETS, "text": console.export_text()}
 
 
-def report() -> None:
+def report(published: dict[str, Line]) -> None:
     """Writes the page: what each part printed when it was last run, and the notes."""
     lines = [
         "# What populations reach",
         "",
-        "Made by `python bench/psro.py` on two cores, and `--report`. NashConv is the sum over players of what",
-    ]
-    lines += [
-        "each could gain by a best response; figures named exploitability are half of it.",
+        "Made by `python bench/psro.py --report` from the published results (bench/measured/psro.jsonl), which were",
+        "measured on two cores; `python bench/psro.py` measures them again and prints both. NashConv is the sum over",
+        "players of what each could gain by a best response; figures named exploitability are half of it.",
+        "",
+        provenance(published.values()),
         "",
     ]
     for name, what in PARTS.items():
         lines += [f"## {what[0].upper()}{what[1:]}", ""]
-        path = KEPT / f"{name}.json"
-        if not path.exists():
+        if name not in published:
             lines += ["Not run.", ""]
             continue
-        found = json.loads(path.read_text())
-        text = "\n".join(line.rstrip() for line in found["text"].strip().splitlines())
-        lines += ["```", text, "```", "", f"`python bench/psro.py --parts {name}`", ""]
+        text = "\n".join(line.rstrip() for line in published[name]["text"].strip().splitlines())
+        lines += ["```", text, "```", "", f"`python bench/psro.py --only {name}`", ""]
     PAGE.write_text("\n".join([*lines, NOTES.read_text()]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", type=lambda text: text.split(","), default=list(PARTS), help="names, separated by commas"
-    )
-    parser.add_argument("--quick", action="store_true", help="shorter runs and fewer seeds")
-    parser.add_argument("--report", action="store_true", help="only write the page")
+    add_options(parser)
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}. Parts are {', '.join(PARTS)}")
-    if options.report:
-        return report()
-    found = [run_part(name, options.quick) for name in options.parts]
-    figures = {key: value for one in found for key, value in one["figures"].items()}
-    targets = {key: value for one in found for key, value in one["targets"].items()}
-    print(json.dumps({"bench": "psro", "figures": figures, "targets": targets}))
-    return None
+    ledger = Ledger("psro", figure, options.quick)
+    names = choose(list(PARTS), options.only or (["exact"] if options.quick else []))
+    if options.again:  # of a part's runs too
+        ledger.forget([name for name in ledger.here if name.split("/")[0] in names])
+    Rows(ledger, partial(run_part, options.quick)).run(names, options)
+    if options.publish:
+        ledger.publish([name for name in ledger.here if name.split("/")[0] in names])
+    if options.report or options.publish:
+        report(ledger.published)
+    elif not options.list:
+        found = [ledger.here[name] for name in names]
+        figures = {key: value for one in found for key, value in one["figures"].items()}
+        targets = {key: value for one in found for key, value in one["targets"].items()}
+        finish("psro", figures, targets, is_stored=False)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from ledger import finish
 
 from palestra.config.tree import to_yaml
 from palestra.engine.bases import resolve_base, tokenizer_of
@@ -227,10 +228,10 @@ def main() -> None:
             comlrl = run_peer(python, "real_comlrl.py", short, folder, 2, device, seed)
             print_line("CoMLRL MAGRPO", comlrl)
             figures["samples_vs_comlrl"] = team.rate / comlrl.rate
-    rounded = {key: value if value is None else round(value, 3) for key, value in figures.items()}
+    found = {key: value for key, value in figures.items() if value is not None}
     used = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name(), "seed": seed}
     targets = {key: TARGETS[key] for key in figures}
-    print(json.dumps({"bench": "real", "figures": rounded, "targets": targets, **used, "curves": curves}))
+    finish("real", found, targets, is_stored=not given.quick, **used, curves=curves)
 
 
 def print_line(name: str, measured: Measured) -> None:

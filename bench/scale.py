@@ -1,7 +1,7 @@
 """Measures costs and gains of running parts of a run in other processes and on other machines.
 
     python bench/scale.py                       about 15 minutes
-    python bench/scale.py --quick               about 4 minutes
+    python bench/scale.py --quick               one part, shorter: a smoke test
     python bench/scale.py --parts envs loop     some parts
     python bench/scale.py --report              also writes docs/results-scaling.md
 
@@ -27,7 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import asyncio
-import json
 import platform
 import random
 import subprocess
@@ -41,6 +40,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 from soak_parts.memory import cpu_seconds, process_tree
@@ -230,20 +230,22 @@ def page(tables: Sequence[Table]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), help="parts to run (default: all; with --quick envs)"
+    )
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     tables = []
-    for name in options.parts:
+    for name in options.parts or (["envs"] if options.quick else PARTS):
         table, own = PARTS[name](options.quick)
         console.print(table)
         tables.append(table)
         figures |= own
     if options.report:
         REPORT.write_text(page(tables))
-    print(json.dumps({"bench": "scale", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+    finish("scale", figures, TARGETS, is_stored=not options.quick)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures the training service: the cost of HTTP, the speed with many clients, latency under load, and memory.
 
     python bench/service.py            about 5 minutes
-    python bench/service.py --quick    about 3 minutes
+    python bench/service.py --quick    a quarter of the work, once: a smoke test
 
 A round is one step of reinforcement learning by a client: sample 8 answers of 16 tokens to each of 64 prompts of 96
 tokens, train on all of them, make an optimizer step, and export the weights to a sampler. Rounds run in this process,
@@ -24,7 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import asyncio
-import json
 import socket
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from ledger import finish
 from limit import random_prompts
 from rich.console import Console
 from rich.table import Table
@@ -164,8 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     sys.setswitchinterval(5e-4)  # clients are threads here but processes in practice: they must not wait for each other
-    repeats = 2 if parser.parse_args().quick else 8
-    prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
+    quick = parser.parse_args().quick
+    repeats = 1 if quick else 8
+    groups = 16 if quick else GROUPS
+    prompts = [np.array(p, np.int32) for p in random_prompts(groups, PROMPT, seed=0)]
     with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as (url, _):
         ways = {"in process": [in_process()]}
         ways |= {f"{n} client{'s' * (n > 1)}": [remote(url, seed) for seed in range(n)] for n in (1, 4, 16)}
@@ -174,15 +176,15 @@ def main() -> None:
             for name, clients in ways.items():
                 seconds = together(clients, prompts)
                 best[name] = min(best[name], seconds) if number else best[name]  # the first round warms up
-    table = Table(title=f"a round: {GROUPS} prompts of {PROMPT} tokens, {K} answers of {NEW}", title_justify="left")
+    table = Table(title=f"a round: {groups} prompts of {PROMPT} tokens, {K} answers of {NEW}", title_justify="left")
     for heading in ("", "seconds", "sampled tokens/s", "trained tokens/s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, clients in ways.items():
         spent = {phase: max(c.seconds[phase] for c in clients) for phase in ("sampling", "training")}
-        rates = [f"{GROUPS * K * NEW / spent[phase]:,.0f}" for phase in spent]
+        rates = [f"{groups * K * NEW / spent[phase]:,.0f}" for phase in spent]
         table.add_row(name, f"{best[name]:.2f}", *rates)
     console.print(table)
-    waits, memory = loaded(requests=40 if repeats == 2 else 200)
+    waits, memory = loaded(requests=10 if quick else 200)
     console.print(f"small requests' p99: {1000 * waits['alone']:.0f} ms alone, {1000 * waits['beside']:.0f} ms beside")
     console.print("the worker's MiB: " + ", ".join(f"{value:.0f} {when}" for when, value in memory.items()))
     figures = {
@@ -191,7 +193,7 @@ def main() -> None:
         "small_p99_beside_heavy": waits["beside"] / waits["alone"],
         "memory_after_burst": memory["after"] / memory["before"],
     }
-    print(json.dumps({"bench": "service", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
+    finish("service", figures, TARGETS, is_stored=not quick)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Loads a league over Ray, the service, and gRPC envs for a long time; reports speed, failures and memory growth.
 
     python bench/soak.py --minutes 30                  each part for 30 minutes
-    python bench/soak.py --quick                       each part for a minute, with fewer clients and workers
+    python bench/soak.py --quick                       each part for six seconds, with fewer clients: a smoke test
     python bench/soak.py --only service --minutes 5 --markdown soak.md --plot soak.png
 
 Parts: `league` (soak_parts/league.py: 16 Ray workers, one killed every minute, a growing number of members), `service`
@@ -23,12 +23,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from ledger import finish
 from rich.console import Console
 from rich.table import Table
 from soak_parts.memory import Curve, SoakResult, at_tenths, growth
@@ -91,14 +91,14 @@ def figures_of(results: Sequence[SoakResult]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute for each part, and fewer clients")
-    parser.add_argument("--minutes", type=float, help="minutes of each part (default: 30, or 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="six seconds for each part, and fewer clients")
+    parser.add_argument("--minutes", type=float, help="minutes of each part (default: 30, or 0.1 with --quick)")
     parser.add_argument("--only", choices=PARTS, help="run one part")
     parser.add_argument("--markdown", type=Path, help="also write the tables as Markdown to this file")
     parser.add_argument("--plot", type=Path, help="draw the memory curves to this picture file")
     args = parser.parse_args()
     sys.setswitchinterval(5e-4)  # clients are threads here but processes in practice: they must not wait for each other
-    minutes = args.minutes or (1.0 if args.quick else 30.0)
+    minutes = args.minutes or (0.1 if args.quick else 30.0)
     results, text = [], ""
     for name in [args.only] if args.only else PARTS:
         result = import_module(f"soak_parts.{name}").soak(minutes, args.quick)
@@ -108,8 +108,7 @@ def main() -> None:
         args.markdown.write_text(text)
     if args.plot:
         plot({name: curve for result in results for name, curve in result.curves.items()}, args.plot)
-    figures = {name: round(value, 3) for name, value in figures_of(results).items()}
-    print(json.dumps({"bench": "soak", "figures": figures, "targets": TARGETS}))
+    finish("soak", figures_of(results), TARGETS, is_stored=not args.quick)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ processes pay.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -36,8 +35,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ledger import absent, finish
 from peers import zoo
-from peers.running import PEERS, Failed, Job, install, run
+from peers.running import PEERS, Failed, Job, install, installed, run
 from rich.console import Console
 from rich.table import Table
 
@@ -377,6 +377,8 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
     for peer in options.peers:
+        if options.quick and not installed(peer):
+            absent(f"{peer} in an environment of its own: this script without --quick makes it, or --peers without it")
         install(peer)
     jobs = main_jobs(options.peers, WHATS[:2] if options.quick else WHATS)
     results = measure([*jobs, *growth_jobs(SIZES[::3] if options.quick else SIZES)], seconds, repeats)
@@ -386,8 +388,8 @@ def main() -> None:
     report_failures(results)
     if options.markdown:
         options.markdown.write_text(page(results, shown, load, repeats, seconds))
-    line = {what: None if value is None else round(value, 3) for what, value in figures(results).items()}
-    print(json.dumps({"bench": "throughput", "figures": line, "targets": TARGETS}))
+    found = {what: value for what, value in figures(results).items() if value is not None}
+    finish("throughput", found, TARGETS, is_stored=not options.quick)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ counts.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
+
+from ledger import finish
 
 from palestra.tracing import span, tracing_to
 
@@ -57,13 +60,17 @@ def traced(url: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round: a smoke test")
+    quick = parser.parse_args().quick
     here, there = multiprocessing.Pipe()
     collector = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     collector.start()
     url = f"http://127.0.0.1:{here.recv()}"
-    off = min(cpu_s(lambda: make_spans(0.0)) for _ in range(ROUNDS))
-    on = min(cpu_s(lambda: traced(url)) for _ in range(ROUNDS))
-    print(f"a span takes {1e6 * off:.2f} µs while tracing is off, {1e6 * on:.0f} µs while it is on, export included")
+    rounds = 1 if quick else ROUNDS
+    off = min(cpu_s(lambda: make_spans(0.0)) for _ in range(rounds))
+    on = min(cpu_s(lambda: traced(url)) for _ in range(rounds))
+    finish("tracing", {"span_off_us": 1e6 * off, "span_on_us": 1e6 * on}, {}, is_stored=not quick)
 
 
 if __name__ == "__main__":

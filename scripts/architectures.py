@@ -10,10 +10,10 @@ batch, with siblings, with an adapter and without, then a second turn; the longe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,8 +369,12 @@ def main() -> None:
     """Prints the rows of the architectures that the arguments name, or writes the page of all of them."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if sys.argv[1:]:
-        list(rows(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", help="architectures whose rows to print; no page is written then")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: llama alone")
+    options = parser.parse_args()
+    if kinds := options.kinds or (["llama"] if options.quick else []):
+        list(rows(kinds))
         return
     every = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in NO_DECODERS} | COMPOSITES.keys()
     PAGE.write_text(page(list(rows(sorted(every)))))

@@ -209,9 +209,13 @@ def articles(rng: Random) -> Iterator[Article]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="the file to write; without it only the number is printed")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: writes no file")
+    options = parser.parse_args()
     lines = [json.dumps(article, ensure_ascii=False) for article in articles(Random(6))]
-    parser.parse_args().out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.out and not options.quick:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(lines)} articles")
 
 
 if __name__ == "__main__":

@@ -211,16 +211,20 @@ def schedule(step: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", choices=RECIPES)
+    parser.add_argument("base", choices=RECIPES, nargs="?", default="tiny", help="default: tiny")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: two steps, in runs/make_tiny")
     parser.add_argument("--out", type=Path, help="default: palestra/bases/BASE")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     recipe, out = RECIPES[options.base], options.out or Path("palestra/bases") / options.base
+    if options.quick:
+        options.steps, out = 2, Path("runs/make_tiny") / options.base
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(options.seed)
-    texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(options.seed), 2000) for e in run]
+    number = 50 if options.quick else 2000
+    texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(options.seed), number) for e in run]
     tokenizer = make_tokenizer(recipe, texts)
     model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     reader = Reader(tokenizer, recipe.runs(options.seed), options.seed)

@@ -7,6 +7,7 @@ Needs the extras `dashboard` and `dev` and a Chromium: CHROMIUM=/path/to/it, or 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from ledger import absent
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
@@ -91,12 +94,20 @@ def launch(driver: Any) -> Any:
     """Starts Chromium. Raises SystemExit if there is none."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if not path:
-        raise SystemExit("no Chromium on the PATH: set CHROMIUM=/path/to/it")
+        absent("a Chromium: set CHROMIUM=/path/to/it")
     return driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "pictures"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "runs" / "pictures", help="folder of the runs")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: only says whether Chromium starts")
+    options = parser.parse_args()
+    folder = options.folder
+    if options.quick:
+        with sync_playwright() as driver:
+            launch(driver).close()
+        return
     train(folder)
     with sync_playwright() as driver:
         browser = launch(driver)

@@ -22,13 +22,16 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import palestra
 from palestra.builders.text import make_episode_runner
 from palestra.envs import env_options, load_env_class
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import TextEvalSetup, open_text_eval
+from palestra.rollouts.failures import RunFailed
 from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
 from palestra.types import Episode, Node, Seat
@@ -134,15 +137,35 @@ def table_line(line: dict[str, Any], seat: Seat) -> str:
     return f"| {line['row']} | {team} | {own} | {line['complete']:.1%} | {n:.0f} | {line['cpu_seconds']:.0f} |"
 
 
+def train_small_run() -> Path:
+    """Trains the run of a smoke test, on the base `tiny`; returns its folder."""
+    lora = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 4}}
+    config = {
+        "name": "real_results",
+        "steps": 1,
+        "episodes": 2,
+        "env": {"type": "math_relay", "shots": 2},
+        "policies": {"first": lora, "second": lora},
+        "algorithm": {"type": "grpo", "group_size": 2},
+    }
+    with suppress(RunFailed):  # one step seldom finds a right answer, and then nothing is learned
+        palestra.train(config, root=Path("runs/quick"))
+    return max(Path("runs/quick").glob("real_results*"), key=lambda path: path.stat().st_mtime)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=Path, nargs="?", help="folder of the run")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: two instances, of a new run of one step")
     parser.add_argument("--episodes", type=int, default=300, help="held-out instances for each row (default: 300)")
     parser.add_argument("--only", nargs="+", default=[""], help="measure only rows whose names begin with one of these")
     parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     parser.add_argument("--report", action="store_true", help="only print the table")
     options = parser.parse_args()
-    run, episodes = options.run, options.episodes
+    if not (options.run or options.quick):
+        parser.error("name the folder of a run, such as runs/real")
+    run = options.run or train_small_run()
+    episodes = 2 if options.quick else options.episodes
     setup, env = open_run(run)
     file, rows = run / RESULTS_FILE, table_rows(env, setup.policy_names)
     lines = read_lines(file) if file.exists() else []

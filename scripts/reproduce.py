@@ -1,15 +1,20 @@
 """Reproduces docs/results.md: how well a team learns, and which parts of AT-GRPO matter.
 
-    python scripts/reproduce.py              every method and seed; finished jobs are skipped
-    python scripts/reproduce.py --tune       choose learning rates again (scripts/reproduce_rates.yaml) and stop
-    python scripts/reproduce.py --quick      a smoke test of all steps in a few minutes
-    python scripts/reproduce.py --report     only rewrite the page from the results measured so far
-    python scripts/reproduce.py real         docs/results-real.md instead: see reproduce_real.py
+    python scripts/reproduce.py                              all 90 rows, about 3 hours of one core
+    python scripts/reproduce.py --list                       the rows: published, measured here, open
+    python scripts/reproduce.py --only "plan_path/team + AT-GRPO, per role"    one to two CPU minutes a seed
+    python scripts/reproduce.py --only sokoban/              all methods and seeds of a game
+    python scripts/reproduce.py --publish                    publish what was measured here, and rewrite the page
+    python scripts/reproduce.py --report                     only rewrite the page from the published rows
+    python scripts/reproduce.py --tune                       choose learning rates again and stop
+    python scripts/reproduce.py --quick                      a smoke test of a few rows, under a minute
+    python scripts/reproduce.py real -h                      docs/results-real.md instead: see reproduce_real.py
 
-Every trained method may sample as many answers as any other (those named "equal CPU": train for the CPU seconds that
-AT-GRPO took). Learning rates are chosen on dev layouts with a seed that is not reported. A method is scored once on
-test layouts by play without branching at temperature 1. Jobs run in two processes of one thread each; results are
-stored in bench/measured/reproduce.jsonl.
+A row is a method on a game with a seed. Rows go to runs/measured/results.jsonl, also where they are published
+(bench/measured/results.jsonl), and each is printed beside the published one; its run is in runs/reproduce/. Every
+trained method may sample as many answers as any other ("equal CPU": train for the CPU seconds that AT-GRPO took).
+Learning rates are chosen on dev layouts with a seed that is not reported (scripts/reproduce_rates.yaml). A method is
+scored once on test layouts by play without branching at temperature 1.
 """
 
 from __future__ import annotations
@@ -20,17 +25,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
-import multiprocessing
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from ledger import Ledger, Line, Rows, add_options, choose
 from reproduce_report import write_report
 
 from palestra.builders.text import build
@@ -41,7 +47,6 @@ from palestra.runs import Run, read_lines
 from palestra.training.loop import Callback, play_evals, restore_checkpoint, run_training
 
 ROOT = Path("runs/reproduce")
-LEDGER, QUICK = Path("bench/measured/reproduce.jsonl"), ROOT / "quick.jsonl"  # a line for each job
 GAMES = ("plan_path", "sokoban")
 SEEDS = (0, 1, 2)
 RATES_FILE = Path(__file__).parent / "reproduce_rates.yaml"
@@ -78,69 +83,124 @@ TRAINED = [name for name in METHODS if name not in UNTRAINED]
 EQUAL_CPU = "team + GRPO, equal CPU"
 JOINED, SWAPPED = "trained alone, then joined", "AT-GRPO, roles swapped"
 BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "executor trained alone"
+JOINS = {JOINED: (BEST, PLANNER, EXECUTOR), SWAPPED: (BEST,)}  # rows without training, and whose runs they join
+NEEDS = JOINS | {EQUAL_CPU: (BEST,)}
+QUICK_ROWS = (f"plan_path/{EQUAL_CPU}/0", f"plan_path/{SWAPPED}/0")  # and those they need
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training run and its score."""
+class Row:
+    """A method on a game with a seed. `rate` is the learning rate of a row that tunes, scored on split dev."""
 
     game: str
     method: str
     seed: int
-    rate: float
-    phase: str  # "tune" scores on dev, "test" on test
-    cpu: float | None = None  # CPU seconds of training after which to stop
+    rate: float | None = None
 
     @property
-    def key(self) -> tuple:
-        return (self.game, self.method, self.seed, self.phase, self.rate if self.phase == "tune" else None)
+    def name(self) -> str:
+        last = self.seed if self.rate is None else f"lr {self.rate:g}"
+        return f"{self.game}/{self.method}/{last}"
 
     @property
-    def folder(self) -> str:
+    def is_trained(self) -> bool:
+        return self.method in TRAINED
+
+    @property
+    def lr(self) -> float:
+        """The row's learning rate: its own, or the one with the best dev score."""
+        if self.rate is not None or not self.is_trained:
+            return self.rate or RATES[0]
+        scores = load_rates()[self.game][self.method]
+        return max(scores, key=lambda rate: scores[rate])
+
+    def folder(self, quick: bool) -> Path:
+        """The folder of the row's run."""
         words = "".join(c if c.isalnum() else "-" for c in f"{self.game} {self.method}")
-        return f"{words}-{self.phase}-{self.seed}-{self.rate:g}"
+        name = f"{words}-{'test' if self.rate is None else 'dev'}-{self.seed}-{self.lr:g}"
+        return ROOT / "quick" / name if quick else ROOT / name
+
+    def of(self, method: str) -> Row:
+        """The row of another method with the same game and seed."""
+        return Row(self.game, method, self.seed, self.rate)
 
 
-def config_of(job: Job, quick: bool) -> TextConfig:
-    """The job's config: the game's config with the method's changes."""
-    tree = load(Path("configs/reproduce") / f"{job.game}.yaml")
-    changes = METHODS[job.method] | {"seed": job.seed}
+def table_rows() -> dict[str, Row]:
+    """Returns the rows of the page, by name."""
+    methods = [*METHODS, *JOINS]
+    rows = [Row(game, method, seed) for seed in SEEDS for game in GAMES for method in methods]
+    return {row.name: row for row in rows}
+
+
+def tuning_rows() -> dict[str, Row]:
+    """Returns the rows that choose learning rates, by name."""
+    rows = [Row(game, method, TUNING_SEED, rate) for game in GAMES for method in TRAINED for rate in RATES]
+    return {row.name: row for row in rows}
+
+
+def find_row(name: str) -> Row:
+    return table_rows().get(name) or tuning_rows()[name]
+
+
+def needed(name: str) -> list[str]:
+    """Returns the rows whose runs or CPU seconds a row needs."""
+    row = find_row(name)
+    return [row.of(method).name for method in NEEDS.get(row.method, ())]
+
+
+def config_of(row: Row, quick: bool) -> TextConfig:
+    """The row's config: the game's config with the method's changes."""
+    tree = load(Path("configs/reproduce") / f"{row.game}.yaml")
+    changes = METHODS[row.method] | {"seed": row.seed}
     if changes.get("env.max_turns") == 1:  # as many answers as a single agent gives in all its turns
-        changes["episodes"] = ALONE["episodes"] * tree["env"]["turns"]
+        changes["episodes"] = ALONE["episodes"] * tree["env"]["max_turns"]
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
-            policy["lr"] = job.rate
-    evaluation = (
-        {"episodes": 300, "env": {"split": "test"}}
-        if job.phase == "test"
-        else {"episodes": 200, "env": {"split": "dev"}}
-    )
-    tree["evals"] = {job.phase: evaluation | ({"episodes": 20} if quick else {})}
-    return validate(TextConfig, override(tree, ["steps=2"] if quick else []))
+            policy["lr"] = row.lr
+    split, episodes = ("test", 300) if row.rate is None else ("dev", 200)
+    tree["evals"] = {split: {"episodes": 4 if quick else episodes, "env": {"split": split}}}
+    return validate(TextConfig, override(tree, ["steps=2", "episodes=4"] if quick else []))
 
 
-def run(job: Job, quick: bool) -> dict[str, Any]:
-    """Trains and scores one job in this process; returns its line of results."""
-    shutil.rmtree(ROOT / job.folder, ignore_errors=True)
-    config = config_of(job, quick)
+def check(quick: bool, name: str) -> None:
+    """Raises ValueError if the row's config is wrong."""
+    if find_row(name).method in METHODS:
+        config_of(find_row(name), quick)
+
+
+def measure(quick: bool, name: str) -> Line:
+    """Trains and scores a row in this process; returns its result."""
+    row = find_row(name)
+    result = joined(row, quick) if row.method in JOINS else trained(row, quick)
+    return {"game": row.game, "method": row.method, "seed": row.seed, "rate": row.lr} | result
+
+
+def trained(row: Row, quick: bool) -> Line:
+    folder = row.folder(quick)
+    shutil.rmtree(folder, ignore_errors=True)
+    config = config_of(row, quick)
     setup = build(config)
-    if job.method in UNTRAINED:
+    if not row.is_trained:
         setup.stages, setup.learners = [], {}
-    with Run.create(ROOT, dump(config), job.folder, {"seed": job.seed}) as run:
+    limit = spent(row.of(BEST), quick) if row.method == EQUAL_CPU else None
+    with Run.create(folder.parent, dump(config), folder.name, {"seed": row.seed}) as run:
         restore_checkpoint(setup, run)
         start = time.process_time()
-        done = run_training(
-            setup, run, should_stop=lambda: job.cpu is not None and time.process_time() - start > job.cpu
-        )
+        done = run_training(setup, run, should_stop=lambda: limit is not None and time.process_time() - start > limit)
         cpu = time.process_time() - start
         if not done:
             with setup.open(run, Callback()):
                 play_evals(setup, run, run.next_step - 1, Callback(), due_only=False)
-    return asdict(job) | outcome(ROOT / job.folder) | {"cpu": cpu, "folder": job.folder}
+    return outcome(folder) | {"cpu": cpu}
 
 
-def outcome(folder: Path) -> dict[str, Any]:
+def spent(row: Row, quick: bool) -> float:
+    """The CPU seconds that a row took."""
+    return float(make_ledger(quick).here[row.name]["cpu"])
+
+
+def outcome(folder: Path) -> Line:
     """The run's last evaluation, its training curve of success and turns, and the number of sampled answers."""
     evaluation = read_lines(folder / "evals.jsonl")[-1]
     lines = read_lines(folder / "metrics.jsonl")
@@ -154,105 +214,45 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[dict[str, Any]]:
-    """Yields the result lines that need no training: members trained alone and then joined, and roles swapped."""
-    where = {
-        (r["game"], r["method"], r["seed"]): r["folder"] for r in results if "folder" in r and r["phase"] == "test"
-    }
-    best = ROOT / where[game, BEST, seed]
+def joined(row: Row, quick: bool) -> Line:
+    """Scores without training: members trained alone and then joined, or roles swapped."""
+    best, swap = row.of(BEST).folder(quick), row.method == SWAPPED
     seats = {
-        "planner": f"{ROOT / where[game, PLANNER, seed]}:planner",
-        "executor": f"{ROOT / where[game, EXECUTOR, seed]}:executor",
+        "planner": f"{row.of(PLANNER).folder(quick)}:planner",
+        "executor": f"{row.of(EXECUTOR).folder(quick)}:executor",
     }
-    for method, chosen, swap in ((JOINED, seats, False), (SWAPPED, {}, True)):
-        scored = evaluate(best, {}, chosen, swap=swap, episodes=20 if quick else 300, seed=seed)
-        yield {
-            "game": game,
-            "method": method,
-            "seed": seed,
-            "phase": "test",
-            "rate": None,
-            "success": scored.metrics["success"],
-            "episodes": scored.metrics["episodes"],
-            "turns": scored.metrics["steps_per_episode"],
-        }
+    episodes = 4 if quick else 300
+    scored = evaluate(best, {}, {} if swap else seats, swap=swap, episodes=episodes, seed=row.seed).metrics
+    return {"success": scored["success"], "episodes": scored["episodes"], "turns": scored["steps_per_episode"]}
 
 
-class Ledger:
-    """The file of results; a job that has a line is not run again."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self.results: list[dict[str, Any]] = read_lines(path) if path.exists() else []
-
-    def add(self, line: dict[str, Any]) -> None:
-        self.results.append(line)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def has(self, job: Job) -> bool:
-        return any(
-            job.key == Job(**{k: r[k] for k in ("game", "method", "seed", "rate", "phase")}).key for r in self.results
-        )
-
-    def find(self, **wanted: Any) -> list[dict[str, Any]]:
-        return [r for r in self.results if all(r[k] == v for k, v in wanted.items())]
+def figure(line: Line) -> str:
+    half = f" ± {100 * line['half']:.1f}" if "half" in line else ""
+    return f"{100 * line['success']:.1f}{half} %"
 
 
-def run_all(jobs: list[Job], ledger: Ledger, quick: bool) -> None:
-    """Runs the jobs that are not yet in the ledger, two at a time."""
-    todo = [job for job in jobs if not ledger.has(job)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
-        futures = {pool.submit(run, job, quick): job for job in todo}
-        for done, future in enumerate(as_completed(futures), 1):
-            job, line = futures[future], future.result()
-            ledger.add(line)
-            print(
-                f"[{done}/{len(todo)}] {job.phase} {job.game}: {job.method}, seed {job.seed}, lr {job.rate:g}: "
-                f"{line['success']:.1%} in {line['cpu']:.0f} CPU-s",
-                flush=True,
-            )
+def is_current(name: str, line: Line) -> bool:
+    """True if a row was measured at today's learning rate."""
+    return not find_row(name).is_trained or line["rate"] == find_row(name).lr
 
 
-def tune(ledger: Ledger, games: Sequence[str], quick: bool) -> None:
-    """Scores every trained method at every learning rate on dev, and writes the scores to the file of rates."""
+def make_ledger(quick: bool) -> Ledger:
+    return Ledger("results", figure, quick, is_current)
 
-    def jobs(method: str, cpu: dict[str, float]) -> list[Job]:
-        return [Job(g, method, TUNING_SEED, rate, "tune", cpu.get(g)) for g in games for rate in RATES]
 
-    run_all([job for method in TRAINED if method != EQUAL_CPU for job in jobs(method, {})], ledger, quick)
-    best = {g: max(ledger.find(game=g, method=BEST, phase="tune"), key=lambda r: r["success"]) for g in games}
-    run_all(jobs(EQUAL_CPU, {g: result["cpu"] for g, result in best.items()}), ledger, quick)
-    if not quick:
-        table: dict[str, Any] = {g: {method: {} for method in TRAINED} for g in games}
-        for result in ledger.find(phase="tune"):
-            table[result["game"]][result["method"]][result["rate"]] = round(result["success"], 3)
-        RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(load_rates() | table, sort_keys=False))
+def write_rates(ledger: Ledger) -> None:
+    """Writes the dev scores that were measured here to the file of rates."""
+    table = load_rates()
+    for row in tuning_rows().values():
+        if row.name in ledger.here:
+            scores = table.setdefault(row.game, {}).setdefault(row.method, {})
+            scores[row.rate] = round(ledger.here[row.name]["success"], 3)
+    RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(table, sort_keys=False))
 
 
 def load_rates() -> dict[str, dict[str, dict[float, float]]]:
     """Success on dev by game, method and learning rate."""
     return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
-
-
-def tuned(game: str, method: str) -> float:
-    """The learning rate with the best dev score."""
-    scores = load_rates()[game][method]
-    return max(scores, key=lambda rate: scores[rate])
-
-
-def score(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], quick: bool) -> None:
-    """Scores every method and seed on test, at the method's chosen learning rate."""
-
-    def job(game: str, method: str, seed: int, cpu: float | None = None) -> Job:
-        return Job(game, method, seed, tuned(game, method) if method in TRAINED else RATES[0], "test", cpu)
-
-    first = [method for method in METHODS if method != EQUAL_CPU]
-    run_all([job(g, m, s) for s in seeds for g in games for m in first], ledger, quick)
-    spent = {(g, s): ledger.find(game=g, method=BEST, seed=s, phase="test")[0]["cpu"] for g in games for s in seeds}
-    run_all([job(g, EQUAL_CPU, s, cpu) for (g, s), cpu in spent.items()], ledger, quick)
 
 
 def main() -> None:
@@ -261,29 +261,19 @@ def main() -> None:
 
         return reproduce_real(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke test: two steps, one seed")
-    parser.add_argument("--report", action="store_true", help="only rewrite the page")
+    add_options(parser, processes=2)
     parser.add_argument("--tune", action="store_true", help="choose learning rates on dev layouts and stop")
-    parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES, help="games to run (default: all)")
     options = parser.parse_args()
-    quick, games = options.quick, options.games
-    ledger = Ledger(QUICK if quick else LEDGER)
-    if options.tune:
-        tune(ledger, games, quick)
-        return
-    if not options.report:
-        seeds = SEEDS[:1] if quick else SEEDS
-        score(ledger, games, seeds, quick)
-        for g in games:
-            for s in seeds:
-                if not ledger.find(game=g, method=SWAPPED, seed=s):
-                    for line in joined(g, s, ledger.results, quick):
-                        ledger.add(line)
-    write_report(
-        ledger.results,
-        [*METHODS, JOINED, SWAPPED],
-        Path("runs/reproduce/quick.md") if quick else Path("docs/results.md"),
-    )
+    quick, ledger = options.quick, make_ledger(options.quick)
+    names = list(tuning_rows() if options.tune else table_rows())
+    chosen = choose(names, options.only or (QUICK_ROWS if quick else []))
+    Rows(ledger, partial(measure, quick), partial(check, quick), needed).run(chosen, options)
+    if options.tune and not (quick or options.list):
+        write_rates(ledger)
+    if options.report or options.publish:
+        lines = [line for name, line in ledger.published.items() if name not in tuning_rows()]
+        write_report(lines, [*METHODS, *JOINS], Path("docs/results.md"))
+    return None
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """Reproduces docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in
 English.
 
-    python scripts/reproduce.py real                   every row; finished rows are skipped, interrupted ones resumed
-    python scripts/reproduce.py real --list            the rows, and which are finished
+    python scripts/reproduce.py real                   all 84, about 7 hours of one core; interrupted ones go on
+    python scripts/reproduce.py real --list            the rows: published, measured here, open
+    python scripts/reproduce.py real --only "sums/single agent/"    one row, a minute; a trained one up to 15
     python scripts/reproduce.py real --only story/     rows whose names begin with "story/"; also kuhn/ and service/
-    python scripts/reproduce.py real --report          only rewrite the page and its plots
+    python scripts/reproduce.py real --report          only rewrite the page and its plots from the published rows
+    python scripts/reproduce.py real --publish         publish what was measured here, and rewrite the page
     python scripts/reproduce.py real --tune            choose learning rates again (reproduce_real_rates.yaml) and stop
     python scripts/reproduce.py real --prompts         the untrained models by number of worked examples, on split dev
     python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
+    python scripts/reproduce.py real --quick           a smoke test of two rows with the base `tiny`
 
-A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
-bench/measured/real/, its run a folder of runs/reproduce-real/. The methods that train with the task's config sample
+A row is a method on a task with a seed. It is added to runs/measured/real.jsonl, also where it is published
+(bench/measured/real.jsonl), and printed beside the published one; its run is a folder of runs/reproduce-real/. The
+methods that train with the task's config sample
 equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). A
 method has the learning rate of its config, or another that was better on split dev by more than one standard error,
 and is scored once on 300 held-out instances with greedy answers. A row whose learning rate has changed is measured
@@ -26,19 +30,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import copy
 import json
-import multiprocessing
+import shutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from ledger import Ledger, Line, Rows, add_options, choose
 from real_results import BASE, GREEDY, Row, measure
-from reproduce_real_games import kuhn_self_play, service_debate, service_two_agents
+from reproduce_real_games import KUHN, kuhn_self_play, service_debate, service_two_agents
 from reproduce_real_rates import (
     CONFIG_RATE,
     DEV_EPISODES,
@@ -52,21 +57,38 @@ from reproduce_real_rates import (
 from reproduce_real_report import write_report
 
 import palestra
-from palestra.config import Tree, load, override
+from palestra.builders.text_config import TextConfig
+from palestra.config import Tree, load, override, validate
 from palestra.config.tree import to_yaml
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import open_text_eval
+from palestra.launch.population_config import validate_population
 from palestra.rollouts.failures import RunFailed
 from palestra.runs import read_lines
 
-MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
-TUNING, PROMPTS = MEASURED / "tuning", MEASURED / "prompts"
+RUNS = Path("runs/reproduce-real")
 EPISODES = 300
 EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
+QUICK_ROWS = ("sums/single agent/0", "sums/single agent + GRPO/0")
 # Options of mint_debate.py: without an example the model never answers with one word alone.
 DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2", "--examples", "1"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of the rows, and whether they are smoke tests, whose runs have a folder of their own."""
+
+    device: str = "cpu"
+    is_quick: bool = False
+
+    @property
+    def runs(self) -> Path:
+        return RUNS / "quick" if self.is_quick else RUNS
+
+
+CPU = Place()
 
 
 @dataclass(frozen=True)
@@ -184,18 +206,10 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
 
 
-def result_file(name: str) -> Path:
-    folder = TUNING if name in tuning_rows() else PROMPTS if name in prompt_rows() else MEASURED
-    return folder / f"{slug(name)}.json"
-
-
-def is_finished(name: str, row: TableRow | None) -> bool:
+def is_current(name: str, line: Line) -> bool:
     """True if a row was measured with its current learning rate."""
-    file = result_file(name)
-    if not file.exists():
-        return False
-    result = json.loads(file.read_text())
-    return row is None or not result.get("curve") or result.get("lr", CONFIG_RATE) == row.lr
+    row = scored_rows().get(name)
+    return row is None or not line.get("curve") or line.get("lr", CONFIG_RATE) == row.lr
 
 
 def tuning_rows() -> dict[str, TableRow]:
@@ -232,11 +246,15 @@ def table_rows() -> Iterator[TableRow]:
                     yield TableRow(task, name, seed)
 
 
-def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
-    """Returns the function that measures each row, by the row's name. Rows of the table run on `device`."""
-    table = [*table_rows(), *tuning_rows().values(), *prompt_rows().values()]
-    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table}
-    rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
+def scored_rows() -> dict[str, TableRow]:
+    """Returns all rows that are scored by success, by name."""
+    return {row.name: row for row in table_rows()} | tuning_rows() | prompt_rows()
+
+
+def other_rows() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Returns the functions that measure the other rows, by name."""
+    rows: dict[str, Callable[[], dict[str, Any]]]
+    rows = {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
     served = RUNS / "served"
     return rows | {
         "service/two agents": partial(service_two_agents, TWO_AGENTS, served / "two-agents"),
@@ -244,13 +262,22 @@ def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
-def config_of(row: TableRow, device: str = "cpu") -> Tree:
+def config_of(row: TableRow, place: Place = CPU) -> Tree:
     """The row's config on a device; always in float32."""
-    tree = method_config(row) | {"device": device}
+    tree = method_config(row) | {"device": place.device}
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
             policy |= {"dtype": "float32", "lr": row.lr}
-    return tree
+    return shortened(tree) if place.is_quick else tree
+
+
+def shortened(tree: Tree) -> Tree:
+    """The config of a smoke test: the base `tiny`, one step of two episodes."""
+    for policy in tree["policies"].values():
+        policy |= {"base": "tiny", "sampling": {"max_tokens": 4}}
+    for stage in tree.get("stages", [tree]):
+        stage |= {"steps": 1, "episodes": 2}
+    return tree | {"evals": {}}
 
 
 def method_config(row: TableRow) -> Tree:
@@ -269,19 +296,18 @@ def method_config(row: TableRow) -> Tree:
     return tree
 
 
-def train(row: TableRow, device: str) -> Path:
+def train(row: TableRow, place: Place) -> Path:
     """Trains or resumes the row's run; returns its folder.
 
-    A run in which nothing was learned is a result too: raises RunFailed only if a run did not end, and
-    KeyboardInterrupt if it was stopped."""
-    path = RUNS / row.run
+    A run in which nothing was learned is a result too: raises RunFailed only if a run did not end or was stopped."""
+    path = place.runs / row.run
     failure = None
     try:
-        palestra.train(resume=path) if path.exists() else palestra.train(config_of(row, device), root=RUNS)
+        palestra.train(resume=path) if path.exists() else palestra.train(config_of(row, place), root=place.runs)
     except RunFailed as error:
         failure = error
-    if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
-        raise failure or KeyboardInterrupt(f"{row.name} was stopped: run the same command to resume it")
+    if len(training_figures(path)["curve"]) < num_steps(config_of(row, place)):
+        raise failure or RunFailed(f"{row.name} was stopped: run the same command to resume it")
     if failure:
         print(f"{row.name}: {failure}", flush=True)
     return path
@@ -292,26 +318,29 @@ def num_steps(tree: Tree) -> int:
     return sum(stage["steps"] for stage in tree["stages"]) if "stages" in tree else tree["steps"]
 
 
-def run(row: TableRow, device: str) -> dict[str, Any]:
+def run(row: TableRow, place: Place) -> dict[str, Any]:
     """Trains the row, unless its method is untrained, and scores it; returns its result."""
     method = METHODS[row.method]
     is_trained = method.algorithm is not None
-    target = train(row, device) if is_trained else write_config(row, device)
+    target = train(row, place) if is_trained else write_config(row, place)
     setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY | method.sampling, in_process=True)
     seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
     changes, episodes = ({"split": "dev"}, DEV_EPISODES) if row.is_on_dev else ({}, EPISODES)
+    if place.is_quick:
+        episodes = 2
     measured = measure(setup, config_of(row)["env"], Row(row.name, changes, seats), episodes)
+    del measured["row"]  # the ledger has the name
     trained = training_figures(target) | {"lr": row.lr} if is_trained else {}
-    where = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name()}
+    where = {"device": "cpu" if place.device == "cpu" else torch.cuda.get_device_name()}
     prompt = {} if row.shots is None else {"shots": row.shots}
     return {"task": row.task, "method": row.method, "seed": row.seed} | prompt | where | measured | trained
 
 
-def write_config(row: TableRow, device: str) -> Path:
+def write_config(row: TableRow, place: Place) -> Path:
     """Writes the row's config to a file, for a method without a run; returns its path."""
-    path = RUNS / f"{row.slug}.yaml"
+    path = place.runs / f"{row.slug}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(config_of(row, device)))
+    path.write_text(to_yaml(config_of(row, place)))
     return path
 
 
@@ -330,64 +359,49 @@ def training_figures(path: Path) -> dict[str, Any]:
     }
 
 
-def summary(result: dict[str, Any]) -> str:
+def figure(result: Line) -> str:
     """Returns the main figure of a result."""
     if "success" in result:
-        return f"{result['success']:.1%}"
+        return f"{100 * result['success']:.1f} %"
     return f"NashConv {result['nash_conv'][-1]:.3f}" if "nash_conv" in result else f"{result['minutes']} minutes"
 
 
-def measure_row(name: str, device: str) -> str:
-    """Measures a row and writes its result to its file; returns the row's name and main figure."""
-    result = all_rows(device)[name]()
-    temporary = result_file(name).with_suffix(".part")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(result_file(name))
-    return f"{name}: {summary(result)}"
+def measure_row(place: Place, name: str) -> Line:
+    """Measures a row; returns its result."""
+    row = scored_rows().get(name)
+    return run(row, place) if row else other_rows()[name]()
 
 
-def measure_rows(names: Sequence[str], device: str, processes: int) -> int:
-    """Measures rows, `processes` at once, each in a process of its own; returns the number that failed. With one
-    process, rows are measured in this process, and the first failure is raised."""
-    if processes == 1:
-        for name in names:
-            print(measure_row(name, device), flush=True)
-        return 0
-    context, failed = multiprocessing.get_context("spawn"), 0
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        for done in as_completed([pool.submit(measure_row, name, device) for name in names]):
-            if error := done.exception():
-                failed += 1
-                traceback.print_exception(error)
-            else:
-                print(done.result(), flush=True)
-    return failed
+def check(place: Place, name: str) -> None:
+    """Raises ValueError if the row's config is wrong."""
+    row = scored_rows().get(name)
+    if row:
+        validate(TextConfig, config_of(row, place))
+    elif name.startswith("kuhn/"):
+        validate_population(load(KUHN))
+
+
+def discard(place: Place, name: str) -> None:
+    """Removes the row's run, so that it begins anew."""
+    row = scored_rows().get(name)
+    shutil.rmtree(place.runs / (row.run if row else slug(name)), ignore_errors=True)
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="only rows whose names begin with one of these")
-    parser.add_argument("--list", action="store_true", help="print the rows, and which are finished")
-    parser.add_argument("--report", action="store_true", help="only rewrite the page and its plots")
+    add_options(parser)
     parser.add_argument("--tune", action="store_true", help="choose learning rates on split dev")
     parser.add_argument("--prompts", action="store_true", help="compare numbers of worked examples on split dev")
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
-    parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     options = parser.parse_args(arguments)
-    rows, tuning, prompts = {row.name: row for row in table_rows()}, tuning_rows(), prompt_rows()
-    on_dev = prompts if options.prompts else tuning if options.tune else {}
-    names = list(on_dev) or [name for name in all_rows() if name not in tuning and name not in prompts]
-    names = [name for name in names if name.startswith(tuple(options.only))]
-    finished = {name for name in names if is_finished(name, rows.get(name))}
-    if options.list:
-        print("\n".join(f"{'finished' if name in finished else 'open    '} {name}" for name in names))
-        return
-    open_rows = [] if options.report else [name for name in names if name not in finished]
-    failed = measure_rows(open_rows, options.device, options.processes) if open_rows else 0
-    if options.tune:
-        write_rates(TUNING)
-    elif not options.prompts or any(MEASURED.glob("*.json")):
-        write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
-    if failed:
-        sys.exit(f"{failed} of {len(open_rows)} rows failed: run the same command to try them again")
+    place = Place(options.device, options.quick)
+    table = [*(row.name for row in table_rows()), *other_rows()]
+    names = list(prompt_rows()) if options.prompts else list(tuning_rows()) if options.tune else table
+    chosen = choose(names, options.only or (QUICK_ROWS if options.quick else []))
+    ledger = Ledger("real", figure, options.quick, is_current)
+    rows = Rows(ledger, partial(measure_row, place), partial(check, place), discard=partial(discard, place))
+    rows.run(chosen, options)
+    if options.tune and not (options.quick or options.list):
+        write_rates(line for name, line in ledger.here.items() if name in tuning_rows())
+    if options.report or options.publish:
+        write_report(list(ledger.published.values()), list(METHODS), Path("docs/results-real.md"))

@@ -7,9 +7,10 @@ one run for each rate says no more (the one-standard-error rule, Hastie, Tibshir
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -52,10 +53,10 @@ def chosen_rate(task: str, method: str, rates: Rates) -> float:
     return best if measured[best] - measured[CONFIG_RATE] > math.sqrt(variance) else CONFIG_RATE
 
 
-def write_rates(measured: Path) -> Rates:
-    """Adds the success of all tuning rows in the folder `measured` to the file of rates; returns its content."""
+def write_rates(results: Iterable[dict[str, Any]]) -> Rates:
+    """Adds the success of tuning rows to the file of rates; returns its content."""
     rates = read_rates()
-    for result in (json.loads(each.read_text()) for each in sorted(measured.glob("*.json"))):
+    for result in results:
         rates.setdefault(result["task"], {}).setdefault(result["method"], {})[result["lr"]] = result["success"]
     RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(rates, sort_keys=True))
     return rates

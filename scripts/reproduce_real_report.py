@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger import provenance
 from reproduce_real_rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
-from reproduce_report import T95, moving_mean, table
+from reproduce_report import T95, moving_mean, table, wrapped
 
 from palestra.report.charts import curve_style
 from palestra.runs.series import wilson_interval
@@ -25,8 +24,9 @@ TITLES = {
 }
 HEAD = """# Results with a real model
 
-Made by `python scripts/reproduce.py real` from the finished rows (bench/measured/real/); `--list` also names those
-that are not finished. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
+Made by `python scripts/reproduce.py real --report` from the published rows (bench/measured/real.jsonl);
+`python scripts/reproduce.py real` measures them again, about seven hours of one core, and prints both; `--list` names
+them. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
 the learning rate: that of the config ({rate:g}), or one of two others that was better on split dev by more than one
 standard error (scripts/reproduce_real_rates.yaml); in brackets the better one where the runs have another, or that
 none was compared. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
@@ -73,39 +73,36 @@ COLUMNS = [
 PLOTS = (("", "curve", "Success in rollouts, mean of 5 steps"), ("-dev", "dev", "Success on split dev"))
 
 
-def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
+def write_report(lines: Sequence[Result], order: Sequence[str], target: Path) -> None:
     """Writes the page `target`: the tables, with methods in `order`, and the notes; and its plots beside it. Raises
-    SystemExit if there are no results."""
-    results: list[Result] = [json.loads(file.read_text()) for file in sorted(measured.glob("*.json"))]
+    SystemExit if there are no results. Rows that chose learning rates are not shown."""
+    untuned = [r for r in lines if not r["name"].rpartition("/")[2].startswith("lr ")]
+    results = sorted((r for r in untuned if "shots" not in r), key=lambda r: r["name"])
     scored = [r for r in results if r["task"] in TITLES]
     if not scored:
-        raise SystemExit(f"{measured} has no results: run `python scripts/reproduce.py real` first")
+        raise SystemExit("no result is published: `python scripts/reproduce.py real` measures, --publish publishes")
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
     head = HEAD.format(episodes=scored[0]["episodes"], rate=CONFIG_RATE, gpu=gpu)
-    lines = "\n\n".join(wrapped(paragraph) for paragraph in head.split("\n\n")).splitlines()
+    head += f"\n\n{provenance(untuned)}"
+    page = "\n\n".join("\n".join(wrapped(paragraph)) for paragraph in head.split("\n\n")).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
-        lines += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
-    lines += prompt_section([json.loads(file.read_text()) for file in sorted((measured / "prompts").glob("*.json"))])
-    lines += ["", "## Over training", ""]
+        page += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
+    page += prompt_section([r for r in untuned if "shots" in r])
+    page += ["", "## Over training", ""]
     for name, values, title in PLOTS:
         picture = target.with_name(f"{target.stem}{name}.png")
         if draw(
             [r for r in scored if bool(r.get("dev")) == (values == "dev") and r.get("curve")], values, title, picture
         ):
-            lines.append(f"![{title}, by training step]({picture.name})")
-    lines += ["", CURVES_SAY]
-    lines += kuhn_section([r for r in results if r["task"] == "kuhn"])
-    lines += service_section([r for r in results if r["task"] == "service"])
-    target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
-
-
-def wrapped(paragraph: str) -> str:
-    """A paragraph of Markdown in lines of at most 120 characters."""
-    return textwrap.fill(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
+            page.append(f"![{title}, by training step]({picture.name})")
+    page += ["", CURVES_SAY]
+    page += kuhn_section([r for r in results if r["task"] == "kuhn"])
+    page += service_section([r for r in results if r["task"] == "service"])
+    target.write_text("\n".join([*page, "", NOTES.read_text().strip()]) + "\n")
 
 
 def figures(results: Sequence[Result]) -> list[str]:

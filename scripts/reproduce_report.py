@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger import provenance
 
 Result = dict[str, Any]
 TITLES = {"plan_path": "Plan-Path", "sokoban": "Sokoban"}
@@ -25,10 +27,11 @@ COLOURS = ("#999999", "#E69F00", "#56B4E9", "#D55E00")
 
 def write_report(results: Sequence[Result], order: Sequence[str], target: Path) -> None:
     """Writes the page `target`: the tables, with methods in `order`, and the notes; and its plots beside it."""
-    test = [r for r in results if r["phase"] == "test"]
+    test = counted(results)
     games = [g for g in TITLES if any(r["game"] == g for r in test)]
     methods = [method for method in order if any(r["method"] == method for r in test)]
-    lines = [*HEAD.format(n=test[0]["episodes"], seeds=len({r["seed"] for r in test})).splitlines(), ""]
+    seeds = max(len(r.get("seeds", [0])) for r in test)
+    lines = [*HEAD.format(n=test[0]["episodes"], seeds=seeds).splitlines(), "", *wrapped(provenance(test)), ""]
     lines += table(["", *(TITLES[g] for g in games)], [[m, *(score(test, g, m) for g in games)] for m in methods])
     for game in games:
         lines += ["", f"## {TITLES[game]}: what it took", ""]
@@ -39,7 +42,9 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
     lines += ["", "## Over training", "", *CURVES_SAY.splitlines(), ""]
     for game in games:
         picture = target.with_name(f"{target.stem}-{game}.png")
-        draw([r for r in test if r["game"] == game], picture)
+        curves = [r for r in test if r["game"] == game and r.get("curve")]
+        if curves:  # else the picture stays: it has curves that no ledger has
+            draw(curves, picture)
         lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
     lines += ["", (Path(__file__).parent / "results_notes.md").read_text().strip()]
     target.write_text("\n".join(lines) + "\n")
@@ -47,10 +52,29 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
 
 HEAD = """# Results
 
-Made by `make reproduce` (scripts/reproduce.py; configs/reproduce/). Success on {n:.0f} held-out test layouts by play
+Made by `python scripts/reproduce.py --report` from the published rows (bench/measured/results.jsonl; configs in
+configs/reproduce/). `make reproduce` measures them again, about three hours of
+one core, and prints both; `--only` takes single rows. Success on {n:.0f} held-out test layouts by play
 without branching at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs,
 not only between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8. Every trained method may
 sample as many answers as any other; games that end early need fewer, so the tables below have their number."""
+
+
+def counted(results: Sequence[Result]) -> list[Result]:
+    """The results that the page shows: of a method's results those of single seeds, unless only the mean of more seeds
+    is known."""
+    found = []
+    for game, method in dict.fromkeys((r["game"], r["method"]) for r in results):
+        own = [r for r in results if (r["game"], r["method"]) == (game, method)]
+        means = [r for r in own if "seeds" in r]
+        single = [r for r in own if "seeds" not in r]
+        found += means if means and len(single) < len(means[0]["seeds"]) else single
+    return found
+
+
+def wrapped(paragraph: str) -> list[str]:
+    """A paragraph of Markdown in lines of at most 120 characters."""
+    return textwrap.wrap(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,8 +82,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def score(results: Sequence[Result], game: str, method: str) -> str:
-    values = [r["success"] for r in results if (r["game"], r["method"]) == (game, method)]
-    return interval([100 * v for v in values]) if values else "–"
+    own = [r for r in results if (r["game"], r["method"]) == (game, method)]
+    if len(own) == 1 and "half" in own[0]:
+        return f"{100 * own[0]['success']:.1f} ± {100 * own[0]['half']:.1f}"
+    return interval([100 * r["success"] for r in own]) if own else "–"
 
 
 def interval(values: Sequence[float]) -> str:

@@ -94,7 +94,10 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--questions", type=int, default=600)
     parser.add_argument("--split", default="dev")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: two episodes and questions")
     options = parser.parse_args()
+    if options.quick:
+        options.episodes, options.questions = 2, 2
     torch.set_num_threads(1)
     torch.manual_seed(0)
     speaker = Speaker(options.model)

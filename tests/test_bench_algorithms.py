@@ -23,11 +23,13 @@ def run_bench(folder, *options):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_parallel_runs_with_teacher_and_reward_model_and_a_second_start(tmp_path):
-    options = ["--quick", "--tasks", "duel", "--methods", *METHODS, "--processes", "2"]
+    rows = [f"duel/{method}/" for method in METHODS]
+    options = ["--quick", "--processes", "2", "--only", *rows]
     first = run_bench(tmp_path, *options)
     assert first.returncode == 0, first.stdout + first.stderr
-    ledger = tmp_path / "runs/algorithms/quick.jsonl"
+    ledger = tmp_path / "runs/measured/algorithms-quick.jsonl"
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     runs = sorted((line["method"], line["seed"]) for line in lines)
     learned = [("GRPO, learned reward", 0), ("SFT, own wins", 0), ("distillation", 0), ("reward model", 100)]
@@ -40,7 +42,8 @@ def test_parallel_runs_with_teacher_and_reward_model_and_a_second_start(tmp_path
     assert all(line["reward/reward_model"] != 0 for line in trained if line["policy"] == "speaker")
 
     second = run_bench(tmp_path, *options)
-    assert second.returncode == 0 and ", seed " not in second.stdout and len(ledger.read_text().splitlines()) == 7
+    assert second.returncode == 0 and "nothing to do: all 5 rows are in " in second.stdout
+    assert len(ledger.read_text().splitlines()) == 7
 
     report = run_bench(tmp_path, "--quick", "--report")
     assert report.returncode == 0, report.stderr
@@ -54,7 +57,9 @@ def test_schedule_orders_teachers_rates_and_seeds(tmp_path, monkeypatch):
     Job, Place = jobs.Job, jobs.Place
     duel = methods.TASKS[1]
     some = [methods.find_method(duel, name) for name in ("GRPO", "distillation")]
-    schedule = jobs.Schedule([duel], some, 2, Place(tmp_path, tmp_path / "ledger.jsonl"), tune=True)
+    monkeypatch.chdir(tmp_path)
+    ledger = import_module("ledger").Ledger("algorithms", str)
+    schedule = jobs.Schedule([duel], some, 2, Place(tmp_path), True, ledger)
     rate = methods.tuned_rates()["duel"]["GRPO"]
     first = [Job("duel", "untrained", 0.0, 0), Job("duel", "GRPO", rate, 100)]
     grpo = [Job("duel", "GRPO", rate, seed) for seed in (0, 1)]
@@ -85,13 +90,10 @@ def test_data_of_a_reward_model_that_is_here_are_not_made_again(tmp_path, monkey
     monkeypatch.syspath_prepend(ROOT / "bench")
     jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
     duel = methods.TASKS[1]
-    schedule = jobs.Schedule(
-        [duel],
-        [methods.find_method(duel, "GRPO, learned reward")],
-        1,
-        jobs.Place(tmp_path, tmp_path / "ledger.jsonl"),
-        tune=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    ledger = import_module("ledger").Ledger("algorithms", str)
+    learned_reward = methods.find_method(duel, "GRPO, learned reward")
+    schedule = jobs.Schedule([duel], [learned_reward], 1, jobs.Place(tmp_path), False, ledger)
     untrained, learned = (
         jobs.Job("duel", "untrained", 0.0, 0),
         jobs.Job("duel", "GRPO, learned reward", duel.rates[0], 0),
@@ -125,10 +127,11 @@ def test_methods_are_valid_configs_and_one_policy_plays_all_seats(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_failed_run_is_reported_and_does_not_stop_the_others(tmp_path):
     (tmp_path / "runs/algorithms/quick/duel-grpo-0.002-0").mkdir(parents=True)  # a run without its config
-    done = run_bench(tmp_path, "--quick", "--tasks", "duel", "--methods", "GRPO", "SFT, own wins")
+    done = run_bench(tmp_path, "--quick", "--only", "duel/GRPO/", "duel/SFT, own wins/")
     assert done.returncode == 1, done.stderr
-    assert "\nfailed: duel, GRPO, lr 0.002, seed 0: " in done.stdout
-    lines = (tmp_path / "runs/algorithms/quick.jsonl").read_text().splitlines()
+    assert "failed: duel/GRPO/0/lr 0.002: " in done.stderr.splitlines()[-1]
+    lines = (tmp_path / "runs/measured/algorithms-quick.jsonl").read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines] == ["untrained", "SFT, own wins"]

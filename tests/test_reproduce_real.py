@@ -1,7 +1,6 @@
-"""scripts/reproduce_real.py on the tiny base: rows are measured once, and the page is made from them."""
+"""scripts/reproduce_real.py on the tiny base: rows are measured once, and the page is made from published ones."""
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import yaml
 from palestra.builders.text_config import TextConfig
 from palestra.config import validate
 from palestra.envs import make_env
+from palestra.runs import read_lines
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 DRIVER = """
@@ -52,6 +52,10 @@ def call(tmp_path):
     return run
 
 
+def read_rows(file: Path) -> dict[str, dict]:
+    return {line["name"]: line for line in read_lines(file)}
+
+
 def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     real = importlib.import_module("reproduce_real")
@@ -73,21 +77,29 @@ def num_answers(config: TextConfig, replies: int) -> int:
 
 
 @pytest.mark.slow
-def test_rows_are_measured_once_and_shown_on_the_page(call, tmp_path):
-    lines = call("--only", "story/team", "--processes", "2")
-    assert any(line.startswith("story/team + AT-GRPO/1: ") for line in lines)
-    files = sorted((tmp_path / "bench/measured/real").glob("*.json"))
-    assert len(files) == 4 + 5 * 2  # untrained methods, and trained ones with two seeds
-    trained = json.loads((tmp_path / "bench/measured/real/story-team-at-grpo-1.json").read_text())
+@pytest.mark.timeout(900)
+def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
+    rows_of_two = ("--only", "story/team + AT-GRPO/", "story/team, no example/")
+    lines = call(*rows_of_two, "--processes", "2")
+    assert any(line.startswith("story/team + AT-GRPO/1: 0.0 % here") for line in lines)
+    here, published = tmp_path / "runs/measured/real.jsonl", tmp_path / "bench/measured/real.jsonl"
+    rows = read_rows(here)
+    assert len(rows) == 1 + 2  # an untrained method, and a trained one with two seeds
+    trained = rows["story/team + AT-GRPO/1"]
     assert trained["episodes"] == 3 and trained["seed"] == 1 and len(trained["curve"]) == 1
     assert trained["answers"] == 2 * 2 * 2  # episodes, seats, siblings
     assert trained["device"] == "cpu" and trained["train_minutes"] >= 0
-    assert "curve" not in json.loads((tmp_path / "bench/measured/real/story-team-no-example-0.json").read_text())
-    written = [file.stat().st_mtime_ns for file in files]
-    assert not any(line.startswith("story/") for line in call("--only", "story/team"))
-    assert [file.stat().st_mtime_ns for file in files] == written
+    assert trained["commit"] and trained["processor"]
+    assert "curve" not in rows["story/team, no example/0"]
+    written = here.read_bytes()
+    assert "nothing to do: all 3 rows are in runs/measured/real.jsonl" in call(*rows_of_two)[-1]
+    assert here.read_bytes() == written and not published.exists() and not (tmp_path / "docs/results-real.md").exists()
+
+    call(*rows_of_two, "--publish")
+    assert read_rows(published) == rows
     page = (tmp_path / "docs/results-real.md").read_text()
     assert "| 0.0005 (not tuned) |" in page and "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
+    assert f"3 rows at commit {trained['commit']} on {trained['processor']}." in " ".join(page.split())
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
 
 
@@ -108,35 +120,33 @@ def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
-    only = ("--only", "story/single agent + GRPO")
-    before = json.loads(call(*only) and (tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
-    assert before["lr"] == 5e-4
-    call("--tune", *only)
+    only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real.jsonl"
+    call(*only)
+    assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 5e-4
+    call("--tune", "--only", "story/single agent + GRPO")
     tuned = yaml.safe_load((tmp_path / "rates.yaml").read_text())["story"]["single agent + GRPO"]
     assert set(tuned) == {2e-4, 5e-4, 1e-3}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 1.0}}}))
-    assert [line for line in call("--list", *only) if line.startswith("finished")] == []
+    assert " open " in call("--list", *only)[0]
     call(*only)
-    after = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
-    assert after["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
+    row = read_rows(here)["story/single agent + GRPO/0"]
+    assert row["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
+    assert list(row["returns"]) == ["solver"] and row["seed"] == 0
+    call("--publish", *only)
     page = (tmp_path / "docs/results-real.md").read_text()
-    assert "| single agent + GRPO | 2 / 0 |" in page and "| 0.001 |" in page and "(not tuned)" not in page
+    assert "| single agent + GRPO | 1 / 0 |" in page and "| 0.001 |" in page and "(not tuned)" not in page
 
 
 @pytest.mark.slow
-def test_single_agent_samples_as_many_answers_as_a_team(call, tmp_path):
-    call("--only", "story/single agent + GRPO/0")
-    alone = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
-    assert list(alone["returns"]) == ["solver"] and alone["seed"] == 0
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_prompts_are_compared_on_dev(call, tmp_path):
     call("--prompts", "--only", "story/team/2", "story/team/4")
-    results = [json.loads(file.read_text()) for file in (tmp_path / "bench/measured/real/prompts").glob("*.json")]
-    assert sorted(result["shots"] for result in results) == [2, 4] and all("curve" not in each for each in results)
-    assert not (tmp_path / "docs/results-real.md").exists()  # there are no rows of the tables yet
+    rows = read_rows(tmp_path / "runs/measured/real.jsonl").values()
+    assert sorted(row["shots"] for row in rows) == [2, 4] and all("curve" not in row for row in rows)
     call("--only", "story/team/0")
+    call("--only", "story/team/0", "--publish")
+    call("--prompts", "--publish")
     page = (tmp_path / "docs/results-real.md").read_text()
     assert "## By number of worked examples" in page and "| story, team | 0.0% [" in page

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from algorithms_parts.methods import UNTRAINED, Method, Task, tuned_rates
-from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, needed_runs
+from algorithms_parts.runs import TUNING, Job, Line, Place, by_job, has_weights, measure, needed_runs
+from ledger import Ledger
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
@@ -35,20 +36,24 @@ def tuning_jobs(task: Task, method: Method) -> list[Job]:
 
 @dataclass
 class Schedule:
-    """The runs that are still missing, in order. `take` waits until one can begin: a run whose learning rate is being
-    tuned, or whose teacher or reward model is in training, cannot begin before these end."""
+    """The runs that were not measured here, in order. `take` waits until one can begin: a run whose learning rate is
+    being tuned, or whose teacher or reward model is in training, cannot begin before these end. `rows` limits the runs
+    of the comparison to those of these names; learning rates are chosen by published runs too."""
 
     tasks: Sequence[Task]
     methods: Sequence[Method]
     seeds: int
     place: Place
     tune: bool
+    ledger: Ledger
+    rows: Container[str] | None = None
     have: dict[Job, Line] = field(default_factory=dict)
     failed: dict[Job, str] = field(default_factory=dict)
     running: set[Job] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.have = known(self.place.ledger)
+        self.have = by_job(self.ledger.here.values())
+        self.published = by_job(self.ledger.published.values())
         self.changed = threading.Condition()
 
     def pairs(self) -> list[tuple[Task, Method]]:
@@ -59,19 +64,21 @@ class Schedule:
         scores of the untrained bases, the runs that choose rates, then one run of each method after another."""
         jobs = [Job(task.name, UNTRAINED.name, 0.0, 0) for task in self.tasks]
         for task, method in self.pairs():
-            if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
+            if self.tune and chosen_rate(task, method, self.published) is None:
                 jobs += tuning_jobs(task, method)
         tuning = False
         for seed in range(self.seeds):
             for task, method in self.pairs():
                 if (rate := self.rate(task, method)) is not None:
-                    jobs.append(Job(task.name, method.name, rate, seed))
+                    job = Job(task.name, method.name, rate, seed)
+                    if self.rows is None or job.row in self.rows:
+                        jobs.append(job)
                 else:
                     tuning = tuning or not self._lost(task, method)
         return jobs, tuning
 
     def rate(self, task: Task, method: Method) -> float | None:
-        return chosen_rate(task, method, self.have) if self.tune else task.rates[0]
+        return chosen_rate(task, method, self.published | self.have) if self.tune else task.rates[0]
 
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and True if others may begin later."""
@@ -121,13 +128,13 @@ class Schedule:
         with self.changed:
             self.running.discard(job)
             if line:
-                keep(self.place.ledger, line)
+                self.ledger.add(str(job), line)
                 self.have[job] = line
             else:
                 self.failed[job] = error
             left = len(self.open_jobs()[0]) + len(self.running)
-            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"
-            print(f"{time.strftime('%H:%M:%S')}  {job}: {told}  ({left} open)", flush=True)
+            told = f"{job}: FAILED: {error}" if error else self.ledger.compared(str(job))
+            print(f"{time.strftime('%H:%M:%S')}  {told}  ({left} open)", flush=True)
             self.changed.notify_all()
 
 
@@ -140,8 +147,6 @@ def run_all(schedule: Schedule, processes: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for job, error in schedule.failed.items():
-        print(f"failed: {job}: {error}", flush=True)
 
 
 def work(schedule: Schedule) -> None:

@@ -1,12 +1,10 @@
-"""One run of the comparison: its training, its score and its line in the ledger; reading and writing the ledger."""
+"""One run of the comparison: its training, its score and its line in the ledger."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,16 +36,20 @@ class Job(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.task}, {self.method}, lr {self.rate:g}, seed {self.seed}"
+        """The name of the run's row in the ledger. The same seed may have several rates."""
+        return f"{self.row}/lr {self.rate:g}"
+
+    @property
+    def row(self) -> str:
+        return f"{self.task}/{self.method}/{self.seed}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of runs, the ledger, the device of tasks that are `on_device`; `quick`: runs are smoke tests;
-    `unsafe`: programs that models write run without a sandbox."""
+    """The folder of runs, the device of tasks that are `on_device`; `quick`: runs are smoke tests; `unsafe`: programs
+    that models write run without a sandbox."""
 
     root: Path
-    ledger: Path
     device: str = "cpu"
     quick: bool = False
     unsafe: bool = False
@@ -61,20 +63,9 @@ def _parts(job: Job) -> tuple[Task, Any]:
     return task, find_method(task, job.method)
 
 
-def known(ledger: Path) -> dict[Job, Line]:
+def by_job(lines: Iterable[Line]) -> dict[Job, Line]:
     """Returns the lines of a ledger, by run."""
-    lines = read_lines(ledger) if ledger.exists() else []
     return {Job(line["task"], line["method"], line["rate"], line["seed"]): line for line in lines}
-
-
-def keep(ledger: Path, line: Line) -> None:
-    """Appends a line in one write, so that several programs may share a ledger."""
-    ledger.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(file)
 
 
 def measure(job: Job, place: Place) -> Line:
@@ -135,7 +126,7 @@ def needed_runs(job: Job) -> list[Job]:
 
 
 def has_weights(job: Job, place: Place) -> bool:
-    """True if the run's weights are on this machine; the ledger may have lines of runs measured on another one."""
+    """True if the run's weights are here; its folder may have been removed."""
     folder = place.folder(job)
     return folder.exists() and bool(list_checkpoints(folder))
 

@@ -1,21 +1,24 @@
-"""Stores results of long measurements in the repository, so that an interrupted one continues where it ended."""
+"""Keeps results of single long runs of a part, so that an interrupted part continues where it ended."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
-KEPT = Path(__file__).parents[1] / "measured" / "psro"
+from ledger import Ledger, Line
+
 Found = TypeVar("Found")  # of JSON
 
 
+def figure(line: Line) -> str:
+    """Returns the figures of a part; of a single run only that it is there."""
+    figures = line.get("figures")
+    return ", ".join(f"{name} {value:g}" for name, value in figures.items()) if figures else "a run"
+
+
 def kept(name: str, measure: Callable[[], Found]) -> Found:
-    """Returns the stored result of that name; measures and stores it if there is none."""
-    path = KEPT / f"{name}.json"
-    if not path.exists():
-        found = measure()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found) + "\n")
-    return json.loads(path.read_text())
+    """Returns the result of that name that was measured here; measures and stores it if there is none."""
+    ledger = Ledger("psro", figure)
+    if name not in ledger.here:
+        ledger.add(name, {"result": measure()})
+    return Ledger("psro", figure).here[name]["result"]
