@@ -190,10 +190,10 @@ bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside th
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/scale.py
 
-learning: $(INSTALLED) ## remake docs/results-games.md
+learning: $(INSTALLED) ## measure docs/results-games.md again, beside the published rows (2.5 hours of one core)
 	$(BIN)/python bench/learning.py
 
-reproduce: $(INSTALLED) ## remake docs/results.md
+reproduce: $(INSTALLED) ## measure docs/results.md again, beside the published rows (3 hours of one core)
 	$(BIN)/python scripts/reproduce.py
 
 base: $(INSTALLED) ## train the base models that ship with palestra

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-from ledger import finish
+from ledger import commit, finish, processor
 from rich.console import Console
 from rich.table import Table
 from soak_parts.memory import cpu_seconds, process_tree
@@ -216,8 +216,8 @@ def page(tables: Sequence[Table]) -> str:
     cores, load = os.cpu_count(), os.getloadavg()[0]
     parts = [
         "# What scaling costs",
-        f"Made by `python bench/scale.py --report`, whose docstring describes the figures: {cores} cores of "
-        f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
+        f"Made by `python bench/scale.py --report`, whose docstring describes the figures: commit {commit()}, {cores} "
+        f"cores of {processor()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
         f"load {load:.1f} at the end.",
     ]
     for table in tables:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ledger import absent, finish
+from ledger import absent, commit, finish, processor
 from peers import zoo
 from peers.running import PEERS, Failed, Job, install, installed, run
 from rich.console import Console
@@ -321,12 +321,8 @@ def notes(results: Results, job: Job) -> str:
 
 def machine() -> str:
     """Returns a description of the machine."""
-    models, info = [platform.processor() or platform.machine()], Path("/proc/cpuinfo")
-    if info.exists():
-        models += [
-            line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-    return f"{os.cpu_count()} cores of {models[-1]}, {platform.system()}, Python {platform.python_version()}"
+    system = f"{platform.system()}, Python {platform.python_version()}"
+    return f"commit {commit()}, {os.cpu_count()} cores of {processor()}, {system}"
 
 
 def versions(results: Results) -> str:
