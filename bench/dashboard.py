@@ -208,7 +208,8 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 def served(root: Path, cache: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-c", "from palestra.cli.main import app; app()", "dashboard", str(root), "--port", "0"]
+    command = [sys.executable, "-c", "from palestra.cli.main import app; app()", "dashboard"]
+    command += ["--root", str(root), "--port", "0"]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None

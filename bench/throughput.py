@@ -367,14 +367,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > 0.3:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): the figures are not reliable[/]")
+    for peer in options.peers:
+        if options.quick and not installed(peer):
+            absent(f"{peer} in an environment of its own: this script without --quick makes it, or --peers without it")
     if PONG & set(options.peers):
         try:
             zoo.options("atari_pong")  # reports a missing package now rather than after half an hour
         except ValueError as error:
             parser.error(str(error))
     for peer in options.peers:
-        if options.quick and not installed(peer):
-            absent(f"{peer} in an environment of its own: this script without --quick makes it, or --peers without it")
         install(peer)
     jobs = main_jobs(options.peers, WHATS[:2] if options.quick else WHATS)
     results = measure([*jobs, *growth_jobs(SIZES[::3] if options.quick else SIZES)], seconds, repeats)

@@ -71,7 +71,7 @@ def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
     plan = []
     for _ in range(rng.randint(1, env.pushes)):
         box = rng.randrange(len(boxes))
-        beside = env.instance.grid.beside[boxes[box]]
+        beside = env.instance.grid.neighbors[boxes[box]]
         direction = towards(rng, env.size, beside, boxes[box], goals[box])
         plan.append((box, direction))
         boxes[box] = beside[direction] if beside[direction] >= 0 else boxes[box]
@@ -82,15 +82,15 @@ def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> lis
     """Moves that walk to the far side of each box of the plan and push it, until `GIVE_UP` or the limit of moves."""
     state, moves = env.state, []
     for box, direction in plan:
-        stand = env.instance.grid.beside[state[1][box]][OPPOSITE[direction]]
+        stand = env.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
         if stand < 0 or rng.random() < GIVE_UP:
             break
         while state[0] != stand and len(moves) < env.moves:
-            beside = env.instance.grid.beside[state[0]]
+            beside = env.instance.grid.neighbors[state[0]]
             free = tuple(-1 if cell in state[1] else cell for cell in beside)
             moves.append(towards(rng, env.size, free, state[0], stand))
             state = env.move(state, moves[-1]) or state
-            if env.instance.grid.beside[state[1][box]][OPPOSITE[direction]] != stand:
+            if env.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]] != stand:
                 return moves  # it pushed the box away by mistake: the plan no longer applies
         if len(moves) < env.moves:
             moves.append(direction)
@@ -120,7 +120,7 @@ def path_moves(env: PlanPath, targets: list[int], rng: Random) -> list[int]:
         for _ in range(manhattan(env.size, at, target) + 1):
             if at == target or len(moves) == env.moves:
                 break
-            moves.append(towards(rng, env.size, env.instance.grid.beside[at], at, target))
+            moves.append(towards(rng, env.size, env.instance.grid.neighbors[at], at, target))
             after = env.move(at, moves[-1])
             at = at if after is None else after
     return moves or random_moves(rng, env.moves)
@@ -192,7 +192,7 @@ def stand(env: Sokoban, rng: Random) -> Example:
     plan = rng.choice((random_plan, mediocre_plan))(env, rng)
     boxes, cells = list(env.state[1]), []
     for box, direction in plan:
-        beside = env.instance.grid.beside[boxes[box]]
+        beside = env.instance.grid.neighbors[boxes[box]]
         if beside[OPPOSITE[direction]] < 0 or beside[direction] < 0 or beside[direction] in boxes:
             break
         cells.append(beside[OPPOSITE[direction]])
