@@ -42,6 +42,7 @@ from reproduce_report import write_report
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, load, override, validate
+from palestra.envs import make_env
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, read_lines
 from palestra.training.loop import Callback, play_evals, restore_checkpoint, run_training
@@ -166,7 +167,7 @@ def config_of(row: Row, quick: bool) -> TextConfig:
 def check(quick: bool, name: str) -> None:
     """Raises ValueError if the row's config is wrong."""
     if find_row(name).method in METHODS:
-        config_of(find_row(name), quick)
+        make_env(**config_of(find_row(name), quick).env)
 
 
 def measure(quick: bool, name: str) -> Line:

@@ -60,6 +60,7 @@ import palestra
 from palestra.builders.text_config import TextConfig
 from palestra.config import Tree, load, override, validate
 from palestra.config.tree import to_yaml
+from palestra.envs import make_env
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import open_text_eval
 from palestra.launch.population_config import validate_population
@@ -376,7 +377,7 @@ def check(place: Place, name: str) -> None:
     """Raises ValueError if the row's config is wrong."""
     row = scored_rows().get(name)
     if row:
-        validate(TextConfig, config_of(row, place))
+        make_env(**validate(TextConfig, config_of(row, place)).env)
     elif name.startswith("kuhn/"):
         validate_population(load(KUHN))
 
