@@ -187,7 +187,7 @@ def print_table(sizes: tuple[int, ...]) -> None:
         cells = [f"{number:.4g}" for number in (*work, *driver)]
         print("| " + " | ".join([f"{workers:,}", *cells]) + " |", flush=True)
     figures = {"tasks_per_s": line["tasks_per_s"], "worker_use": line["worker_use"]}
-    print(json.dumps({"bench": "cluster_table", "figures": figures}))
+    finish("cluster_table", figures, {})
 
 
 def _rss_mb() -> float:
