@@ -205,7 +205,15 @@ class TextTrainer:
 
     def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop, below the caller's span."""
-        return self.event_loop.run(coroutine, context=copy_context())
+        results: list[T] = []
+
+        async def keep() -> None:
+            # Not as the task's result: where Runner takes back its SIGINT handler, `signal` formats the handler, with
+            # it the task, and with that its result: all episodes of a step.
+            results.append(await coroutine)
+
+        self.event_loop.run(keep(), context=copy_context())
+        return results[0]
 
     def position_of(self, step: int) -> StepPosition:
         """Returns the position of `step` in the run. Raises ValueError if the run has no such step."""

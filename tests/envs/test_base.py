@@ -120,6 +120,24 @@ def test_broken_env_is_reported_by_the_check(broken, finding):
         check_env(broken)
 
 
+class Drawing(Countdown):
+    """Draws from a generator that has two names and has drawn the first half of a pair of Gaussian numbers."""
+
+    def reset(self, seed: int) -> Step:
+        self.rng = random.Random(seed)
+        self.dealer = {"rng": self.rng}
+        self.rng.gauss(0.0, 1.0)
+        return super().reset(seed)
+
+
+def test_fork_draws_as_its_original_from_a_generator_of_its_own():
+    env = Drawing()
+    env.reset(3)
+    forks = [env.fork(), env.fork()]
+    drawn = [[game.rng.gauss(0.0, 1.0), game.dealer["rng"].random()] for game in (*forks, env)]
+    assert drawn[0] == drawn[1] == drawn[2] and forks[0].dealer["rng"] is forks[0].rng
+
+
 class ReturnsTuple(Countdown):
     """Returns the tuples that Gymnasium's envs return."""
 

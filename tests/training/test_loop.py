@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import signal
 
 import pytest
 import torch
@@ -552,3 +553,26 @@ def test_env_without_success_is_reported_by_returns_per_seat(base, tmp_path):
     console.print(summary_table(path))
     assert "dev: return of player_0" in (shown := console.export_text()) and "success" not in shown
     assert plot_run(path).stat().st_size > 10_000
+
+
+class Printed:
+    """Counts how often it is formatted."""
+
+    times = 0
+
+    def __repr__(self):
+        self.times += 1
+        return "printed"
+
+
+def test_episodes_of_a_step_are_not_formatted_for_a_signal_handler(base):
+    """Python formats a SIGINT handler when it is asked for, asyncio's handler holds the task, and a task its result."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the test was started from
+    setup = build(whisper(base))
+
+    async def play(episodes):
+        return episodes
+
+    with asyncio.Runner() as setup.event_loop:
+        plain = setup.event_loop.run(play(Printed()))
+        assert plain.times > 0 and setup.run_async(play(Printed())).times == 0
