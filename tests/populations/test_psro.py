@@ -108,7 +108,7 @@ def test_members_do_not_depend_on_task_order(config):
         assert [meta.names for meta in other.meta_strategies] == [meta.names for meta in plans[0].meta_strategies]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.integers(0, 2**32),
     st.fixed_dictionaries(

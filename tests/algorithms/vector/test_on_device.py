@@ -184,8 +184,8 @@ def test_acting_waits_once_per_step(name: str, device: PretendedDevice) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *["ppo", "mappo", "ppo with memory", "mat", "coma", "qmix", "sac"],
-        pytest.param("mat with memory", marks=pytest.mark.slow),
+        *["ppo", "mappo", "coma", "qmix", "sac"],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo with memory", "mat", "mat with memory")),
     ],
 )
 def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, device: PretendedDevice) -> None:
@@ -227,7 +227,7 @@ def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDe
 
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
-@pytest.mark.parametrize("name", ["ppo with memory", "qmix with memory"])
+@pytest.mark.parametrize("name", [pytest.param("ppo with memory", marks=pytest.mark.slow), "qmix with memory"])
 def test_checkpoint_of_the_device_resumes_on_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
     """The state, the saved policies and the running games."""
     config, kind, settings = CASES[name]
