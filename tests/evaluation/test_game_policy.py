@@ -140,7 +140,7 @@ def test_population_of_networks_that_see_observations(tmp_path: Path) -> None:
     for game in ("kuhn_poker", "leduc_poker"):
         run = pl.train(
             env={"type": "openspiel", "game": game, "view": "observation", "num_envs": 32},
-            population={"type": "psro", "iterations": 2, "env_steps": 1024, "games_per_cell": 64},
+            population={"type": "psro", "iterations": 2, "env_steps": 512, "games_per_cell": 32},
             oracle={"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 16}},
             backend={"type": "inline"},
             root=tmp_path,

@@ -93,7 +93,7 @@ class StoredMembers(Callback):
         self.most = max(self.most, len(self.troupe.published))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_old_members_are_removed(base: Path, tmp_path: Path, staleness: int) -> None:
     asked = config(base, steps=6, staleness=staleness, evals={}, policies={"default": config(base).policies["guide"]})
     made = build(asked, inline_backend)

@@ -219,7 +219,7 @@ def test_backend_may_change_on_resume(tmp_path):
     assert parse((tmp_path / "runs/small/config.yaml").read_text())["backend"]["type"] == "inline"
 
 
-@pytest.mark.parametrize("plan", ["psro", "xdo"])
+@pytest.mark.parametrize("plan", ["psro", pytest.param("xdo", marks=pytest.mark.slow)])
 def test_finished_run_is_extended(plan, tmp_path):
     """The extended run equals one that was as long from the start."""
     curves = {}

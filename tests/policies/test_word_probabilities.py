@@ -47,7 +47,7 @@ def test_word_has_all_its_token_spellings() -> None:
         token_spellings(tokenizer, "ab" * 9)
 
 
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_probabilities_match_sampled_frequencies(most: int) -> None:
     """A word shorter than `most` must be followed by the end token; one of that length need not."""
     policy = speaker(most)

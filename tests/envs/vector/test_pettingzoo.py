@@ -316,7 +316,9 @@ def advised(test: Any) -> Any:
 
 
 @advised
-@pytest.mark.parametrize("make", [counting, four, spread, matrix, KuhnPoker])
+@pytest.mark.parametrize(
+    "make", [counting, *(pytest.param(each, marks=pytest.mark.slow) for each in (four, spread, matrix)), KuhnPoker]
+)
 def test_exported_aec_envs_pass_pettingzoo_tests(make: Any) -> None:
     api_test(to_aec(make), num_cycles=50)
     seed_test(lambda: to_aec(make), num_cycles=20)
