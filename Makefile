@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-gpu test-browser test-wheel test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,11 +50,20 @@ real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and 
 	$(BIN)/torchrun --nproc-per-node 2 -m palestra train configs/real/story_team.yaml --name $$name && \
 	$(BIN)/python scripts/real_results.py runs/$$name --only "trained" --episodes 150 --processes 2
 
-test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# Lint, types and tests, and how long all of it took: $(call timed,OPTIONS OF PYTEST).
+define timed
+	@start=$$(date +%s); $(MAKE) --no-print-directory lint && $(BIN)/python -m pytest $(1); result=$$?; \
+	seconds=$$(($$(date +%s) - start)); echo "make $@ took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$result
+endef
 
-test-all: lint ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser and not wheel"
+check: $(INSTALLED) ## lint, types and the first fast test of every file of tests/: what a quick look needs
+	$(call timed,-n auto --dist worksteal --first)
+
+test: $(INSTALLED) ## lint, types and the fast tests (CPU), on as many cores as there are
+	$(call timed,-n auto --dist worksteal)
+
+test-all: $(INSTALLED) ## the same with the slow tests
+	$(call timed,-m "not gpu and not clients and not peers and not browser and not wheel")
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device, with a torch that has CUDA
 	$(BIN)/python -m pytest -m gpu

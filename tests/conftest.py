@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never downloads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+pytest_plugins = ["first_tests"]
+
 # Their packages conflict with others of palestra's: `make test-envs` runs them in a venv that has them.
 collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
 collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
