@@ -35,6 +35,15 @@ def assert_steps(tmp_path, ranks, steps, cases, groups=5, work="steps"):
         assert_close(tmp_path / f"{case}.npz", alone(kind, steps, groups=groups, tied=tied == "tied"))
 
 
+def test_single_process_group_without_torchrun():
+    assert join_process_group() == SINGLE_PROCESS
+    assert (
+        SINGLE_PROCESS.all_gather("x") == ["x"]
+        and SINGLE_PROCESS.broadcast("x") == "x"
+        and not SINGLE_PROCESS.any_rank(False)
+    )
+
+
 def test_two_ranks_equal_one_process_with_whole_logits(tmp_path):
     assert_steps(
         tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied", "lora,fsdp,keep,untied"], work="chunked"
@@ -115,15 +124,6 @@ def test_half_precision_on_two_ranks_is_close_to_one_process(tmp_path):
 
 
 # ---- one process
-
-
-def test_single_process_group_without_torchrun():
-    assert join_process_group() == SINGLE_PROCESS
-    assert (
-        SINGLE_PROCESS.all_gather("x") == ["x"]
-        and SINGLE_PROCESS.broadcast("x") == "x"
-        and not SINGLE_PROCESS.any_rank(False)
-    )
 
 
 def test_split_over_ranks_is_even_and_keeps_groups_whole():

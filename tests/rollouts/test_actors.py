@@ -56,6 +56,11 @@ def broken() -> ActorSetup:
     raise RuntimeError("no such game")
 
 
+def test_actors_need_an_off_policy_correction(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="off_policy_correction: vtrace"):
+        validate(VectorConfig, CONFIG | {"algorithm": {"type": "ppo"}})
+
+
 def test_actors_that_fail_to_start_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     own = make_actor_setup(validate(VectorConfig, CONFIG))
     actors = ActorPool(own, [broken], 5, 0)
@@ -77,11 +82,6 @@ def test_run_with_actors_learns_logs_lag_and_resumes(tmp_path: Path) -> None:
         setup = build_vector_run(config)
         assert restore_checkpoint(setup, run) == 13
         assert run_training(setup, run, Callback())
-
-
-def test_actors_need_an_off_policy_correction(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="off_policy_correction: vtrace"):
-        validate(VectorConfig, CONFIG | {"algorithm": {"type": "ppo"}})
 
 
 def test_actor_env_declares_its_spaces() -> None:

@@ -33,6 +33,19 @@ SCRIPT = Path(sys.executable).parent / "palestra"
 OFFLINE: dict[str, Any] = {"iql": IQL, "cql": CQL, "bc": BC}
 
 
+@pytest.mark.parametrize("config", [SAC, DDPG, TD3, FACMAC])
+def test_learner_waits_until_all_processes_are_ready(config: Any) -> None:
+    env = Cues(games=4)
+    waits = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
+    for sync, steps in ((GradientSync(), 2), (waits, 0)):
+        policy = NetPolicyConfig(hidden=[8])
+        settings = {"learning_starts": 4, "batch_size": 4, "gradient_steps": 2}
+        learner = config(**settings).build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, sync)
+        batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 2, 0)
+        learner.update(batch, 0.0)
+        assert learner.steps == steps
+
+
 def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path) -> None:
     """Their buffers fill at different speeds: a process that started to learn alone would wait for the other's
     gradients forever."""
@@ -52,19 +65,6 @@ def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path
     command = [SCRIPT, "train", "turns.yaml"]
     subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=150, check=True)
     assert read_lines(tmp_path / "runs" / "turns" / "metrics.jsonl")[-1]["env_steps"] == 300
-
-
-@pytest.mark.parametrize("config", [SAC, DDPG, TD3, FACMAC])
-def test_learner_waits_until_all_processes_are_ready(config: Any) -> None:
-    env = Cues(games=4)
-    waits = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
-    for sync, steps in ((GradientSync(), 2), (waits, 0)):
-        policy = NetPolicyConfig(hidden=[8])
-        settings = {"learning_starts": 4, "batch_size": 4, "gradient_steps": 2}
-        learner = config(**settings).build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, sync)
-        batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 2, 0)
-        learner.update(batch, 0.0)
-        assert learner.steps == steps
 
 
 def train_once(data: str, folder: Path, rank: ProcessRank | None = None) -> None:
