@@ -1,5 +1,4 @@
-"""Training of language agents: play episodes, assign credit, update. This module imports neither torch nor any
-concrete env, algorithm or backend."""
+"""Training of language agents: play, assign credit, update. Imports no torch, concrete env, algorithm or backend."""
 
 from __future__ import annotations
 
@@ -205,13 +204,11 @@ class TextTrainer:
 
     def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop, below the caller's span."""
-        results: list[T] = []
 
-        async def keep() -> None:
-            # Not as the task's result: where Runner takes back its SIGINT handler, `signal` formats the handler, with
-            # it the task, and with that its result: all episodes of a step.
+        async def keep() -> None:  # if the task had the result, `signal` would format it with Runner's handler
             results.append(await coroutine)
 
+        results: list[T] = []
         self.event_loop.run(keep(), context=copy_context())
         return results[0]
 
