@@ -86,7 +86,7 @@ def check_equal(found: list, expected: list) -> None:
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=LOGPROB_ATOL)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.2])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.2])
 def test_half_of_the_cache_budget_gives_the_same_answers(engine, snapshots, share):
     requests = mixed_requests(snapshots)
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
