@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -35,7 +38,23 @@ def start_process(target: Callable[..., object], arguments: Iterable[Any], *, da
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _restore_safe_path(safe_path)
+    if daemon:  # at the end of this process multiprocessing sends SIGTERM to it and waits, and it may ignore SIGTERM
+        Finalize(None, _kill, (weakref.ref(process),), exitpriority=0)
     return process
+
+
+def _kill(reference: weakref.ref[BaseProcess]) -> None:
+    process = reference()
+    if process is not None:
+        with suppress(ValueError):  # it was closed
+            process.kill()
+
+
+def leave_signals_to_parent() -> None:
+    """Ignores Ctrl-C and SIGTERM, which a terminal or a cluster sends to all processes of a run: the parent decides
+    when this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that this process starts would inherit
 
 
 def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:

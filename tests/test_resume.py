@@ -130,12 +130,13 @@ def test_resume_after_twenty_kills_is_bit_identical(base, uninterrupted, tmp_pat
     assert_same(kill_repeatedly(tmp_path / "a", base, uninterrupted(70), kills=20), uninterrupted(70))
 
 
-def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, uninterrupted, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_a_checkpoint_and_prints_the_resume_command(base, uninterrupted, tmp_path, number):
     process, run = new_run(tmp_path / "a folder", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     out = finish(process)
     assert "stopping after this step" in out
     steps = list_checkpoints(run)[-1].step + 1

@@ -257,3 +257,10 @@ class Counted(Countdown):
 
     def close(self) -> None:
         Counted.not_closed -= 1
+
+
+class Unsaved(Counted):
+    """A countdown whose games cannot be saved."""
+
+    def save(self) -> None:
+        return None

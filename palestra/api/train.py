@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from palestra.api.trained_run import TrainedRun, call_outside_loop
 from palestra.config import Tree, load, override
 from palestra.envs import is_vector_config
 from palestra.envs.local import env_type
-from palestra.launch.console import console
+from palestra.launch.console import console, print_line
 from palestra.launch.extend import length_setting
-from palestra.launch.run import open_run, resumed_tree, run_request
+from palestra.launch.run import STOPPING, open_run, resumed_tree, run_request
 from palestra.report.run_report import explain_no_update
 from palestra.rollouts.failures import RunFailed
 from palestra.training.loop import Callback
@@ -46,8 +47,9 @@ def train(
     `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`.
 
     `resume` continues a run from its last checkpoint, possibly for more `steps`. An interrupt (Ctrl-C, or the stop
-    button of a notebook) ends the run after the current step with a checkpoint, as does `Callback.stop`; a second one
-    raises KeyboardInterrupt. Inside a running event loop the run trains in a thread of its own.
+    button of a notebook) or SIGTERM ends the run after the current step with a checkpoint, as does `Callback.stop`; a
+    second one raises KeyboardInterrupt. Inside a running event loop the run trains in a thread of its own. A call from
+    another thread than the main one, which no signal reaches, prints that only `Callback.stop` ends the run so.
 
     Raises ValueError for a mistake in the config, and RunFailed if the run failed.
     """
@@ -64,6 +66,12 @@ def train(
         request = run_request(config_tree(config, changes, steps), name=name, root=root)
 
     interrupt = Callback()
+    if threading.current_thread() is not threading.main_thread():
+        print_line("not in the main thread: Callback.stop() ends the run with a checkpoint, Ctrl-C and SIGTERM do not")
+
+    def request_stop() -> None:
+        interrupt.stop()
+        print_line(STOPPING)
 
     def work() -> Path:
         with open_run(request) as opened:
@@ -75,7 +83,7 @@ def train(
             console.print(f"stopped; resume with palestra.train(resume={str(path)!r})", soft_wrap=True)
         return path
 
-    return TrainedRun(call_outside_loop(work, interrupt.stop))
+    return TrainedRun(call_outside_loop(work, request_stop))
 
 
 def config_tree(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import pyarrow as pa
 
 from palestra.config import Tree, load
 from palestra.files import read_lines
+from palestra.launch.console import interrupt_on_sigterm
 from palestra.populations.task_json import TASKS_FILE
 from palestra.report.episodes import episode_html
 from palestra.report.html import details, escape_text
@@ -82,8 +84,8 @@ def evaluate(
 def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
     """Returns `work()`. Inside a running event loop it is called in a thread of its own, where it can run another loop.
 
-    There, the first KeyboardInterrupt calls `on_interrupt` and the call still waits for the result; the second is
-    raised.
+    There, the first KeyboardInterrupt or SIGTERM calls `on_interrupt` and the call still waits for the result; the
+    second raises KeyboardInterrupt.
     """
     try:
         asyncio.get_running_loop()
@@ -92,6 +94,7 @@ def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | 
     pool = ThreadPoolExecutor(1, "palestra")
     future = pool.submit(work)
     pool.shutdown(wait=False)
+    before = interrupt_on_sigterm()
     try:
         return _result_of(future)
     except KeyboardInterrupt:
@@ -99,6 +102,9 @@ def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | 
             raise
         on_interrupt()
         return _result_of(future)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _result_of(future: Future[T]) -> T:

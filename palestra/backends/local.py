@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from palestra.backends.task_queue import (
     worker_start_error,
 )
 from palestra.populations.tasks import Task, TaskResult, WorkerFactory
-from palestra.processes import PipeProcess, exit_with_parent
+from palestra.processes import PipeProcess, exit_with_parent, leave_signals_to_parent
 from palestra.rollouts.failures import ErrorText, describe_error
 from palestra.runs.worker_stats import process_label, worker_stats
 from palestra.tracing import export_wait_s, stop_tracing
@@ -42,7 +41,7 @@ END_TIMEOUT_S = 1.0  # seconds that processes have to end once their pipes are c
 
 def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
     """Sends None when the worker is built, or the fault if that failed; then runs tasks until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
+    leave_signals_to_parent()  # which closes the pipe
     exit_with_parent(partial(shutil.rmtree, scratch, ignore_errors=True))  # a parent that was killed left it behind
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that are not imported yet
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe

@@ -70,11 +70,12 @@ class PolicyRunConfig(RunConfig):
     evals: Mapping[str, EvalConfig] = {}
     """Held-out evaluations by name."""
     checkpoint_every: int = Field(ge=1)
-    """Steps between checkpoints: training steps of language agents; joint steps of networks, rounded up to log
-    intervals. The newest two are kept."""
+    """Steps between checkpoints, at most: training steps of language agents; joint steps of networks, rounded up to log
+    intervals, and a tenth of the run if that is less. Ten minutes after the last checkpoint there is one in any case,
+    unless the env cannot save its games. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
-    """Steps between checkpoints that are kept permanently, a multiple of `checkpoint_every`. 0: only the last one of
-    the run."""
+    """Steps between checkpoints that are kept permanently: training steps of language agents; joint steps of networks,
+    rounded up to log intervals. 0: only the last one of the run."""
 
     @property
     def algorithm_label(self) -> str:
@@ -86,16 +87,6 @@ class PolicyRunConfig(RunConfig):
     def _policy_names(cls, policies: Mapping[str, Any]) -> Mapping[str, Any]:
         check_policy_names(policies, *cls.reserved_names)
         return policies
-
-    @model_validator(mode="after")
-    def _keep_every(self) -> Self:
-        if self.keep_every % self.checkpoint_every:
-            raise ValueError(
-                f"keep_every: {self.keep_every} is not a multiple of checkpoint_every: "
-                f"{self.checkpoint_every}, and only "
-                f"checkpoints can be kept: set keep_every to a multiple, or checkpoint_every to {self.keep_every}"
-            )
-        return self
 
     @model_validator(mode="after")
     def _policies_of_evals(self) -> Self:

@@ -40,6 +40,7 @@ from palestra.training.vector import VectorEval, VectorTrainer, gather_single
 from palestra.types import Seat
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
+MIN_CHECKPOINTS = 10  # checkpoints of a run, at least
 
 
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
@@ -96,7 +97,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
     sweep = config.algorithm.rollout_length * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
 
-    def sweeps(env_steps: int) -> int:
+    def sweeps(env_steps: float) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
     trainer = VectorTrainer(
@@ -114,8 +115,8 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         steps=math.ceil(config.env_steps / sweep),
         rollout_length=config.algorithm.rollout_length,
         log_every=log_every,
-        checkpoint_every=sweeps(config.checkpoint_every),
-        keep_every=config.keep_every // config.checkpoint_every * sweeps(config.checkpoint_every),
+        checkpoint_every=sweeps(min(config.checkpoint_every, config.env_steps / MIN_CHECKPOINTS)),
+        keep_every=sweeps(config.keep_every),
         rank=rank.rank,
         num_processes=rank.world_size,
         all_gather=all_gather if rank.world_size > 1 else gather_single,

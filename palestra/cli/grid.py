@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from palestra.cli.runs import Root
-from palestra.launch.console import console, print_line, styled_text, user_errors
+from palestra.launch.console import console, interruptible, print_line, styled_text, user_errors
 
 if TYPE_CHECKING:
     from palestra.experiments.grid import GridCell, GridConfig
@@ -41,9 +41,9 @@ def grid(
     """Train every algorithm on every task with every seed, and compare them.
 
     Each cell of the grid is a run in ROOT/NAME. Finished cells are skipped and interrupted ones resumed, so the same
-    command continues after Ctrl-C or a crash. At the end results.json, results.md and results.svg are written there:
-    interquartile means, optimality gaps, performance profiles and probabilities of improvement, with intervals over
-    seeds.
+    command continues after Ctrl-C, SIGTERM or a crash. At the end results.json, results.md and results.svg are written
+    there: interquartile means, optimality gaps, performance profiles and probabilities of improvement, with intervals
+    over seeds.
 
     Examples:
 
@@ -55,7 +55,7 @@ def grid(
 
         palestra grid configs/grids/cooperation.yaml --backend ray --address auto
     """
-    with user_errors():
+    with user_errors(), interruptible("; the same command continues"):
         from palestra.config.shipped import find_config
         from palestra.experiments.grid import grid_cells, load_grid
         from palestra.experiments.schedule import check_cells, finished_cells

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ import typer
 from palestra.cli.mirror import fetch_and_print
 from palestra.cli.report import print_cycles
 from palestra.cli.runs import Root, print_alarms
-from palestra.launch.console import RANK, console, print_line, user_errors
+from palestra.launch.console import RANK, console, interruptible, print_line, user_errors
 
 if TYPE_CHECKING:
     from palestra.config import Tree
@@ -100,7 +99,7 @@ def train(
     `palestra config` describes every key of a config: `palestra config text` for a run, `palestra config grpo` for an
     algorithm.
 
-    Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
+    Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint; a second one ends it at once.
     """
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
@@ -224,13 +223,8 @@ def _print_population(path: Path, config: Any) -> None:
         print_line(f"who beats whom: palestra league standings {shlex.quote(str(path))}")
 
 
-@contextmanager
-def _interruptible(run: Path | None) -> Iterator[None]:
+def _interruptible(run: Path | None) -> AbstractContextManager[None]:
     """Context in which a Ctrl-C that ends the run at once prints one line and exits with code 130. `run` is None before
     there is a run."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        again = f"resume from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
-        print_line(f"interrupted; {again}" if run else "interrupted before the run began")
-        raise typer.Exit(130) from None
+    again = f"; resume from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
+    return interruptible(again if run else " before the run began")

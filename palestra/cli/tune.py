@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palestra.cli.runs import Root
-from palestra.launch.console import print_line, user_errors
+from palestra.launch.console import interruptible, print_line, user_errors
 
 if TYPE_CHECKING:
     from palestra.experiments.schedule import CellResult
@@ -25,8 +25,8 @@ def tune(
 ) -> None:
     """Search for settings, such as learning rates, that score best in a development evaluation.
 
-    Optuna chooses; each trial is one run per seed, in ROOT/NAME. The same command continues after Ctrl-C or a crash.
-    results.md lists the best trials, best.yaml is the config with their settings: train it with other seeds.
+    Optuna chooses; each trial is one run per seed, in ROOT/NAME. The same command continues after Ctrl-C, SIGTERM or a
+    crash. results.md lists the best trials, best.yaml is the config with their settings: train it with other seeds.
 
     Examples:
 
@@ -36,7 +36,7 @@ def tune(
 
         palestra train runs/spread_tuning/best.yaml --set seed=0
     """
-    with user_errors():
+    with user_errors(), interruptible("; the same command continues"):
         from palestra.config.shipped import find_config
         from palestra.experiments.study import Search, check_space
         from palestra.experiments.tune import base_tree, load_tuning, scored_eval

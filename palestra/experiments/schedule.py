@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from palestra.config import allow_modules_in, dump, load
 from palestra.experiments.grid import GridCell, TaskConfig
 from palestra.files import read_lines, remove_path, to_json_line
-from palestra.processes import StoppableProcess, exit_reason, exit_with_parent
+from palestra.processes import StoppableProcess, exit_reason, exit_with_parent, leave_signals_to_parent
 from palestra.runs.settings import flatten_tree
 
 if TYPE_CHECKING:
@@ -178,6 +178,7 @@ def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop:
     """Trains one cell in this process, in the working directory `folder`, with its output in a file. Exits with 0,
     `FAILED`, `STOPPED` or `NO_FOLDER`."""
     exit_with_parent()
+    leave_signals_to_parent()
     if not (root / LOGS).is_dir() or not folder.is_dir():
         sys.exit(NO_FOLDER)
     os.chdir(folder)

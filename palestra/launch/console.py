@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,6 +46,25 @@ def styled_text(*parts: str | tuple[str, str]) -> Text:
 def print_line(text: str) -> None:
     """Prints a line without wrapping, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)
+
+
+def interrupt_on_sigterm() -> Any:
+    """Makes SIGTERM, which clusters and containers send, raise KeyboardInterrupt as Ctrl-C does. Returns the handler
+    that it replaced, None if it replaced none: only the main thread can, and under torchrun, whose ranks may wait for
+    each other, SIGTERM must end a process at once."""
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextmanager
+def interruptible(remedy: str) -> Iterator[None]:
+    """Context in which a Ctrl-C that ends the command at once prints one line with `remedy` and exits with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_line(f"interrupted{remedy}")
+        raise typer.Exit(130) from None
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,9 @@ from palestra.sinks.factory import check_sinks
 from palestra.sinks.log_tailer import follow_run
 from palestra.training.loop import Callback
 from palestra.types import Episode, Metrics
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping after this step; again to stop now"
 
 
 class RunKind(NamedTuple):
@@ -295,6 +298,8 @@ def _execute(
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
         console.print(f"resuming after {start} steps")
+    elif run.num_discarded_steps:
+        print_line(f"no checkpoint yet: starts from the beginning, {run.num_discarded_steps} steps are lost")
     with (
         ProgressBar(setup.steps, start, config.model_dump(mode="json"), console) as bar,
         StopOnInterrupt() as interrupted,
@@ -355,28 +360,28 @@ class TaskCallbacks(PlanCallback):
 
 
 class StopOnInterrupt:
-    """Context that yields a function which returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
+    """Context that yields a function which returns True after the first Ctrl-C or SIGTERM; a second one raises
+    KeyboardInterrupt.
 
-    Under torchrun SIGTERM has the same effect, and repeated signals count once: torchrun forwards its signals, and
-    kills processes that take more than half a minute. Only the main thread receives signals: in other threads the
-    function always returns False.
+    Under torchrun repeated signals count once: torchrun forwards its signals, and kills processes that take more than
+    half a minute. Only the main thread receives signals: in other threads the function always returns False.
     """
 
     def __enter__(self) -> Callable[[], bool]:
         self.stop_requested, self.under_torchrun = False, "RANK" in os.environ
-        signals = [signal.SIGINT, signal.SIGTERM] if self.under_torchrun else [signal.SIGINT]
-        if threading.current_thread() is not threading.main_thread():
-            signals = []
-        self.before = {each: signal.signal(each, self._note) for each in signals}
+        is_main = threading.current_thread() is threading.main_thread()
+        self.before = {each: signal.signal(each, self._request_stop) for each in STOP_SIGNALS if is_main}
         return lambda: self.stop_requested
 
-    def _note(self, *_: object) -> None:
-        again = "" if self.under_torchrun else " (Ctrl-C again: at once)"
-        if not self.stop_requested:
-            console.print(f"stopping after this step{again}")
+    def _request_stop(self, *_: object) -> None:
+        if self.stop_requested:
+            return
         self.stop_requested = True
         if not self.under_torchrun:
-            signal.signal(signal.SIGINT, _interrupt)
+            for each in self.before:
+                signal.signal(each, _interrupt)
+        with suppress(RuntimeError):  # the signal came while a line was being printed
+            print_line(STOPPING)
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self.before.items():

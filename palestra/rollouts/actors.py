@@ -9,7 +9,6 @@ for (V-trace). An actor that dies is replaced, and its games start anew.
 from __future__ import annotations
 
 import os
-import signal
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.policies.vector import VectorPolicy
-from palestra.processes import SPAWN_CONTEXT, PipeProcess
+from palestra.processes import SPAWN_CONTEXT, PipeProcess, leave_signals_to_parent
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout, empty_batch
 from palestra.seeding import derive_seed
@@ -90,7 +89,7 @@ class SharedBuffers:
 
 def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], horizon: int, seed: int, name: str) -> None:
     """Main loop of an actor: plays until the pipe closes or the learner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner handles Ctrl-C
+    leave_signals_to_parent()
     torch.set_num_threads(1)
     spec, parent = make(), os.getppid()
     first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32

@@ -14,7 +14,7 @@ class NullRun:
     """Replacement of `Run` that writes nothing, for processes other than the first."""
 
     path = Path()
-    next_step = 0
+    next_step = num_discarded_steps = 0
     skipped_checkpoints: Sequence[str] = ()
 
     def resume(self) -> Checkpoint | None:

@@ -60,7 +60,8 @@ class Run:
     `close`.
 
     `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a
-    message on each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and
+    message on each damaged checkpoint that the last `resume` skipped, `num_discarded_steps` is the number of steps that
+    it removed. Raises ValueError if the lock is taken, and
     DamagedFile if the folder or its list of checkpoints is damaged.
     """
 
@@ -70,6 +71,7 @@ class Run:
         self._lock = acquire_lock(path / ".lock", f"the run {path}")
         self._logs: dict[str, JsonlWriter] = {}
         self.skipped_checkpoints: list[str] = []
+        self.num_discarded_steps = 0
         self._resources = ResourceMeter()
         self._called = -1  # step of the last worker report
         worker_stats.take_report(0.0)  # resets counts from before this run
@@ -261,6 +263,8 @@ class Run:
         """
         newest, self.skipped_checkpoints = self.check_resume()  # first: if it raises, the run is unchanged
         step = newest.step if newest else -1
+        logged = read_lines(self.path / "metrics.jsonl")
+        self.num_discarded_steps = _step_of(self.path / "metrics.jsonl", logged[-1]) - step if logged else 0
         self._close_logs()
         if newest:
             finish_rename(newest)

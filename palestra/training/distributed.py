@@ -69,7 +69,7 @@ def run_training(
     """
     ranks = join_process_group()
     with _together():
-        return loop.run_training(trainer, run, callback, lambda: ranks.any_rank(should_stop()))
+        return loop.run_training(trainer, run, callback, should_stop, any_rank=ranks.any_rank)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from palestra.learners.policy_stack import GradientSync
-from palestra.processes import exit_reason, join_or_kill, start_process
+from palestra.processes import exit_reason, join_or_kill, leave_signals_to_parent, start_process
 
 CHUNK_ELEMENTS = 1 << 18  # elements summed at a time
 COUNTER_STRIDE = 8  # int64 elements between two counters, so that no two processes write to the same cache line
@@ -129,7 +128,7 @@ CHILD_PROCESSES: list[BaseProcess] = []
 
 
 def _run(rank: ProcessRank, run_rank: Callable[[ProcessRank], None], threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    leave_signals_to_parent()
     torch.set_num_threads(threads)
     rank.join()
     run_rank(rank)

@@ -19,6 +19,8 @@ from palestra.runs.replays import GameReplay, ReplayHeader
 from palestra.tracing import end_shared_span, shared_span, span
 from palestra.types import Episode, Metrics
 
+CHECKPOINT_INTERVAL_S = 600.0  # seconds of training that a killed run loses at most, if it can be saved at any step
+
 
 class Callback:
     """Callback for events of a run, such as a progress bar. The methods do nothing unless overridden.
@@ -106,8 +108,13 @@ class TrainerProtocol(Protocol):
         ...
 
     @property
+    def can_save_any_time(self) -> bool:
+        """True if `save` leaves the training that follows as it is, so that the clock may decide when to call it."""
+        ...
+
+    @property
     def keep_every(self) -> int:
-        """Steps between checkpoints that are never pruned; a multiple of `checkpoint_every`. 0: only the last."""
+        """Steps between checkpoints that are never pruned; a multiple of `log_every`. 0: only the last."""
         ...
 
     @property
@@ -155,14 +162,23 @@ def run_training(
     run: RunProtocol,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    any_rank: Callable[[bool], bool] | None = None,
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
 ) -> bool:
     """Trains from `run.next_step` on, inside the trainer's context. `should_stop` is called after each logged step and
     requests an early end.
+
+    A checkpoint is written after every `checkpoint_every` and `keep_every` steps, and after a logged step that ends
+    `checkpoint_interval_s` seconds or more after the last checkpoint. `any_rank` returns True in every process if its
+    argument is True in one of them.
 
     Returns True if all steps are done, False if `should_stop` returned True; the run then has a checkpoint of its last
     step. Raises RunFailed if training cannot continue.
     """
     callback = callback or Callback()
+    any_rank = any_rank or (lambda flag: any(trainer.all_gather(flag)))
+    saved_at = time.monotonic()
     with trainer.open(run, callback):
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
@@ -180,10 +196,13 @@ def run_training(
             callback.on_step(step, trainer.log(step))
             play_evals(trainer, run, step, callback)
             run.sync()
-            stopping = any(trainer.all_gather(should_stop())) and not last
-            if last or stopping or done % trainer.checkpoint_every == 0:
-                keep = last or (trainer.keep_every > 0 and done % trainer.keep_every == 0)
+            stopping = any_rank(should_stop()) and not last
+            waited = time.monotonic() - saved_at >= checkpoint_interval_s
+            is_overdue = any_rank(waited and trainer.can_save_any_time)
+            keep = last or (trainer.keep_every > 0 and done % trainer.keep_every == 0)
+            if keep or stopping or is_overdue or done % trainer.checkpoint_every == 0:
                 save_checkpoint(trainer, run, step, keep=keep)
+                saved_at = time.monotonic()
             if stopping:
                 return False
     return True

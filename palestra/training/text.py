@@ -189,6 +189,11 @@ class TextTrainer:
         """1: every step is logged."""
         return 1
 
+    @property
+    def can_save_any_time(self) -> bool:
+        """True: saving changes nothing."""
+        return True
+
     def all_gather(self, item: Any) -> list[Any]:
         """Returns [item]: under torchrun training/distributed.py keeps the ranks together."""
         return [item]

@@ -123,6 +123,11 @@ class VectorTrainer:
         return list(self.learner.names)
 
     @property
+    def can_save_any_time(self) -> bool:
+        """True if the envs can save their state: otherwise their episodes start over at a checkpoint."""
+        return self.rollout.save() is not None
+
+    @property
     def num_envs(self) -> int:
         """Number of env copies in this process."""
         return self.rollout.env.num_envs

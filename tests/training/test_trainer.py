@@ -27,6 +27,7 @@ class Counter:
     fails_at: int = -1
     evals: list[Evaluation] = field(default_factory=lambda: [Evaluation(name="dev", episodes=1, every=4)])
     policy_names: tuple[str, ...] = ("counter",)
+    can_save_any_time: bool = True
     total: int = 0
     events: list[str] = field(default_factory=list)
 
@@ -96,10 +97,10 @@ def test_evaluations_run_after_logged_steps_only(tmp_path: Path) -> None:
 
 
 def test_newest_two_and_kept_checkpoints_remain(tmp_path: Path) -> None:
-    path = train(Counter(steps=11, checkpoint_every=2, keep_every=4), tmp_path)
-    assert [c.step + 1 for c in list_checkpoints(path)] == [4, 8, 10, 11]
-    assert [c.entry["keep"] for c in list_checkpoints(path)] == [True, True, False, True]
-    assert [c.names for c in list_checkpoints(path)] == [{"counter": "counter"}] * 4
+    path = train(Counter(steps=11, checkpoint_every=2, keep_every=3), tmp_path)
+    assert [c.step + 1 for c in list_checkpoints(path)] == [3, 6, 9, 10, 11]
+    assert [c.entry["keep"] for c in list_checkpoints(path)] == [True, True, True, False, True]
+    assert [c.names for c in list_checkpoints(path)] == [{"counter": "counter"}] * 5
 
 
 def test_stop_writes_a_checkpoint_for_resume(tmp_path: Path) -> None:

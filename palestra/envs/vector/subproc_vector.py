@@ -7,7 +7,6 @@ process one small message and waits for one answer; observations are not sent th
 from __future__ import annotations
 
 import pickle
-import signal
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from palestra.envs.vector.sync_vector import (
     check_at_least_one,
     combine_seeds,
 )
-from palestra.processes import PipeProcess
+from palestra.processes import PipeProcess, leave_signals_to_parent
 
 MAX_FAILURES = 3  # failures of a process without a complete step in between
 START_TIMEOUT_S = 300.0  # seconds for a process to import its package and make its games
@@ -72,7 +71,7 @@ class SharedStep:
 def _work(pipe: Connection, make: bytes, part: slice, games: int) -> None:
     """Process main: plays the games `part` of `games`. Sends their spec, receives the name of the memory, then executes
     commands. If one fails, sends the traceback and ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then closes the pipe
+    leave_signals_to_parent()  # which closes the pipe
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe or ended
         try:
             _play(pipe, SyncVectorEnv(pickle.loads(make), part.stop - part.start), part, games)
