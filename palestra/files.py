@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
 MAX_NAME_BYTES = 255  # bytes of one path component
+OLDER_HINT = "; if an older version of palestra wrote the run, use that version"
 EDITED_HINT = "was the file edited? Bring it back from a copy, or remove that line"
 MAX_READ_BYTES = 2**32  # of a file that is read as a whole
 MAX_JSON_BYTES = 2**26  # of a JSON file
@@ -294,9 +295,8 @@ def parse_checksummed(path: Path | str, number: int, line: bytes) -> dict[str, A
     found = CHECKSUM_PATTERN.search(line)
     bare = line[: found.start()] + b"}" if found else b""
     if not found or _seal(bare) != found[1].decode():
-        raise DamagedFile(
-            f"{path}, line {number} is not as it was written: the file was edited or damaged; bring it back from a copy"
-        )
+        why = "the file was edited or damaged; bring it back from a copy"
+        raise DamagedFile(f"{path}, line {number} is not as it was written: {why}{'' if found else OLDER_HINT}")
     return parse_line(path, number, bare, EDITED_HINT)
 
 

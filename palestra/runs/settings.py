@@ -9,6 +9,7 @@ from typing import Any
 from palestra.config import Tree, parse
 from palestra.files import (
     MAX_JSON_BYTES,
+    OLDER_HINT,
     DamagedFile,
     atomic_write,
     check_folder,
@@ -80,7 +81,9 @@ def read_meta(path: Path, *, needs_config: bool = True) -> dict[str, Any]:
     if wrong or not all(isinstance(change, dict) for change in meta.get("changed", [])):
         raise DamagedFile(f"{path / META_FILE} is not the object that a run begins with; {RESTORE_HINT}")
     if needs_config and "config" not in meta:
-        raise DamagedFile(f"{path / META_FILE} does not have the config that the run began with; {RESTORE_HINT}")
+        raise DamagedFile(
+            f"{path / META_FILE} does not have the config that the run began with; {RESTORE_HINT}{OLDER_HINT}"
+        )
     return dict(meta)
 
 

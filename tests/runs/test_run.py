@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.files import JsonlWriter, atomic_write, checksum, filter_lines
+from palestra.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
 from palestra.runs import Run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
 from palestra.types import Answer, Episode, Node
 
@@ -413,3 +413,16 @@ def test_resume_after_repeated_kills_is_bit_identical(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     train_until_killed(*sys.argv[1:])
+
+
+def test_a_run_of_an_older_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """Its lines have no checksums, and its meta.json no config."""
+    with Run.create(tmp_path, "{}\n", "old") as run:
+        path = run.path
+    (path / "checkpoints.jsonl").write_text('{"step": 4, "path": "checkpoints/step-000004", "keep": false}\n')
+    with pytest.raises(DamagedFile, match="older version of palestra wrote the run, use that version"):
+        Run.open(path)
+    (path / "checkpoints.jsonl").write_text("")
+    (path / "meta.json").write_text('{"created": "2026-11-20", "seed": 0}')
+    with Run.open(path) as run, pytest.raises(DamagedFile, match="older version of palestra wrote the run"):
+        run.resume()
