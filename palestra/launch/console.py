@@ -111,7 +111,8 @@ class user_errors:
 def _out_of_memory(error: BaseException | None) -> str:
     """Returns the prefix of the message for an out-of-memory error; "" for other errors."""
     message = str(error).lower()
-    ran_out = isinstance(error, RuntimeError) and ("can't allocate memory" in message or "out of memory" in message)
+    signs = ("can't allocate memory", "out of memory", "failed to map segment")  # the last under `ulimit -v`
+    ran_out = isinstance(error, RuntimeError | ImportError) and any(sign in message for sign in signs)
     return "out of memory, use a smaller model or batch: " if ran_out or isinstance(error, MemoryError) else ""
 
 

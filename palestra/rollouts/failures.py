@@ -89,7 +89,8 @@ def write_error_file(folder: Path) -> Iterator[None]:
         message, trace = describe_error(error)
         if isinstance(error, RunFailed):  # its notes hold the traceback of the cause
             trace = hide_credentials("\n".join(getattr(error, "__notes__", [])))
-        atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
+        if folder.is_dir():  # it may have been moved
+            atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
         raise
 
 

@@ -231,8 +231,10 @@ class Run:
         disk on return.
 
         `info` is added to the line of checkpoints.jsonl; its "names" become `Checkpoint.names`. Older checkpoints are
-        then pruned: the newest two remain, and those saved with `keep`.
+        then pruned: the newest two remain, and those saved with `keep`. Raises DamagedFile if the run's folder is not
+        where it was opened: its path would be made anew beside it.
         """
+        self._check_not_moved()
         folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
         for name in (info or {}).get("names", {}).values():
             path_inside(folder, name)
@@ -290,6 +292,13 @@ class Run:
             if newest:
                 _step_of(evals, line)
         return newest, skipped
+
+    def _check_not_moved(self) -> None:
+        lock = self.path / ".lock"
+        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
+            raise DamagedFile(
+                f"{self.path} was moved or removed during training, which ends here: --resume the run where it is now"
+            )
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._log(name).write(to_json_line(line))

@@ -426,3 +426,11 @@ def test_a_run_of_an_older_version_is_refused_with_the_remedy(tmp_path: Path) ->
     (path / "meta.json").write_text('{"created": "2026-11-20", "seed": 0}')
     with Run.open(path) as run, pytest.raises(DamagedFile, match="older version of palestra wrote the run"):
         run.resume()
+
+
+def test_a_run_that_was_moved_is_not_made_anew_at_its_old_path(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "{}\n", "here") as run:
+        run.path.rename(tmp_path / "there")
+        with pytest.raises(DamagedFile, match="was moved or removed during training"):
+            run.checkpoint(0, lambda folder: None)
+    assert not run.path.exists() and list_checkpoints(tmp_path / "there") == []
