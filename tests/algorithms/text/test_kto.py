@@ -28,9 +28,9 @@ def turn(values, said, prompt=(1, 2)):
 
 
 def run_of(base, root, algorithm):
-    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
+    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "epochs": 2, "sampling": {"max_tokens": 1}}
     tree = {
-        "steps": 20,
+        "steps": 30,
         "env": {"type": "toys:Whisper"},
         "policies": {"guide": dict(speech), "walker": dict(speech)},
         "algorithm": algorithm,
@@ -215,11 +215,12 @@ def test_labels_are_rewards(tmp_path):
     assert [episode.nodes[0].rewards["writer"] for episode in file.episodes] == [1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
         {"type": "kto"},
-        {"type": "dpo", "loss_type": "simpo", "target_margin": 4.0},
+        {"type": "dpo", "loss_type": "simpo", "beta": 1.0, "target_margin": 6.0},
         {"type": "dpo", "loss_type": "orpo"},
     ],
     ids=["kto", "simpo", "orpo"],
