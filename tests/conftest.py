@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import learning
 import pytest
 from hypothesis import settings
 
@@ -21,10 +23,28 @@ collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
 collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reseed", type=int, default=0, metavar="N", help="give all generators other seeds")
+    parser.addoption("--only-learning", action="store_true", help="run the tests that check_score compares")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPU from tests that are not made for it: their numbers are those of a CPU."""
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.reseed:
+        learning.reseed(config.option.reseed)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.only_learning:
+        items[:] = [item for item in items if "check_score" in getattr(item, "fixturenames", ())]
+
+
+@pytest.fixture
+def check_score(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compares what a test learned with its bar in learning_scores.json: check_score(value, name="")."""
+    return lambda value, name="": learning.check_score(request.node.nodeid, name, value)
 
 
 settings.register_profile("palestra", deadline=None)  # a busy machine may be slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_distillation_is_independent_of_packing(engine: Engine, pack_tokens: int
     assert all(p.grad is None for p in teacher.parameters)
 
 
-def test_student_matches_a_reference_with_a_longer_prompt(engine: Engine) -> None:
+def test_student_matches_a_reference_with_a_longer_prompt(engine: Engine, check_score: Any) -> None:
     student, teacher = trainer(engine, 1), trainer(engine, 2, bent=0.1)
     assert teacher.adapter
     losses = []
@@ -114,4 +115,4 @@ def test_student_matches_a_reference_with_a_longer_prompt(engine: Engine) -> Non
         loss = ReverseKL(engine, teacher.adapter.snapshot(), LESSONS, temperature=1.0)
         losses.append(run(student, loss).metrics["loss"])
         student.optim_step(AdamConfig(lr=1e-2))
-    assert losses[-1] < 0.1 * losses[0]
+    check_score(losses[-1] / losses[0])

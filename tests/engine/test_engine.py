@@ -225,7 +225,7 @@ def test_target_rows_precede_their_tokens():
     assert [(int(forest.ids_S[r]), int(t)) for r, t in zip(rows, targets, strict=True)] == [(6, 7), (7, 8), (6, 9)]
 
 
-def test_training_raises_the_probability_of_rewarded_answers():
+def test_training_raises_the_probability_of_rewarded_answers(check_score):
     engine = tiny_lm(8)
     adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
     trainer = Trainer(engine, adapter)
@@ -238,7 +238,8 @@ def test_training_raises_the_probability_of_rewarded_answers():
         trainer.forward_backward([good, bad], clipped_policy_loss)
         trainer.optim_step(AdamConfig(lr=3e-3))
     after = trainer.logprobs([good, bad])
-    assert after[0].sum() > before[0].sum() + 2 and after[1].sum() < before[1].sum()
+    check_score(after[0].sum() - before[0].sum(), "rewarded")
+    check_score(after[1].sum() - before[1].sum(), "punished")
 
 
 def test_sample_tokens_matches_the_truncated_distribution():

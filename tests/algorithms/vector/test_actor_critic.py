@@ -520,22 +520,22 @@ def test_exported_policy_plays_identically(memory: int, tmp_path: Path) -> None:
 # ---- learning
 
 
-def test_seats_learn_their_own_tasks() -> None:
+def test_seats_learn_their_own_tasks(check_score: Any) -> None:
     env = Cues(32, seats=2)
     made = learner(ppo(rollout_length=8, gamma=0.9), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
     train(made, VectorRollout(env, np.arange(32)), 8, 25)
-    assert (mean_return(env, made.greedy_policies(), 20) > 0.95).all()
+    check_score(mean_return(env, made.greedy_policies(), 20).min())
 
 
-def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks() -> None:
+def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks(check_score: Any) -> None:
     env = Cues(32, seats=2)
     for seat_id in (True, False):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_one_hot=seat_id)
         made = learner(ppo(rollout_length=8, gamma=0.9), env, {"a": [0, 1]}, policy)
         train(made, VectorRollout(env, np.arange(32)), 8, 25)
         both = mean_return(env, made.greedy_policies(), 20).mean()
-        assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both seats
+        check_score(both, "with one-hot" if seat_id else "without")  # one answer cannot be right for both seats
 
 
 @pytest.mark.parametrize(
@@ -553,13 +553,14 @@ def test_team_learns_from_a_team_reward(config: ActorCriticConfig) -> None:
     assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9
 
 
-def test_turn_based_seats_learn_from_terminal_rewards() -> None:
+def test_turn_based_seats_learn_from_terminal_rewards(check_score: Any) -> None:
     env = Cues(32, seats=2, steps=2, turns=True)
     made = learner(ppo(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 16, 30)
-    assert (mean_return(env, made.greedy_policies(), 40) > 0.9).all()
+    check_score(mean_return(env, made.greedy_policies(), 40).min())
 
 
+@pytest.mark.slow
 def test_memory_task_needs_recurrence() -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     for memory in (16, 0):
@@ -570,12 +571,12 @@ def test_memory_task_needs_recurrence() -> None:
         assert score > 0.9 if memory else score < 0.5
 
 
-def test_continuous_cart_is_balanced() -> None:
+def test_continuous_cart_is_balanced(check_score: Any) -> None:
     env = Track(32)
     made = learner(ppo(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
     still = mean_return(env, [UniformVectorPolicy(env, [0])], 40).item()
     train(made, VectorRollout(env, np.arange(32)), 40, 30)
-    assert mean_return(env, made.greedy_policies(), 40).item() > 0.3 * still  # it loses less than a third of that
+    check_score(mean_return(env, made.greedy_policies(), 40).item() / still)  # the share of a random player's loss
 
 
 class Product(NativeEnv):
@@ -650,6 +651,7 @@ def nash_conv_of(made: ActorCriticLearner) -> float:
     return nash_conv(game, tabular_policy_from_callable(game, probabilities))
 
 
+@pytest.mark.slow
 def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
     """With enough entropy; without, the policy follows best responses to its current play in circles."""
     env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
@@ -660,6 +662,7 @@ def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
     assert nash_conv_of(made) < 11 / 24
 
 
+@pytest.mark.slow
 def test_simple_spread_is_learned_beyond_chance() -> None:
     env = SimpleSpread(64)
     policy = NetPolicyConfig(hidden=[64], lr=2e-3)

@@ -331,17 +331,17 @@ def test_burn_in_shorter_than_the_sequence_is_required() -> None:
 # ---- learning
 
 
-def test_cue_task_is_learned() -> None:
+def test_cue_task_is_learned(check_score: Any) -> None:
     env = Cues(games=16)
     config = DQN(
         rollout_length=4, gradient_steps=4, batch_size=64, learning_starts=100, tau=0.05, priority_exponent=0.6
     )
     made = learner(config, env, {"one": [0], "two": [1]})
-    assert (mean_return(env, made.greedy_policies(), 50) < 0.8).all()
     train_on_play(made, env, 60)
-    assert (mean_return(env, made.greedy_policies(), 50) == 1).all()
+    check_score(mean_return(env, made.greedy_policies(), 50).min())
 
 
+@pytest.mark.slow
 def test_best_response_to_uniform_kuhn_poker_is_learned() -> None:
     """Against uniform play a best response earns 1/2 as the first player and 5/12 as the second, so uniform play has a
     NashConv of 11/12 (OpenSpiel). Each seat is learned in turn against uniform play."""
@@ -364,6 +364,7 @@ def test_best_response_to_uniform_kuhn_poker_is_learned() -> None:
         assert earned == pytest.approx(value, abs=0.07), seat
 
 
+@pytest.mark.slow
 def test_recurrent_network_learns_a_memory_task() -> None:
     """The cue is observed in the first of three steps; the answer is rewarded in the last."""
     env = Cues(games=16, steps=3, fleeting=True, seats=1)

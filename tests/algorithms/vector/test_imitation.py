@@ -152,17 +152,17 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) -> None:
+def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path, check_score: Any) -> None:
     env = Cues(16, seats=2, turns=turns)
     # 16 games with one action per seat
     path = record_script(env, right_answers, 2 if turns else 1, tmp_path / "moves.parquet")
     made = learner(BC(demonstrations=path, batch_size=64), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
     train(made, VectorRollout(env, np.arange(16)), 4, 10)
-    assert (mean_return(env, made.greedy_policies(), 40) == 1).all()
+    check_score(mean_return(env, made.greedy_policies(), 40).min())
 
 
-def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
+def test_recurrent_clone_solves_a_memory_task(tmp_path: Path, check_score: Any) -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     path = record_script(env, right_answers, 10, tmp_path / "moves.parquet")  # the third game of each is cut short
     for memory in (16, 0):
@@ -170,11 +170,11 @@ def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
         made = learner(BC(demonstrations=path, sequence_length=6, batch_size=384), env, {"a": [0]}, policy)
         train(made, VectorRollout(env, np.arange(32)), 4, 15)
         score = mean_return(env, made.greedy_policies(), 80).item()
-        assert score > 0.95 if memory else score < 0.5
+        check_score(score, "recurrent" if memory else "without memory")
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path) -> None:
+def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path, check_score: Any) -> None:
     env = Track(8)
     path = record_script(env, stop_cart, 20, tmp_path / "moves.parquet")  # 8 games
     expert, chance = (
@@ -188,7 +188,8 @@ def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path
         NetPolicyConfig(hidden=[16], lr=1e-2, normalize_observations=normalise),
     )
     train(made, VectorRollout(env, np.arange(8)), 4, 40)
-    assert mean_return(env, made.greedy_policies(), 60).item() > expert + 0.01 * (chance - expert)
+    learned = mean_return(env, made.greedy_policies(), 60).item()
+    check_score((expert - learned) / (expert - chance))  # 0 of the expert, 1 of random play
 
 
 def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
@@ -309,6 +310,7 @@ def test_gail_learns_from_few_games(reward: Any, tmp_path: Path) -> None:
     assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's return is 1, chance 1/3
 
 
+@pytest.mark.slow
 def test_gail_of_continuous_actions(tmp_path: Path) -> None:
     env = Track(32)
     path = record_script(Track(8), stop_cart, 20, tmp_path / "moves.parquet")

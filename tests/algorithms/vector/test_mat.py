@@ -284,17 +284,16 @@ def test_team_finds_different_actions(attention: Any) -> None:
     assert 0.2 < batch.actions[..., 0].mean() < 0.8  # the entropy bonus keeps the first seat undecided
 
 
-def test_independent_seats_do_not_find_different_actions() -> None:
+def test_independent_seats_do_not_find_different_actions(check_score: Any) -> None:
     env = MatrixGame(64, payoff=[[0, 1], [1, 0]])
     policy = NetPolicyConfig(hidden=[16], lr=1e-2)
     made = ppo(**DIFFERENT).build_learner(env, {"team": [0, 1]}, {"team": policy}, {"team": 7})
     train(made, VectorRollout(env, np.arange(64)), 8, 12)
-    assert mean_return(env, made.sampling_policies(), 8).max() < 0.6
+    check_score(mean_return(env, made.sampling_policies(), 8).max())
 
 
-@pytest.mark.parametrize(
-    ("attention", "updates"), [("softmax", 6), pytest.param("retention", 24, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "updates"), [("softmax", 6), ("retention", 24)])
 def test_transformer_learns_to_spread(attention: Any, updates: int) -> None:
     """The return rises from -27 (random play) to above -25; with retention, greedy play reaches it after 16 updates."""
     env = SimpleSpread(64)

@@ -166,7 +166,7 @@ def test_loss_of_the_policy_of_latents_by_hand() -> None:
     assert policy.loss(starts[:0], torch.zeros(0, dtype=torch.int64), returns[:0], 0.5, lambda x: x) == 0
 
 
-def test_policy_of_latents_learns_which_suits_a_state() -> None:
+def test_policy_of_latents_learns_which_suits_a_state(check_score: Any) -> None:
     """Latent 0 pays in one state, latent 2 in the other."""
     policy, generator = LatentPolicy(state=2, latents=3, units=16, seed=0), torch.Generator().manual_seed(0)
     adam = StackedAdam(policy.net, ["z"], NetPolicyConfig(lr=2e-2), GradientSync())
@@ -177,7 +177,7 @@ def test_policy_of_latents_learns_which_suits_a_state() -> None:
         pays = (latent == torch.where(features[:, 0] == 1, 0, 2)).float()
         adam.step(policy.loss(features, latent, pays, 0.02, lambda x: x), 0.0)
     chances = policy.net(torch.eye(2)[None])[0].softmax(-1)
-    assert chances[0, 0] > 0.9 and chances[1, 2] > 0.9
+    check_score(min(chances[0, 0].item(), chances[1, 2].item()))
     policy.starts = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert policy.preferred() == 0
 
@@ -360,6 +360,7 @@ COMMITTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_maven_finds_the_better_branch_of_the_m_step_game() -> None:
     """With this seed, not with every seed (docs/games.md)."""
     assert m_step_return(MAVEN(**COMMITTED), 4, 120) == 13

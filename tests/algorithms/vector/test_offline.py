@@ -218,7 +218,7 @@ def test_iql_values_and_policy_of_a_bandit(level: float, critic: Any, tmp_path: 
     assert (mean_return(env, made.greedy_policies(), 20) == 1).all()
 
 
-def test_cql_values_of_a_bandit(tmp_path: Path) -> None:
+def test_cql_values_of_a_bandit(tmp_path: Path, check_score: Any) -> None:
     """At the minimum, with p the softmax of the values and f = 1/3 the frequency of each action in the data,
     f (Q(a) - r(a)) + alpha (p(a) - f) = 0."""
     env = Cues(64, seats=1)
@@ -231,10 +231,12 @@ def test_cql_values_of_a_bandit(tmp_path: Path) -> None:
     for _ in range(2000):
         known -= 0.1 * ((known - reward) / 3 + 0.5 * (known.softmax(0) - 1 / 3))
     assert known[0] < 0.8  # 1 without the conservative term
+    errors = []
     for cue in range(3):
         view = torch.tensor([*np.eye(3)[cue], 1.0], dtype=torch.float32)
         values = made.stacks[0].net(view[None, None])[0, 0].detach().roll(-cue)
-        np.testing.assert_allclose(values, known, atol=0.05)
+        errors.append((values - known).abs().max().item())
+    check_score(max(errors))
 
 
 def test_seat_that_terminated_does_not_bootstrap(tmp_path: Path) -> None:
@@ -391,6 +393,7 @@ def greedy_return(config: Any, env: VectorEnv, updates: int) -> float:
     return float(mean_return(env, made.greedy_policies(), 64).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["iql", "cql"])
 def test_offline_learning_combines_parts_of_both_players(kind: str, mixed: tuple[list[str], float]) -> None:
     """A player that walks straight from place s is paid for 9 + s steps, 12.5 on average; a clone turns back like most
@@ -404,6 +407,7 @@ def test_offline_learning_combines_parts_of_both_players(kind: str, mixed: tuple
     assert score > 11 and score > best + 4 and score > cloned + 4, (score, best, cloned)
 
 
+@pytest.mark.slow
 def test_iql_of_continuous_actions_beats_the_data(tmp_path: Path) -> None:
     """The data have uniform actions, whose mean leaves the cart where it starts."""
     env = Track(32)

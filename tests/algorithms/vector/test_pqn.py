@@ -172,20 +172,21 @@ def test_asynchronous_actors_are_refused() -> None:
 # ---- learning
 
 
-def test_seats_learn_their_own_tasks() -> None:
+def test_seats_learn_their_own_tasks(check_score: Any) -> None:
     env = Cues(32, seats=2)
     made = learner(PQN(rollout_length=8, gamma=0.9, epsilon_share=0.1), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 8, 25)
-    assert (mean_return(env, made.greedy_policies(), 20) > 0.95).all()
+    check_score(mean_return(env, made.greedy_policies(), 20).min())
 
 
-def test_turn_based_seats_learn_from_terminal_rewards() -> None:
+def test_turn_based_seats_learn_from_terminal_rewards(check_score: Any) -> None:
     env = Cues(32, seats=2, steps=2, turns=True)
     made = learner(PQN(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 16, 30)
-    assert (mean_return(env, made.greedy_policies(), 40) > 0.9).all()
+    check_score(mean_return(env, made.greedy_policies(), 40).min())
 
 
+@pytest.mark.slow
 def test_memory_task_needs_recurrence() -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     for memory in (16, 0):
@@ -206,6 +207,7 @@ def test_team_reward_is_credited_to_the_right_seat(mixer: Any) -> None:
     assert (mean_return(env, made.greedy_policies(), 50) > 0.95).all()
 
 
+@pytest.mark.slow
 def test_vdn_learns_the_values_of_the_two_step_game() -> None:
     """With random actions, the sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]], as with VDN's replay."""
     env = TwoStepGame(num_envs=64)

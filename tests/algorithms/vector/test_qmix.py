@@ -238,14 +238,14 @@ def test_qmix_learns_the_two_step_game() -> None:
     assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [8, 8]
 
 
-def test_vdn_misses_the_optimum_of_the_two_step_game() -> None:
+def test_vdn_misses_the_optimum_of_the_two_step_game(check_score: Any) -> None:
     """The sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]] (means of 0.5 and 4.5 around one of 2.5), of
     which 0.99 * 6.5 arrives at the first step, so that 0.99 * 7 seems better; table 2 of the paper is near these."""
     made, (first, certain, risky) = two_step("vdn", 200)
-    assert first == pytest.approx(np.array([[6.93, 6.93], [6.435, 6.435]]), abs=0.35)
-    assert certain == pytest.approx(np.full((2, 2), 7), abs=0.25)
-    assert risky == pytest.approx(np.array([[-1.5, 2.5], [2.5, 6.5]]), abs=0.45)
-    assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [7, 7]
+    check_score(np.abs(first - np.array([[6.93, 6.93], [6.435, 6.435]])).max(), "error of the first step")
+    check_score(np.abs(certain - 7).max(), "error where all pay 7")
+    check_score(np.abs(risky - np.array([[-1.5, 2.5], [2.5, 6.5]])).max(), "error where one may earn 8")
+    check_score(mean_return(made.env, made.greedy_policies(), 4).max())
 
 
 CLIMBING = np.array([[11, -30, 0], [-30, 7, 6], [0, 0, 5]])
@@ -259,16 +259,17 @@ def climbing(mixer: Any, updates: int) -> QMIXLearner:
     return made
 
 
-def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
+def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game(check_score: Any) -> None:
     """They are the means of row and column minus the overall mean, -31/9: 16/3 for the lower right, the highest of
     them, which pays 5 and not 11."""
     made = climbing("vdn", 120)
     nearest = CLIMBING.mean(1, keepdims=True) + CLIMBING.mean(0) - CLIMBING.mean()
     assert nearest[2, 2] == pytest.approx(5 / 3 + 11 / 3 + 31 / 9)
-    assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(nearest, abs=1.5)
-    assert mean_return(made.env, made.greedy_policies(), 1).tolist() == [5, 5]
+    check_score(np.abs(team_values(made, torch.zeros(6), torch.zeros(7)) - nearest).max(), "error")
+    check_score(abs(mean_return(made.env, made.greedy_policies(), 1).mean() - 5), "return, from 5")
 
 
+@pytest.mark.slow
 def test_qplex_learns_the_climbing_game() -> None:
     """Its values are neither additive nor monotonic, and the optimum pays 11."""
     made = climbing("qplex", 250)

@@ -306,7 +306,7 @@ def test_joint_policy_improves_monotonically(game: Any) -> None:
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_sequential_steps_account_for_each_other(sequential: bool) -> None:
+def test_sequential_steps_account_for_each_other(sequential: bool, check_score: Any) -> None:
     """Each of two policies prefers the action that the other avoids. With long simultaneous steps they swap actions
     again and again; in sequential updates the second step takes the first into account."""
     payoff, env = np.array(PAYOFFS["coordination"], float), MatrixGame(512, game="coordination")
@@ -321,9 +321,10 @@ def test_sequential_steps_account_for_each_other(sequential: bool) -> None:
         made.update(sweeper.collect(made.rollout_policies(0), 4, i), 0.0)
         returns.append(expected_return(made, payoff))
     if sequential:
-        assert returns[1] > returns[0] + 0.2 and returns[3] > 0.95, returns
+        check_score(returns[1] - returns[0], "gain of the first step")
+        check_score(returns[3])
     else:
-        assert max(returns) < 0.5, returns
+        check_score(max(returns))
 
 
 def test_hatrpo_learns_to_spread() -> None:
