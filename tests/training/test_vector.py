@@ -252,6 +252,7 @@ def test_invalid_configs_are_refused_with_the_reason(tmp_path: Path, changes: di
     assert done.exit_code == 2 and message in done.stderr, done.output
 
 
+@pytest.mark.slow
 def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripted player of the combat game wins, and so does a clone of a few thousand of its actions."""
     monkeypatch.chdir(tmp_path)

@@ -206,6 +206,7 @@ def test_the_teacher_reads_another_seats_prompt():
         config.build_samples([episode], "p")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher", ["old", "learner"])
 def test_seat_learns_to_answer_as_a_teacher_with_a_hint(base, tmp_path, teacher):
     """The teacher is a frozen policy, or the student itself."""

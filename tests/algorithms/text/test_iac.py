@@ -323,6 +323,7 @@ def secret_games(setup, step):
     return episodes
 
 
+@pytest.mark.slow
 def test_central_critic_sees_what_the_policy_does_not(base):
     """The walker's critic reads the guide's prompt, and so predicts the return of games that it was not trained on."""
     shares = {}

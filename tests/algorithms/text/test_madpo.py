@@ -78,6 +78,7 @@ def test_impossible_joint_margin_is_refused(settings):
         DPO(**{"margin": "joint", "reference_free": True} | settings)
 
 
+@pytest.mark.slow
 def test_a_team_learns_from_joint_pairs(base, tmp_path):
     """Both seats answer the same noise at the same time, and earn 1 together if their answers begin with the same
     token."""

@@ -331,6 +331,7 @@ def test_loss_options_are_passed_to_the_loss():
 # ---- learning
 
 
+@pytest.mark.slow
 def test_two_agents_learn_to_cooperate(base, tmp_path):
     """Two secrets a game; on held-out instances; chance is 1/4."""
     path = run_of(whisper(base, steps=18, episodes=96, policy={"epochs": 2}), tmp_path)

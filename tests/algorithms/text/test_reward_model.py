@@ -148,6 +148,7 @@ def judge(base, pairs, tmp_path_factory):
     return run_of(config(base, **tree), tmp_path_factory.mktemp("judge"))
 
 
+@pytest.mark.slow
 def test_reward_model_prefers_the_better_of_held_out_answers(judge, pairs):
     """The pairs are of another run: other prompts, and one answer of each pair is right."""
     setup = build(validate(TextConfig, load(judge / "config.yaml")))
@@ -161,6 +162,7 @@ def test_reward_model_prefers_the_better_of_held_out_answers(judge, pairs):
     assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and lines[-1]["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_policy_learns_the_task_from_the_reward_model_alone(base, judge, tmp_path):
     """The env's own reward has weight 0 in training, and measures success; chance is 1/2."""
     tree = {
