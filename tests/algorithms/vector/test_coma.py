@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,24 +264,26 @@ def test_continuous_actions_are_refused() -> None:
 # ---- learning
 
 
-def test_seat_gets_no_credit_for_others_actions() -> None:
+def test_seat_gets_no_credit_for_others_actions(check_score: Any) -> None:
     """The second player alone decides what both get. Once the critics have learned this, the first player's gradient
     vanishes, however much its returns vary; that of the plain policy gradient does not."""
     env = MatrixGame(32, payoff=[[-1, 1], [-1, 1]])
     made = learner(COMA(rollout_length=4, entropy_coef=0.0), env, {"a": [0], "b": [1]}, POLICY)
     figures = train(made, VectorRollout(env, np.arange(32)), 4, 40)
     probability = made.rollout_policies(0)[0].net(torch.zeros(2, 1, 4)).softmax(-1)[:, 0, 1]
-    assert probability[0].item() == pytest.approx(0.5, abs=0.1) and probability[1] > 0.9
-    assert figures["a"]["grad_norm"] < 0.02
+    check_score(abs(probability[0].item() - 0.5), "first, from 1/2")
+    check_score(probability[1].item(), "second")
+    check_score(figures["a"]["grad_norm"], "first's gradient")
 
 
-def test_independent_policies_learn_to_coordinate() -> None:
+def test_independent_policies_learn_to_coordinate(check_score: Any) -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
-    train(made, VectorRollout(env, np.arange(32)), 4, 50)
-    assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
+    train(made, VectorRollout(env, np.arange(32)), 4, 120)
+    check_score(mean_return(env, made.rollout_policies(0), 40).mean())
 
 
+@pytest.mark.slow
 def test_two_step_game_is_learned() -> None:
     env = TwoStepGame(32)
     made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
@@ -298,6 +301,7 @@ def test_recurrent_team_learns_from_a_team_reward(turns: bool) -> None:
     assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9  # a third by chance
 
 
+@pytest.mark.slow
 def test_simple_spread_is_learned_beyond_chance() -> None:
     env = SimpleSpread(32, agents=2)
     config = COMA(rollout_length=10, gamma=0.9, entropy_coef=0.0, minibatches=8, critic_lr=3e-3)
