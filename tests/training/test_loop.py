@@ -161,6 +161,7 @@ def test_invalid_evaluations_are_refused_with_the_reason(trained_pair):
         examine(path, {"guid": "walker"})
 
 
+@pytest.mark.slow
 def test_shared_policy_learns_both_seats(base, tmp_path):
     config = whisper(base, policies={"default": whisper(base).policies["guide"].model_dump()}, steps=25)
     path, setup = run_of(config, tmp_path)
@@ -169,12 +170,14 @@ def test_shared_policy_learns_both_seats(base, tmp_path):
     assert lines[0]["answers"] == 512  # both seats'
 
 
+@pytest.mark.slow
 def test_root_branching_learns(base, tmp_path):
     path, _ = run_of(whisper(base, "algorithm.branch_at=root", "algorithm.entropy_coef=0.02", steps=30), tmp_path)
     before, after = scores(path)
     assert before < 0.5 and after > BAR
 
 
+@pytest.mark.slow
 def test_full_model_learns_and_its_weights_change(base, tmp_path):
     policies = {
         "guide": {"type": "full", "base": str(base), "lr": 1e-3, "sampling": {"max_tokens": 1}},
