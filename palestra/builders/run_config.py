@@ -69,10 +69,10 @@ class PolicyRunConfig(RunConfig):
     """Training algorithm."""
     evals: Mapping[str, EvalConfig] = {}
     """Held-out evaluations by name."""
-    checkpoint_every: int = Field(ge=1)
+    checkpoint_every: int | None
     """Steps between checkpoints, at most: training steps of language agents; joint steps of networks, rounded up to log
-    intervals, and a tenth of the run if that is less. Ten minutes after the last checkpoint there is one in any case,
-    unless the env cannot save its games. The newest two are kept."""
+    intervals (null: a tenth of the run, at most 1,000,000). Ten minutes after the last checkpoint there is one in any
+    case, unless the env cannot save its games. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
     """Steps between checkpoints that are kept permanently: training steps of language agents; joint steps of networks,
     rounded up to log intervals. 0: only the last one of the run."""

@@ -40,7 +40,7 @@ from palestra.training.vector import VectorEval, VectorTrainer, gather_single
 from palestra.types import Seat
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
-MIN_CHECKPOINTS = 10  # checkpoints of a run, at least
+MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the config leaves it open
 
 
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
@@ -115,7 +115,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         steps=math.ceil(config.env_steps / sweep),
         rollout_length=config.algorithm.rollout_length,
         log_every=log_every,
-        checkpoint_every=sweeps(min(config.checkpoint_every, config.env_steps / MIN_CHECKPOINTS)),
+        checkpoint_every=sweeps(config.checkpoint_every or min(config.env_steps / 10, MAX_CHECKPOINT_STEPS)),
         keep_every=sweeps(config.keep_every),
         rank=rank.rank,
         num_processes=rank.world_size,

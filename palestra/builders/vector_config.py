@@ -116,7 +116,7 @@ class VectorConfig(PolicyRunConfig):
     evals: dict[str, VectorEvalConfig] = {}
     log_every: int = Field(0, ge=0)
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
-    checkpoint_every: int = Field(1_000_000, ge=1)
+    checkpoint_every: int | None = Field(None, ge=1)
     device: str = "cpu"
     """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` if
     there is a GPU. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, but not for

@@ -39,7 +39,7 @@ def load(path: str | Path) -> Tree:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a config: it is not text in UTF-8 (byte {error.start})") from error
     tree = parse(text, str(path))
-    if not tree:
+    if not tree and "{}" not in text:
         raise ValueError(f"{path} is empty: `palestra init` lists configs to start from")
     check_no_credentials(tree)
     return tree

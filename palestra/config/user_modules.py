@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from palestra.config.import_errors import explain_import_error
@@ -24,10 +25,15 @@ def allow_modules_in(folder: str | Path) -> None:
 def import_object(path: str) -> Any:
     """Returns the object at "module:name". Raises ImportError, AttributeError or ValueError if there is none."""
     module, _, name = path.partition(":")
+    return getattr(import_user_module(module), name)
+
+
+def import_user_module(module: str) -> ModuleType:
+    """Returns the module of this name. Raises ImportError or ValueError if there is none."""
     if not module.startswith("palestra."):
         sys.path += [folder for folder in _folders if folder not in sys.path]
     try:
-        return getattr(importlib.import_module(module), name)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not _folders and error.name == module and Path(f"{module.partition('.')[0]}.py").exists():
             raise ImportError(

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +29,9 @@ from palestra.files import (
     checksum,
     checksums,
     filter_lines,
+    parse_line,
     path_inside,
+    read_bytes,
     read_lines,
     remove_path,
     to_checksummed_line,
@@ -265,8 +268,7 @@ class Run:
         """
         newest, self.skipped_checkpoints = self.check_resume()  # first: if it raises, the run is unchanged
         step = newest.step if newest else -1
-        logged = read_lines(self.path / "metrics.jsonl")
-        self.num_discarded_steps = _step_of(self.path / "metrics.jsonl", logged[-1]) - step if logged else 0
+        self.num_discarded_steps = max(0, _last_step(self.path / "metrics.jsonl") - step)
         self._close_logs()
         if newest:
             finish_rename(newest)
@@ -368,6 +370,14 @@ def _remove_temporary(run: Path) -> None:
     """Removes unfinished files of a process that died."""
     for leftover in [path for depth in ("", "*/", "*/*/") for path in run.glob(f"{depth}{TEMPORARY_PREFIX}*")]:
         remove_path(leftover)
+
+
+def _last_step(log: Path) -> int:
+    """Returns the step of the last intact line of a log, -1 if there is none. What is damaged after it is ignored."""
+    for line in reversed(read_bytes(log).split(b"\n") if log.exists() else []):
+        with suppress(ValueError):
+            return _step_of(log, parse_line(log, 0, line, ""))
+    return -1
 
 
 def _step_of(path: Path, line: Mapping[str, Any]) -> int:

@@ -29,6 +29,8 @@ def find_run(path: str | Path) -> Path:
     """Returns the folder of a run, from which files may be read after this call. Raises ValueError if `path` is not a
     run, and DamagedFile as `check_run_folder` does."""
     path = Path(path)
+    if path.is_file():
+        raise ValueError(f"{path} is a file, not a run: `palestra train {path}` starts a run of a config")
     if path.is_dir():
         check_run_folder(path)
     if not (path / CONFIG_FILE).is_file():

@@ -69,7 +69,7 @@ def test_run_without_population_is_refused(tmp_path):
         done = invoke("league", command, tmp_path)
         assert done.exit_code == 2 and "no finished task of a population" in plain(done.output)
     done = invoke("league", "crossplay", tmp_path, "--games", 5)
-    assert done.exit_code == 2 and "cannot read config" in plain(done.output)
+    assert done.exit_code == 2 and "is not a run" in plain(done.output)
 
 
 @pytest.mark.slow

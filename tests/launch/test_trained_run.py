@@ -50,7 +50,7 @@ def test_tables_are_pandas_frames_where_it_is_installed(path):
 def test_html_of_runs_and_episodes_is_escaped(path):
     run = palestra.load_run(path)
     page = run._repr_html_()
-    assert "25.0%" in page and "75.0%" in page and ">training steps done</text>" in page
+    assert "25.0%" in page and "75.0%" in page and '<img src="data:image/svg+xml;base64,' in page
     (episode,) = run.trees()
     shown = episode._repr_html_()
     assert "&lt;script&gt;up" in shown and "<script>" not in shown and "+0.5" in shown

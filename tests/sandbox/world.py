@@ -123,7 +123,8 @@ class World:
     def survivors(self) -> list[str]:
         """Processes with the token in their names."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/comm"):
+        for process in Path("/proc").glob("[0-9]*"):
+            path = process / "comm"
             with contextlib.suppress(OSError):  # the process has ended
                 found += [str(path)] * (path.read_text().strip() == self.token)
         return found

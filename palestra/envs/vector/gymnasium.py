@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from palestra.config.user_modules import import_user_module
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
@@ -363,7 +364,10 @@ class GymnasiumGame:
 def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
     """Returns `gymnasium.make(id, **options)` without the env checker. Raises ValueError if Gymnasium cannot make the
     env."""
+    module, colon, _ = id.partition(":")
     try:
+        if colon:  # "module:Env-v0", whose import registers the env
+            import_user_module(module)
         return gymnasium.make(id, disable_env_checker=True, **(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
