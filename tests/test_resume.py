@@ -61,7 +61,7 @@ def size(run):
 def is_training(run, process):
     """True if this process, and not an earlier one, has opened the run."""
     lock = run / ".lock"
-    return lock.exists() and lock.read_text() == f"process {process.pid}"
+    return lock.exists() and lock.read_text().startswith(f"process {process.pid} on ")
 
 
 def kill_in_training(run, process, rng, step_bytes):
