@@ -649,6 +649,22 @@ def test_known_units_are_converted(number: int, units: tuple[str, str, int]) -> 
     assert grade_directly(f"{number}", f"{number} {large}") == CORRECT
 
 
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("20 degrees Celsius", ["20°C", r"20^\circ\text{C}", "20 degrees", "20°"], ["20°F", "20 K", "20 degrees F"]),
+        ("20 degrees", ["20°C", "20°"], ["20 radians", "20 K"]),
+        ("£5", ["5 pounds", "£5.00", "5 GBP"], ["5 kg", "$5", "€5"]),
+        ("5 pounds", ["£5", "5 lbs"], ["5 kg", "5 ounces"]),
+        (r"25\text{ m}^2", ["25 meters squared", "25 square meters"], ["25 meters", "25 meters cubed", "5 squared"]),
+        ("12 May", ["May 12", "12th May", "May 12th"], ["12 June", "June 12", "12", "13 May"]),
+    ],
+)
+def test_units_and_dates_in_words(gold: str, right: list[str], wrong: list[str]) -> None:
+    assert [answer for answer in right if grade_directly(answer, gold) != CORRECT] == []
+    assert [answer for answer in wrong if grade_directly(answer, gold) == CORRECT] == []
+
+
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 10**6))
 def test_numbers_in_a_base_are_compared_with_their_base(base: int, other: int, digits: int) -> None:
     assert grade_directly(f"{digits}_{{{base}}}", f"{digits}_{base}") == CORRECT

@@ -16,6 +16,7 @@ _BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?\(?([0-9]{1,2})\)?\}?")
 _BASE_NAMES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
 _WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.'\u2019&-]*")
 _NO_WORDS = frozenset({"and", "nor", "sqrt", "infty", "frac", "cdot", "times"}) | final_form.OPERATOR_FAMILIES.keys()
+_ORDINAL = re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b")
 _COLON = re.compile(r"([0-9][^:{}|<>=\\]*):([0-9][^:{}|<>=\\]*)(?::([0-9][^:{}|<>=\\]*))?")
 _ASSIGNED = re.compile(r"(?<![A-Za-z])([A-Za-z])\s*=")
 _PREFIX = re.compile(r"\(?[A-Za-z][\w, ]*\)?(?:=|\\in(?![A-Za-z]))")
@@ -99,7 +100,7 @@ def _is_word(word: str) -> bool:
 
 def _words(text: str) -> list[str]:
     """Returns the words of each name in a list, sorted; of a date, each by itself."""
-    plain = text.casefold().replace("'", "")
+    plain = _ORDINAL.sub("", text.casefold().replace("'", ""))
     if re.search("[0-9]", plain):
         return sorted(re.findall(r"[a-z0-9.]+", plain))
     return sorted(" ".join(re.findall("[a-z]+", part)) for part in re.split(r",|\s+(?:and|or)\s+", plain))

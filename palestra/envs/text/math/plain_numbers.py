@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from palestra.envs.text.math.units import CURRENCIES, Unit, parse_unit
+from palestra.envs.text.math.units import CURRENCIES, Unit, measure_the_same, parse_unit
 
 ABSOLUTE_TOLERANCE = Fraction(1, 10**6)  # absolute difference, for decimals
 RELATIVE_TOLERANCE = Fraction(1, 10**5)  # difference relative to the larger value, for decimals
@@ -51,6 +51,8 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 _CLOCK = re.compile(r"\b([ap])\.\s?m\b\.?")
+_POWER_WORD = re.compile(r"(?<=[A-Za-z]) (squared|cubed)\b")
+_POWER_WORDS = {"squared": "^2", "cubed": "^3"}
 _MIXED = re.compile(r"(?<![\w.^}])(\d{1,30})\s*\\frac\{(\d{1,30})\}\{(\d{1,30})\}")
 _WORD = re.compile(r"[A-Za-z]+")
 _SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
@@ -63,6 +65,7 @@ _NO_UNIT = """
     hundred thousand million billion trillion dozen half third quarter more less between squared cubed hundreds
     thousands millions billions trillions dozens halves thirds quarters fourth fourths fifth fifths sixth sixths seventh
     sevenths eighth eighths ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths
+    january february march april may june july august september october november december
 """
 _NO_UNITS = frozenset(_NO_UNIT.split())
 
@@ -92,7 +95,8 @@ def normalize_latex(text: str) -> str:
 
 def parse_plain_number(text: str) -> PlainNumber | None:
     """Parses a plain number with the markup and unit around it; None for any other text."""
-    found = _PLAIN.fullmatch(_CLOCK.sub(r"\1m", normalize_latex(text)))
+    text = _POWER_WORD.sub(lambda word: _POWER_WORDS[word[1]], _CLOCK.sub(r"\1m", normalize_latex(text)))
+    found = _PLAIN.fullmatch(text)
     if not found or not _is_unit(found["unit"]) or _is_product(found):
         return None
     number = _read(found)
@@ -115,7 +119,7 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
         return False
     factor = Fraction(1)
     if one.unit and other.unit:
-        if one.unit.kinds != other.unit.kinds:
+        if not measure_the_same(one.unit, other.unit):
             return False
         factor = one.unit.size / other.unit.size
     value, rounded = one.value * factor, one.is_decimal or other.is_decimal

@@ -6,18 +6,18 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+# A pound is one of money or of mass: both are the same entry, so that "5 pounds" answers either.
 _TABLE = """
     length: mm millimeter millimetre 1/1000, cm centimeter centimetre 1/100, dm 1/10, m meter metre 1
     length: km kilometer kilometre 1000, in inch inche 127/5000, ft foot feet 381/1250, yd yard 1143/1250
     length: mi mile 1609344/1000
     mass: mg milligram 1/1000000, g gram 1/1000, kg kilogram kilo 1, t tonne 1000, oz ounce 45359237/1600000000
-    mass: lb lbs pound 45359237/100000000
+    mass: lb lbs pound gbp 45359237/100000000
     time: ms millisecond 1/1000, s sec second 1, min minute 60, h hr hour 3600, day 86400, week 604800
     month: month 1, year yr 12
     volume: ml milliliter millilitre 1/1000, cl 1/100, dl 1/10, l liter litre 1, gallon gal 473176473/125000000
     dollar: dollar usd 1, cent 1/100
     euro: euro eur 1
-    pound sterling: gbp 1
     degree: degree deg 1
     radian: radian rad 1
     celsius: c celsius 1
@@ -35,6 +35,8 @@ _SHORT_RATES = {"kph": "km/h", "kmh": "km/h", "mph": "mi/h"}
 _STYLE = re.compile(r"\\[A-Za-z]+")
 _PART = re.compile(r"/|per(?![A-Za-z])|square|sq|cubic|[A-Za-z]+|\^\{?-?[0-9]\}?")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3}
+_DEGREES_OF = re.compile(r"\bdeg(?:ree)?s?\s+(?=(?:c|f|k|celsius|fahrenheit|kelvin)\b)", re.IGNORECASE)
+_IN_DEGREES = ({"degree", "celsius"}, {"degree", "fahrenheit"})
 
 
 class Unit(NamedTuple):
@@ -82,9 +84,14 @@ def parse_unit(text: str) -> Unit | None:
     return Unit(tuple(sorted(kinds.items())), size) if kinds else None
 
 
+def measure_the_same(one: Unit, other: Unit) -> bool:
+    """True if two units are of the same kind; a degree may be one of temperature."""
+    return one.kinds == other.kinds or {kind for kind, _ in one.kinds + other.kinds} in _IN_DEGREES
+
+
 def _expanded(text: str) -> str:
     """Returns a unit without LaTeX, its first word spelled out where it stands for a quotient."""
-    plain = _STYLE.sub(" ", text).replace(".", "").strip()
+    plain = _DEGREES_OF.sub("", _STYLE.sub(" ", text).replace(".", "").strip())
     return _SHORT_RATES.get(plain.lower(), plain)
 
 
