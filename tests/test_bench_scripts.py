@@ -13,8 +13,6 @@ ROOT = Path(__file__).parent.parent
 ABSENT = 77  # exit code of a script that lacks a GPU or a package of another environment
 # Programs that another script starts in a virtual environment of its own, with JSON as argument.
 PROGRAMS = {"real_comlrl", "real_trl", "trl_grpo"}
-# Goes with `palestra plan`: its shortest measurement takes six minutes of CPU time.
-PROGRAMS |= {"capacity"}
 
 
 def is_script(file: Path) -> bool:
