@@ -14,7 +14,7 @@ _WORDS = r"api[_-]?key|apikey|pass(?:word|wd|phrase)|(?:access|secret|private)[_
 _WORDS += r"|(?:auth|access|bearer|refresh|api|hf)[_-]?token"
 _NAME = re.compile(rf"(?:.*[_-])?(?:{_WORDS})|token|secret|credentials?", re.IGNORECASE)
 _QUERY_NAME = re.compile(r".*(?:key|token|secret|pass|sig|credential|auth).*", re.IGNORECASE)
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S*", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://\S*", re.IGNORECASE)  # bounded: else long words take quadratic time
 _ASSIGNED = re.compile(
     rf"\b((?:\w*[_-])?(?:{_WORDS})\b[\"']?\s*[:=]\s*(?:Bearer\s+)?[\"']?)[^\s\"',}}\]]+", re.IGNORECASE
 )
@@ -60,7 +60,7 @@ def _hidden_url(url: str) -> str:
     user, at, _ = place.rpartition("@")
     if at and (scheme.lower() not in USER_IS_A_FOLDER or ":" in user):
         rest = HIDDEN + rest[len(user) :]
-    return re.sub(r"([?&;]([^=&;#\s]+)=)([^&;#,\s\"')]+)", _hidden_parameter, f"{scheme}://{rest}")
+    return re.sub(r"([?&;]([^=?&;#\s]+)=)([^&;#,\s\"')]+)", _hidden_parameter, f"{scheme}://{rest}")
 
 
 def _hidden_parameter(found: re.Match[str]) -> str:

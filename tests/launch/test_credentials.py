@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,13 @@ def test_hidden_text_keeps_everything_else() -> None:
         "error at http://REDACTED@h:8000/a?x=1&api_key=REDACTED, 'password': 'REDACTED', policies: key_env, a@b.org"
     )
     assert hide_credentials(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["a" * 30_000, "a." * 15_000, "x://" + "?" * 30_000])
+def test_long_words_are_read_in_linear_time(text: str) -> None:
+    start = time.process_time()
+    assert hide_credentials(text) == text
+    assert time.process_time() - start < 1.0  # 5 s or more if each start of a word is read to its end
 
 
 def test_one_of_four_starts_of_one_name_trains(tmp_path: Path) -> None:
