@@ -252,6 +252,15 @@ TEMPLATES: dict[str, Attack] = {
     "doubled text": template(
         "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
     ),
+    "after one that raises": text(
+        "tokenizer_config.json",
+        {
+            "chat_template": [
+                {"name": "default", "template": "{{ raise_exception('no system role') }}"},
+                {"name": "tool_use", "template": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3},
+            ]
+        },
+    ),
     "in tokenizer_config.json": text(
         "tokenizer_config.json",
         {"chat_template": [{"name": "default", "template": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3}]},
