@@ -53,8 +53,6 @@ def check_config(path: Path) -> str:
 
     If the run died while it was extended, only meta.json has the new config; config.yaml is then updated.
     """
-    if path.is_file():
-        raise ValueError(f"{path} is a file, not a run: `palestra train {path}` starts a run of a config")
     try:
         text = read_bytes(path / CONFIG_FILE).decode()
     except OSError as error:
