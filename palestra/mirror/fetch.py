@@ -43,8 +43,7 @@ def fetch_run(url: str, root: Path, generation: int | None = None, max_bytes: fl
 
     A run that is there already is left as it is. Raises StoreError if the store fails; ValueError if there is no copy,
     it has more than `max_bytes` bytes or more than the disk has free, or `root` has an older one or another run of the
-    name; DamagedFile if an object is damaged, with the newest
-    generation that is whole.
+    name; DamagedFile if an object is damaged, with the newest generation that is whole.
     """
     store = RunStore(url)
     name = check_folder_name(store.url.rpartition("/")[2])
@@ -55,7 +54,7 @@ def fetch_run(url: str, root: Path, generation: int | None = None, max_bytes: fl
             return Fetched(path, manifest, False, passed_over)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _check_size(manifest, root, max_bytes)
+            _check_size(store.url, manifest, root, max_bytes)
             atomic_folder(path, lambda folder, manifest=manifest: download(store, manifest, folder))  # type: ignore[misc]
         except MissingObject as error:
             if manifest.generation not in store.generations():
@@ -65,12 +64,12 @@ def fetch_run(url: str, root: Path, generation: int | None = None, max_bytes: fl
     raise DamagedFile(f"{store.url} changes faster than it can be read: stop the process that writes it, or try again")
 
 
-def _check_size(manifest: Manifest, root: Path, max_bytes: float) -> None:
+def _check_size(url: str, manifest: Manifest, root: Path, max_bytes: float) -> None:
     size, free = manifest.num_bytes, shutil.disk_usage(root).free
     if size > max_bytes:
         raise ValueError(
             f"the run has {size / GIB:,.1f} GiB, and {max_bytes / GIB:,.1f} are fetched unless you say so: "
-            f"pass --max-gib {math.ceil(size / GIB)}"
+            f"palestra fetch {url} --root {root} --max-gib {math.ceil(size / GIB)}"
         )
     if size > free:
         raise ValueError(f"the run has {size / GIB:,.1f} GiB, and the disk of {root} has {free / GIB:,.1f} free")
