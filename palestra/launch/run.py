@@ -58,8 +58,8 @@ class RunKind(NamedTuple):
 @dataclass(frozen=True)
 class LaunchRequest:
     """A checked and resolved training request: a config of `kind`, and the run to resume (None: a new one in
-    `root`). `stored`, if given, becomes the config of the resumed run. With `exact_name` a new run has
-    exactly `name`, or is refused."""
+    `root`). `stored`, if given, becomes the config of the resumed run. With `exact_name` a new run has exactly
+    `name`, or is refused."""
 
     kind: RunKind
     config: Any

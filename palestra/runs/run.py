@@ -64,8 +64,8 @@ class Run:
 
     `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a
     message on each damaged checkpoint that the last `resume` skipped, `num_discarded_steps` is the number of steps that
-    it removed. Raises ValueError if the lock is taken, and
-    DamagedFile if the folder or its list of checkpoints is damaged.
+    it removed. Raises ValueError if the lock is taken, and DamagedFile if the folder or its list of checkpoints is
+    damaged.
     """
 
     def __init__(self, path: Path) -> None:
