@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -160,21 +160,24 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
     inside, folders, count = os.path.realpath(root), [str(root)], 0
     unchecked = {os.path.join(root, path) for path in except_for}
     while folders:
-        with os.scandir(folders.pop()) as entries:
-            for count, entry in enumerate(entries, count + 1):  # noqa: B020 (goes on counting)
-                if count > MAX_FOLDER_ENTRIES:
-                    raise DamagedFile(f"{root} holds more than {MAX_FOLDER_ENTRIES:,} files: it is no folder of ours")
-                if entry.is_symlink():
-                    if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
-                        raise DamagedFile(
-                            f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
-                        )
-                elif entry.is_dir():
-                    folders += [entry.path] if entry.path not in unchecked else []
-                elif not entry.is_file():
+        for count, entry in enumerate(_entries(folders.pop()), count + 1):  # noqa: B020 (goes on counting)
+            if count > MAX_FOLDER_ENTRIES:
+                raise DamagedFile(f"{root} holds more than {MAX_FOLDER_ENTRIES:,} files: it is no folder of ours")
+            if entry.is_symlink():
+                if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
                     raise DamagedFile(
-                        f"{entry.path} is neither a file nor a folder: remove it, or copy the folder again"
+                        f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
                     )
+            elif entry.is_dir():
+                folders += [entry.path] if entry.path not in unchecked else []
+            elif not entry.is_file() and os.path.lexists(entry.path):
+                raise DamagedFile(f"{entry.path} is neither a file nor a folder: remove it, or copy the folder again")
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yields the entries of a folder; none if it was removed since it was found: a run that trains prunes its own."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from entries
 
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:

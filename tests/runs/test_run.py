@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from palestra.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
-from palestra.runs import Run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
+from palestra.runs import Run, find_run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
 from palestra.types import Answer, Episode, Node
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +202,39 @@ def test_resume_truncates_logs_to_the_checkpoint(tmp_path: Path) -> None:
         assert len(list((run.path / "episodes").iterdir())) == 3
         train(run, 4)
     assert [line["step"] for line in read_lines(run.path / "checkpoints.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_damaged_line_after_the_checkpoint_is_truncated(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        train(run, 2)
+    before = (run.path / "metrics.jsonl").read_bytes()
+    (run.path / "metrics.jsonl").write_bytes(before + bytes(20) + b'\n{"loss": 1}\n')  # zeros, as after a power cut
+    with Run.open(run.path) as run:
+        assert run.resume() and run.next_step == 2
+    assert (run.path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_is_read_while_its_checkpoints_are_pruned(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def prune() -> None:
+        while not stop.is_set():
+            folders = [run.path / "checkpoints" / str(number) / "planner" for number in range(20)]
+            for folder in folders:
+                folder.mkdir(parents=True)
+            for folder in folders:
+                shutil.rmtree(folder.parent)
+
+    with new_run(tmp_path) as run:
+        (run.path / "checkpoints").mkdir()
+        thread = threading.Thread(target=prune)
+        thread.start()
+        try:
+            for _ in range(1000):
+                assert find_run(run.path) == run.path
+        finally:
+            stop.set()
+            thread.join()
 
 
 def test_resume_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
