@@ -27,8 +27,9 @@ ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "i
 def load(path: str | Path) -> Tree:
     """Returns the tree of a YAML file, which may be a shipped one, such as configs/demo.yaml. Raises ValueError with
     file and line if it cannot be read as a config, is empty, or holds credentials."""
-    path = find_config(Path(path))
+    path = Path(path)
     try:
+        path = find_config(path)
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is not a config, but a folder, a pipe or a device")
         if path.stat().st_size > 4 * MAX_CONFIG_CHARS:
