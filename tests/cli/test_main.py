@@ -118,7 +118,6 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
         (["train", "--resume", "nowhere"], "nowhere is not a run: it has no config.yaml"),
         (["train", "--resume", "CONFIG"], "is a file, not a run: `palestra train"),
         (["train", "CONFIG", "--resume", "nowhere"], "name a config to start a run, or --resume RUN"),
-        (["train", "--resume", "nowhere", "--set", "steps=3"], "nowhere is not a run"),
         (["train", "--resume", "nowhere", "--set", "steps=3"], "nowhere is not a run: it has no config.yaml"),
         (["train", "--resume", "RUN", "--set", "seed=3"], "seed=3: a resumed run keeps its config, only its length"),
         (["train", "--resume", "RUN", "--set", "seed=3"], "may change: --set steps=N. Start a new one"),
