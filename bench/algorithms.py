@@ -34,8 +34,8 @@ from algorithms_parts.methods import METHODS, TASKS, settings_of
 from algorithms_parts.runs import TUNING, Job, Line, Place, by_job
 from ledger import Ledger, add_options, choose, finish, provenance
 
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.text.config import TextConfig
 
 ROOT = Path("runs/algorithms")
 PICTURE = Path("docs/results-algorithms.png")

@@ -41,14 +41,14 @@ from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
+from palestra.core.types import Step
 from palestra.envs.base import Env
 from palestra.runs import Run, read_lines
+from palestra.runs.loop import run_training
 from palestra.testing import tiny_lm
-from palestra.training.loop import run_training
-from palestra.types import Step
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 GAPS, TASK_GAPS, QUICK_GAPS = (0, 2, 4, 8, 16, 24), (0, 1, 2, 4, 8, 12), (0, 2)
 WAITING_GAPS, WAIT_S = (0, 1, 2, 4), 1.0

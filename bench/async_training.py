@@ -31,13 +31,13 @@ from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
+from palestra.core.types import Metrics, Step
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, read_clocks, run_training
-from palestra.types import Metrics, Step
+from palestra.runs.loop import Callback, read_clocks, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 STALENESS = (0, 1, 2)
 STEPS, EVAL_EPISODES = 80, 300

@@ -26,20 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
-from palestra.populations.league import League, LeagueConfig
+from palestra.parallel.tasks import Result, Task, TaskResult
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.plans.league import League, LeagueConfig
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import PlanCallback, run_plan
-from palestra.populations.tasks import (
-    OpponentResult,
-    PlayResult,
-    PlayTask,
-    Result,
-    Task,
-    TaskResult,
-    TrainResult,
-    TrainTask,
-)
+from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run
 
 MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # of a training slice (log-normal); of a game of the payoff table

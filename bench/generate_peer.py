@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from palestra.engine.malloc import keep_freed_memory
+from palestra.core.accel.malloc import keep_freed_memory
 
 
 @torch.inference_mode()

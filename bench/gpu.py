@@ -37,7 +37,7 @@ from peak import peak_of
 from rich.console import Console
 from rich.table import Table
 
-from palestra.engine.trainer import Trainer
+from palestra.engine.training.trainer import Trainer
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 128, 8, 16, 16
 SHAPES = {

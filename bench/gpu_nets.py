@@ -27,9 +27,9 @@ from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
-from palestra.builders.vector import check_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.vector.build.build import check_vector_run
+from palestra.vector.config import VectorConfig
 
 ENVS: dict[str, dict[str, Any]] = {
     "simple_spread": {"type": "simple_spread"},

@@ -27,8 +27,8 @@ from typing import Any
 
 from ledger import Ledger, Rows, add_options, choose, finish, provenance
 
-from palestra.experiments.grid import GridConfig, cell_name, grid_cells, load_grid
-from palestra.experiments.results import (
+from palestra.api.experiments.grid import GridConfig, cell_name, grid_cells, load_grid
+from palestra.api.experiments.results import (
     GridResults,
     NotANumber,
     draw_results,
@@ -36,7 +36,7 @@ from palestra.experiments.results import (
     results_data,
     results_section,
 )
-from palestra.experiments.schedule import check_cells, finished_cells
+from palestra.api.experiments.schedule import check_cells, finished_cells
 from palestra.runs import read_lines
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import RunLogs, series_of

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from ledger import Ledger, Line, Rows, add_options, choose, finish, provenance
 
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import load, override, validate
+from palestra.core.config import load, override, validate
 from palestra.runs import Checkpoint, list_checkpoints, read_lines
+from palestra.vector.config import VectorConfig
 
 ROOT = Path("runs/learning")
 SEEDS = 3
@@ -99,7 +99,7 @@ def exploitability_at(checkpoint: Checkpoint) -> float:
     from open_spiel.python.algorithms import exploitability as spiel
 
     from palestra.envs.vector.kuhn import KuhnPoker
-    from palestra.learners.policy_stack import read_policy
+    from palestra.vector.learners.policy_stack import read_policy
 
     game, env = pyspiel.load_game("kuhn_poker"), KuhnPoker(1)
     players = [read_policy(checkpoint.path / f"player_{seat}", env, [seat]) for seat in (0, 1)]

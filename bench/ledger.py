@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from palestra.files import atomic_write, read_lines
+from palestra.core.files import atomic_write, read_lines
 
 Line = dict[str, Any]
 PUBLISHED, HERE = Path("bench/measured"), Path("runs/measured")

@@ -44,13 +44,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
-from palestra.engine.models import Engine
-from palestra.engine.pretrained import load_model
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import clipped_policy_loss
-from palestra.types import Sample
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.bases.pretrained import load_model
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import AdamConfig, Trainer
 
 HERE = Path(__file__).parent
 TRL = HERE / ".venv-trl"

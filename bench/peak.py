@@ -43,7 +43,7 @@ def run_ours(spec: dict) -> None:
     import numpy as np
     from lm import Ours
 
-    from palestra.engine.trainer import Trainer
+    from palestra.engine.training.trainer import Trainer
 
     ours = Ours(spec["model"], cache_bytes=KV_CACHE_BYTES)
     (adapter,) = ours.adapters(1)

@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 import torch
 from ledger import finish
 
-from palestra.config.tree import to_yaml
-from palestra.engine.bases import resolve_base, tokenizer_of
+from palestra.core.config.tree import to_yaml
+from palestra.engine.bases.names import resolve_base, tokenizer_of
 from palestra.envs import make_env
 from palestra.evaluation.target import Target, find_target
 from palestra.evaluation.text import open_text_eval

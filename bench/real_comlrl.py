@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from real_trl import Task, is_right
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from palestra.engine.malloc import keep_freed_memory
+from palestra.core.accel.malloc import keep_freed_memory
 
 AGENTS = 2
 

@@ -18,10 +18,10 @@ from limit import cpu_seconds, layer_matrices, shared_prefix_step_flops
 from torch import Tensor
 from torch.nn import functional as F
 
-from palestra.engine.models import resolve_base
-from palestra.engine.pretrained import load_config
-from palestra.engine.trainer import Trainer
-from palestra.onednn import onednn_product
+from palestra.core.accel.onednn import onednn_product
+from palestra.engine.bases.names import resolve_base
+from palestra.engine.bases.pretrained import load_config
+from palestra.engine.training.trainer import Trainer
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 32, 8, 16, 4
 TARGETS = {"sample_of_limit_135m": 0.7, "step_of_limit_135m": 0.7, "step_vs_trl_135m": 3.5}

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOTrainer
 from trl_grpo import Spec, build_config
 
-from palestra.engine.malloc import keep_freed_memory
-from palestra.envs.text.math.grading import grade_directly
-from palestra.envs.text.math.review import last_number
+from palestra.core.accel.malloc import keep_freed_memory
+from palestra.environments.math.grading import grade_directly
+from palestra.environments.math.review import last_number
 
 
 @dataclass(frozen=True)

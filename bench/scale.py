@@ -45,12 +45,12 @@ from rich.console import Console
 from rich.table import Table
 from soak_parts.memory import cpu_seconds, process_tree
 
+from palestra.core.types import Step
 from palestra.envs.base import Env
-from palestra.remote.envs import SERVICE
-from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.remote_env import env_factory
-from palestra.remote.envs.serialization import encode_mapping, encode_value, read_step
-from palestra.types import Step
+from palestra.envs.remote import SERVICE
+from palestra.envs.remote import envs_pb2 as pb
+from palestra.envs.remote.remote_env import env_factory
+from palestra.envs.remote.serialization import encode_mapping, encode_value, read_step
 
 ROOT = Path(__file__).parent.parent
 GAME = "text_tic_tac_toe"

@@ -42,17 +42,20 @@ from rich.console import Console
 from rich.table import Table
 from service_load import beside_heavy, memory_after_burst, worker_of
 
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import AdamConfig
-from palestra.learners.lm import LocalWeights, Weights
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.losses.policy import clipped_policy_loss
-from palestra.policies.lm import SamplerProtocol
-from palestra.service.api.api_keys import add_key
-from palestra.service.client.client import RemoteSampler, RemoteWeights
-from palestra.service.client.connection import ServiceConnection
-from palestra.types import Sample
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import AdamConfig
+from palestra.service.server.api_keys import add_key
+from palestra.text.learners.lm import LocalWeights, Weights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.policies.lm import SamplerProtocol
+from palestra.text.tinker.connection import ServiceConnection
+from palestra.text.tinker.remote_sampler import RemoteSampler
+from palestra.text.tinker.remote_weights import RemoteWeights
 
 PROMPT, NEW, K, GROUPS = 96, 16, 8, 64
 CONFIG = LoraPolicyConfig(base="tiny", alpha=32.0)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from palestra.backends.task_queue import MemberFolders, TaskQueue
-from palestra.populations.tasks import Result, Task, TaskResult
-from palestra.seeding import derive_seed
+from palestra.core.seeding import derive_seed
+from palestra.parallel.task_queue import MemberFolders, TaskQueue
+from palestra.parallel.tasks import Result, Task, TaskResult
 
 TaskRng = np.random.Generator
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from ledger import finish
 
-from palestra.tracing import span, tracing_to
+from palestra.core.tracing import span, tracing_to
 
 SPANS, ROUNDS = 10_000, 5
 

@@ -44,7 +44,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from palestra.engine.malloc import keep_freed_memory
+from palestra.core.accel.malloc import keep_freed_memory
 
 PACKAGES = ("torch", "trl", "transformers", "peft", "accelerate")
 

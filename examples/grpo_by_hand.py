@@ -28,13 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
-from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.core.losses import LossInputs
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Completion, Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.envs.text.grid.plan_path import PlanPath
-from palestra.losses.policy import LossInputs
-from palestra.types import Sample
 
 SEATS = ("planner", "executor")
 GROUP_SIZE = 8  # answers to each observation

@@ -18,9 +18,9 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'palestra[workflow]' langgraph langchain-openai") from error
 
-from palestra.envs.text.adapters.workflow import WorkflowContext, WorkflowResult
-from palestra.envs.text.math.expressions import evaluate
-from palestra.envs.text.splits import split_of_text
+from palestra.environments.math.expressions import evaluate
+from palestra.envs.adapters.workflow import WorkflowContext, WorkflowResult
+from palestra.envs.support.splits import split_of_text
 
 
 class State(TypedDict, total=False):

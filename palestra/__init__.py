@@ -6,19 +6,39 @@
     run = pl.train(env="sokoban", policies={"default": pl.Lora("tiny", rank=8)}, algorithm=pl.GRPO(group_size=8))
     run.metrics, run.evals, run.evaluate(split="test"), run.plot()
 
-Names are loaded when they are first used, so that `import palestra` and `palestra --help` are fast.
+Names are loaded when they are first used, so that `import palestra` and `palestra --help` are fast. Names that both
+kinds of run have are those of language agents; `palestra.vector.PPO` is that of networks.
 """
 
 from importlib import import_module
 from typing import Any
 
+from palestra.core.lazy_names import load_name, public_names
+
 __version__ = "0.1.0"
 
-_NAMES = {  # module: names that it gives to `import palestra`
+_PACKAGES = ("text", "vector")
+_MODULES = {
     "api.train": ["train"],
     "api.trained_run": ["TrainedRun", "evaluate", "load_run"],
-    "api.configs": ["Frozen", "Full", "Lora"],
-    "api.vector": [
+    "text": [
+        "DPO",
+        "Distill",
+        "EndpointConfig",
+        "ExpertConfig",
+        "Frozen",
+        "Full",
+        "GRPO",
+        "HumanConfig",
+        "KTO",
+        "Lora",
+        "PPO",
+        "RandomConfig",
+        "RewardModel",
+        "SFT",
+        "ScriptedConfig",
+    ],
+    "vector": [
         "A2C",
         "BC",
         "COMA",
@@ -39,22 +59,18 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "TD3",
         "TRPO",
     ],
-    "algorithms.text.distill": ["Distill"],
-    "algorithms.text.dpo": ["DPO"],
-    "algorithms.text.grpo": ["GRPO"],
-    "algorithms.text.kto": ["KTO"],
-    "algorithms.text.ppo": ["PPO"],
-    "algorithms.text.reward_model": ["RewardModel"],
-    "algorithms.text.sft": ["SFT"],
-    "builders.text_policies": ["ExpertConfig", "HumanConfig", "RandomConfig", "ScriptedConfig"],
-    "policies.endpoint": ["EndpointConfig"],
-    "populations.psro": ["PSROConfig"],
-    "populations.xdo": ["XDOConfig"],
-    "populations.self_play": ["SelfPlayConfig"],
-    "populations.league": ["LeagueConfig"],
-    "populations.pbt": ["PBTConfig"],
-    "populations.matchmaking": ["HistoryMatchmaker", "LatestMatchmaker", "MetaSolverMatchmaker", "PFSPMatchmaker"],
-    "populations.solvers": [
+    "populations.plans.psro": ["PSROConfig"],
+    "populations.plans.xdo": ["XDOConfig"],
+    "populations.plans.self_play": ["SelfPlayConfig"],
+    "populations.plans.league": ["LeagueConfig"],
+    "populations.plans.pbt": ["PBTConfig"],
+    "populations.plans.matchmaking": [
+        "HistoryMatchmaker",
+        "LatestMatchmaker",
+        "MetaSolverMatchmaker",
+        "PFSPMatchmaker",
+    ],
+    "populations.plans.solvers": [
         "AlphaRank",
         "CoarseCorrelatedEquilibrium",
         "CorrelatedEquilibrium",
@@ -64,29 +80,20 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "RegretMatching",
         "Uniform",
     ],
-    "launch.population": ["ExactOracle", "NetOracle"],
-    "workers.lm_oracle": ["LanguageOracle"],
+    "populations.build.build": ["ExactOracle", "NetOracle"],
+    "populations.workers.lm_oracle": ["LanguageOracle"],
     "envs": ["Env", "VectorEnv", "check_env", "make_env"],
-    "evaluation.game_policy": ["GamePolicy"],
     "envs.text.prompt_rows": ["Prompts"],
-    "training.loop": ["Callback"],
-    "types": ["Step"],
+    "evaluation.game_policy": ["GamePolicy"],
+    "runs.loop": ["Callback"],
+    "core.types": ["Step"],
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted([*_MODULE_OF, "vector"])
+__all__ = sorted([*public_names(_MODULES), *_PACKAGES])
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, each loaded when it is first used (PEP 562)."""
-    if name == "vector":  # config objects of vectorised envs: `palestra.vector.PPO`
-        value: Any = import_module("palestra.api.vector")
-    elif name in _MODULE_OF:
-        value = getattr(import_module(f"palestra.{_MODULE_OF[name]}"), name)
-    else:
-        raise AttributeError(f"module 'palestra' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    return import_module(f"palestra.{name}") if name in _PACKAGES else load_name(__name__, _MODULES, name)
 
 
 def __dir__() -> list[str]:

@@ -6,9 +6,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from palestra.engine.models import Engine
+from palestra.engine.bases.model import Engine
 from palestra.envs import check_env
-from palestra.policies.scripted import ScriptedPolicy
+from palestra.text.policies.scripted import ScriptedPolicy
 
 __all__ = ["ScriptedPolicy", "check_env", "tiny_lm", "tiny_tokenizer"]
 

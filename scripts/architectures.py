@@ -25,16 +25,19 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from palestra.engine.bases import model_class
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.reference_results import with_adapter
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.self_check import choose_engine
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.bases.names import model_class
+from palestra.engine.check.reference_results import with_adapter
+from palestra.engine.check.self_check import choose_engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
-from palestra.types import Sample
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 TOLERANCE = 1e-4

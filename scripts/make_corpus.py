@@ -1,6 +1,6 @@
 """Writes the corpus of the tools env: short articles about Halvane, a fictional country of islands.
 
-    python scripts/make_corpus.py palestra/envs/text/tools/data/corpus.jsonl
+    python scripts/make_corpus.py palestra/environments/tools/data/corpus.jsonl
 
 Names are chosen by hand and numbers are drawn at random, so that no model can know them; each fact is in one article.
 An article's `facts` repeat words of its text exactly; tasks are made from them. The seed is fixed: the bytes are always

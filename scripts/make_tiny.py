@@ -27,11 +27,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from palestra.engine.malloc import keep_freed_memory
-from palestra.engine.models import Engine
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import cross_entropy_loss
-from palestra.types import Sample
+from palestra.core.accel.malloc import keep_freed_memory
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Writes a message like `palestra.chat.render_message`: text, then calls, each on its own line. Tools are not described.
+# Writes a message like `palestra.core.chat.render_message`: text, then calls, each on its own line. Tools are not
+# described.
 TOOLS_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"

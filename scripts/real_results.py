@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import palestra
-from palestra.builders.text import make_episode_runner
+from palestra.core.failures import RunFailed
+from palestra.core.types import Episode, Node, Seat
 from palestra.envs import env_options, load_env_class
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import TextEvalSetup, open_text_eval
-from palestra.rollouts.failures import RunFailed
 from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
-from palestra.types import Episode, Node, Seat
+from palestra.text.build.build import make_episode_runner
 
 RESULTS_FILE = "real_results.jsonl"
 SPLIT = "test"

@@ -39,13 +39,13 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from ledger import Ledger, Line, Rows, add_options, choose
 from reproduce_report import write_report
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, load, override, validate
+from palestra.core.config import dump, load, override, validate
 from palestra.envs import make_env
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, play_evals, restore_checkpoint, run_training
+from palestra.runs.loop import Callback, play_evals, restore_checkpoint, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 ROOT = Path("runs/reproduce")
 GAMES = ("plan_path", "sokoban")

@@ -57,15 +57,15 @@ from reproduce_real_rates import (
 from reproduce_real_report import write_report
 
 import palestra
-from palestra.builders.text_config import TextConfig
-from palestra.config import Tree, load, override, validate
-from palestra.config.tree import to_yaml
+from palestra.core.config import Tree, load, override, validate
+from palestra.core.config.tree import to_yaml
+from palestra.core.failures import RunFailed
 from palestra.envs import make_env
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import open_text_eval
-from palestra.launch.population_config import validate_population
-from palestra.rollouts.failures import RunFailed
+from palestra.populations.build.validation import validate_population
 from palestra.runs import read_lines
+from palestra.text.config import TextConfig
 
 RUNS = Path("runs/reproduce-real")
 EPISODES = 300

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 import palestra
-from palestra.builders.text_policies import FrozenConfig
-from palestra.config import load
-from palestra.launch.population_config import validate_population
-from palestra.policies.base import Policy
+from palestra.core.config import load
+from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.cfr import CFRSolver
+from palestra.populations.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
+from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker
+from palestra.populations.workers.member_loader import UNIFORM_MEMBER
 from palestra.runs import read_lines
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.cfr import CFRSolver
-from palestra.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
-from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
-from palestra.workers.member_loader import UNIFORM_MEMBER
+from palestra.text.policies.base import Policy
+from palestra.text.policy_configs import FrozenConfig
 
 KUHN = Path("configs/real/text_kuhn_self_play.yaml")
 SEATS = ("player_0", "player_1")

@@ -11,7 +11,7 @@ from ledger import provenance
 from reproduce_real_rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
 from reproduce_report import T95, moving_mean, table, wrapped
 
-from palestra.report.charts import curve_style
+from palestra.evaluation.report.charts import curve_style
 from palestra.runs.series import wilson_interval
 
 Result = dict[str, Any]

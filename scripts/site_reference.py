@@ -20,7 +20,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the reference describes this source tree, not an installed package
 
-from palestra.config.descriptions import (  # noqa: E402
+from palestra.core.config.descriptions import (  # noqa: E402
     NAMES,
     REQUIRED,
     class_docstring,
@@ -88,9 +88,9 @@ def _cell(text: str) -> str:
 
 def configs() -> str:
     """The reference of the configs of each kind of run, with all nested models."""
-    from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector_config import VectorConfig
-    from palestra.launch.language_population import LanguagePopulationConfig
+    from palestra.populations.build.language import LanguagePopulationConfig
+    from palestra.text.config import TextConfig
+    from palestra.vector.config import VectorConfig
 
     titles = {
         TextConfig: "Runs of language agents",

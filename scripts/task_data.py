@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.chat import Chat, render_message
+from palestra.core.chat import Chat, render_message
 from palestra.envs import make_env
 
 BLIND = 0.15  # share of answers that are right for another instance

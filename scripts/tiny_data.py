@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from palestra.envs.support.splits import Split, split_of_layout
 from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, format_cells, manhattan
 from palestra.envs.text.grid.grid_game import GridGame
 from palestra.envs.text.grid.plan_path import PlanPath, walk_straight
 from palestra.envs.text.grid.sokoban import Sokoban
-from palestra.envs.text.splits import Split, split_of_layout
 
 RANDOM = 0.3  # share of answers given by a player that ignores the board
 NOISE = 0.35  # share of a mediocre player's single decisions made at random

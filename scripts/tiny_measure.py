@@ -19,7 +19,7 @@ import torch
 from tiny_data import Example, play
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.pretrained import load_model, load_tokenizer
+from palestra.engine.bases.pretrained import load_model, load_tokenizer
 from palestra.envs import make_env
 from palestra.envs.text.grid.grid import parse_moves
 

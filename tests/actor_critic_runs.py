@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 SEATS = {"a": "p", "b": "q"}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
-from palestra.engine.models import Engine
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.config import LoraConfig
 
 
 def adapter_versions(engine: Engine, count: int) -> list[Snapshot]:

@@ -13,9 +13,9 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from palestra.api.run import run_kind
 from palestra.cli.main import app
-from palestra.config import load, override, validate
-from palestra.launch.run import run_kind
+from palestra.core.config import load, override, validate
 
 ROOT = Path(__file__).parent.parent
 GROUP: Any = typer.main.get_command(app)

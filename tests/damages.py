@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.files import to_checksummed_line
+from palestra.core.files import to_checksummed_line
 
 Damage = Callable[[Path], object]
 

@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 from warm_processes import start_palestra
 
-from palestra.remote.envs import SERVICE
-from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.address import parse_env_servers
-from palestra.remote.envs.connection import auth_metadata
+from palestra.envs.remote import SERVICE
+from palestra.envs.remote import envs_pb2 as pb
+from palestra.envs.remote.address import parse_env_servers
+from palestra.envs.remote.connection import auth_metadata
 
 
 class EnvServer:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from palestra.service.api.app import create_app
-from palestra.service.api.state import ServiceContext
+from palestra.service.server.app import create_app
+from palestra.service.server.state import ServiceContext
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import RowUpdate, checkpoints, requests
 from palestra.service.storage.weight_store import TinkerPath

@@ -77,7 +77,7 @@ _offset: list[int] = []
 def _patch_generators() -> None:
     import torch
 
-    import palestra.seeding
+    import palestra.core.seeding
 
     class Generator(torch.Generator):
         def manual_seed(self, seed: int) -> torch.Generator:
@@ -92,7 +92,7 @@ def _patch_generators() -> None:
     torch.manual_seed = lambda seed: seed_all(seed + _offset[0])
     np.random.default_rng = _other_seed(np.random.default_rng)
     np.random.PCG64 = _other_seed(np.random.PCG64)
-    palestra.seeding.repr = lambda key: f"{_offset[0]} {key!r}"
+    palestra.core.seeding.repr = lambda key: f"{_offset[0]} {key!r}"
 
 
 def _other_seed(make: Callable[..., T]) -> Callable[..., T]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from palestra.core.types import TEAM, Answer, Episode, Node
 from palestra.runs import Run
-from palestra.types import TEAM, Answer, Episode, Node
 
 CONFIG = """\
 name: {name}

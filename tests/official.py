@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases.names import resolve_base
 
 CLIENTS = Path(__file__).parent.parent / ".cache" / "clients"
 PROGRAMS = Path(__file__).parent / "clients" / "programs"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from palestra.envs.vector.base import VectorEnv, VectorStep
-from palestra.envs.vector.check import random_actions
+from palestra.envs.vector_base import VectorEnv, VectorStep
+from palestra.envs.vector_check import random_actions
 
 
 def play_at_random(env: VectorEnv, steps: int) -> list[VectorStep]:

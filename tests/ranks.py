@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from palestra.engine import logits
-from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.distributed import ProcessGroup, join_process_group, leave_process_group
-from palestra.engine.fsdp import full_tensor, local_shard, shard_engine
-from palestra.engine.head import LMHead
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
-from palestra.losses.policy import actor_critic_loss
+from palestra.core.losses import actor_critic_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.fsdp import full_tensor, local_shard, shard_engine
+from palestra.engine.forward import logits
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.head import LMHead
+from palestra.engine.training.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
+from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
 

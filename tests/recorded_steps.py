@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from tolerances import LOGPROB_ATOL
 
-from palestra.engine.batch import CachedBatch
-from palestra.engine.decode_graphs import DecodeGraphs
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.cuda.decode_graphs import DecodeGraphs
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.cached_batch import CachedBatch
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import TINY_SHAPE
 
 SHAPE = TINY_SHAPE | {"initializer_range": 0.2}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner
-from palestra.envs.vector.base import Discrete, VectorEnv
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.layers import Net
-from palestra.nets.replay import TransitionBatch
+from palestra.envs.vector_base import Discrete, VectorEnv
+from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.layers import Net
+from palestra.vector.nets.replay import TransitionBatch
 
 SMALL = NetPolicyConfig(hidden=[16], activation="relu")
 UP = 100.0  # keeps the inputs of hidden units above zero

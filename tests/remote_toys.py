@@ -10,8 +10,8 @@ from collections import deque
 
 from toys import Whisper
 
+from palestra.core.types import Step
 from palestra.envs.base import Env
-from palestra.types import Step
 
 
 class Count(Env):

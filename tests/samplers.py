@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from warm_processes import start_palestra
 
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases.names import resolve_base
 
 READY = "sampling at "
 

@@ -9,16 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import palestra
-from palestra.builders.engines import Engines
-from palestra.builders.policy_resolver import make_policy
-from palestra.builders.text import make_episode_runner
-from palestra.builders.text_config import TextConfig
-from palestra.chat import parse_assistant_message, to_template_message
-from palestra.config import validate
+from palestra.core.chat import parse_assistant_message, to_template_message
+from palestra.core.config import validate
 from palestra.envs import make_env
 from palestra.envs.text.grid.grid import DIRECTIONS
-from palestra.rollouts.metrics import episode_metrics
-from palestra.training.text import play_instances
+from palestra.text.build.build import make_episode_runner
+from palestra.text.build.engines import Engines
+from palestra.text.build.policy_resolver import make_policy
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.metrics import episode_metrics
+from palestra.text.training.trainer import play_instances
 
 TINY = Path(palestra.__file__).parent / "bases" / "tiny"
 WORDS = [*DIRECTIONS, "size", "you", "box", "goal", "walls", "plan", "none", "sokoban", "path", "planner", "executor"]

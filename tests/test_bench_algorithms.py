@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
+from palestra.core.config import validate
 from palestra.runs import Run, read_lines
+from palestra.text.config import TextConfig
 
 ROOT = Path(__file__).parent.parent
 METHODS = ["GRPO", "distillation", "GRPO, learned reward", "SFT, own wins"]

@@ -11,22 +11,14 @@ import numpy as np
 import pytest
 from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
-from palestra.backends.task_queue import MAX_ATTEMPTS, TaskQueue
-from palestra.populations.league import League, LeagueConfig
-from palestra.populations.league_rules import OpponentWeights
+from palestra.parallel.task_queue import MAX_ATTEMPTS, TaskQueue
+from palestra.parallel.tasks import Result, Task, run_tasks
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.plans.league import League, LeagueConfig
+from palestra.populations.plans.league_rules import OpponentWeights
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
-from palestra.populations.tasks import (
-    OpponentResult,
-    PlayResult,
-    PlayTask,
-    Result,
-    Task,
-    TrainResult,
-    TrainTask,
-    run_tasks,
-)
+from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run, read_lines
 
 

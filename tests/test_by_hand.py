@@ -19,22 +19,22 @@ import pytest
 import torch
 from tolerances import GRADIENTS
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.algorithms.vector.actor_critic import ActorCriticLearner
-from palestra.algorithms.vector.ppo import PPO
-from palestra.builders.engines import Engines
-from palestra.engine.sampler import Completion
+from palestra.core.types import Answer, Episode, RolloutBatch
+from palestra.engine.sampling.request import Completion
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.lm import LanguageLearner
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.on_device import RolloutTensors
-from palestra.policies.base import Policy, Query
-from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.training.text import update_learner
-from palestra.types import Answer, Episode, RolloutBatch
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.build.engines import Engines
+from palestra.text.learners.lm import LanguageLearner
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.policies.base import Policy, Query
+from palestra.text.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
+from palestra.text.training.trainer import update_learner
+from palestra.vector.algorithms.actor_critic import ActorCriticLearner
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.rollouts.rollout import VectorRollout
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

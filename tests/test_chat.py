@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.chat import (
+from palestra.core.chat import (
     Chat,
     ToolCall,
     messages_after,

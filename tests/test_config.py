@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, field_validator
 
-from palestra.config import StrictModel, dump, load, override, parse, validate
-from palestra.config.descriptions import describe_keys
+from palestra.core.config import StrictModel, dump, load, override, parse, validate
+from palestra.core.config.descriptions import describe_keys
 
 
 class Ppo(StrictModel):
@@ -256,9 +256,9 @@ def test_a_json_schema_has_the_descriptions() -> None:
 def test_importing_config_models_reads_no_source() -> None:
     """`linecache` contains every file whose source was read."""
     code = (
-        "import linecache, palestra.launch.config_reference\n"
-        "from palestra.algorithms.text.grpo import GRPO\n"
-        "assert not [name for name in linecache.cache if name.endswith(('text/grpo.py', 'sinks/base.py'))]\n"
+        "import linecache, palestra.api.config_reference\n"
+        "from palestra.text.algorithms.grpo import GRPO\n"
+        "assert not [name for name in linecache.cache if name.endswith(('text/grpo.py', 'runs/sinks/base.py'))]\n"
         "assert 'Siblings per group' in GRPO.__doc__\n"
         "assert [name for name in linecache.cache if name.endswith('text/grpo.py')]\n"
     )

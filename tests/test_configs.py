@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palestra.builders.engines import Engines
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
+from palestra.api.experiments.grid import grid_cells, load_grid
+from palestra.api.experiments.schedule import check_cells
+from palestra.api.experiments.study import Search
+from palestra.api.experiments.tune import base_tree, load_tuning, scored_eval
 from palestra.cli.main import app
-from palestra.config import dump, load, override, parse, validate
+from palestra.core.config import dump, load, override, parse, validate
 from palestra.envs import make_env
-from palestra.envs.text.splits import split_of_layout
-from palestra.experiments.grid import grid_cells, load_grid
-from palestra.experiments.schedule import check_cells
-from palestra.experiments.study import Search
-from palestra.experiments.tune import base_tree, load_tuning, scored_eval
-from palestra.launch.population import build_population, run_population
-from palestra.launch.population_config import validate_population
+from palestra.envs.support.splits import split_of_layout
 from palestra.populations import scheduler
+from palestra.populations.build.build import build_population, run_population
+from palestra.populations.build.validation import validate_population
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, run_training
+from palestra.runs.loop import Callback, run_training
+from palestra.text.build.build import build
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))

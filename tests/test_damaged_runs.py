@@ -39,14 +39,14 @@ from damages import (
 )
 from typer.testing import CliRunner
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
-from palestra.config import parse, validate
-from palestra.report.run_charts import plot_run
+from palestra.core.config import parse, validate
+from palestra.evaluation.report.run_charts import plot_run
 from palestra.runs import Run, check_config, explain_disk_errors
 from palestra.runs.checkpoints import list_all_checkpoints
-from palestra.training.loop import Callback, restore_checkpoint, run_training
+from palestra.runs.loop import Callback, restore_checkpoint, run_training
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 TREE: dict[str, Any] = {
     "name": "tiny",

@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from palestra.builders.engines import Engines
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.learners.lm_config import LoraPolicyConfig, base_parameters, default_lora_lr
-from palestra.losses.policy import cross_entropy_loss
-from palestra.types import Sample
+from palestra.core.config import validate
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.text.build.build import build
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import LoraPolicyConfig, base_parameters, default_lora_lr
 
 
 def test_default_lora_lr_falls_with_base_size():

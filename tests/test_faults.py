@@ -18,7 +18,7 @@ import pytest
 import yaml
 from processes import finish, start
 
-from palestra.files import TEMPORARY_PREFIX
+from palestra.core.files import TEMPORARY_PREFIX
 from palestra.runs import list_checkpoints, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

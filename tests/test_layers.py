@@ -1,4 +1,4 @@
-"""Imports point down the layers, without cycles, and modules that must start fast do not load torch."""
+"""Rooms import lower floors only, without cycles, and modules that must start fast do not load torch."""
 
 from __future__ import annotations
 
@@ -15,60 +15,50 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "palestra"
 
-# Bottom to top; the longest prefix of a name decides the layer. Packages of one row may not import each other.
-LAYERS = [
-    {
-        "palestra",
-        "palestra.types",
-        "palestra.config",
-        "palestra.files",
-        "palestra.jit",
-        "palestra.onednn",
-        "palestra.processes",
-        "palestra.seeding",
-        "palestra.tinker_compat",
-        "palestra.tracing",
-    },
-    {"palestra.chat", "palestra.sandbox"},
-    {"palestra.web", "palestra.runs.worker_stats"},
-    {"palestra.envs", "palestra.losses", "palestra.policies.base", "palestra.policies.scripted"},
-    {"palestra.engine", "palestra.tabular", "palestra.nets"},
-    {"palestra.policies"},
-    {"palestra.runs"},
-    {"palestra.rollouts", "palestra.learners"},
-    {"palestra.algorithms", "palestra.populations"},
-    {"palestra.training"},
-    {"palestra.backends"},
-    {"palestra.service", "palestra.remote"},
-    {"palestra.sinks", "palestra.mirror"},
-    {"palestra.builders"},
-    {"palestra.workers"},
-    {"palestra.launch"},
-    {"palestra.report"},
-    {"palestra.evaluation", "palestra.experiments"},
-    {"palestra.dashboard", "palestra.agents"},
-    {"palestra.api"},
-    {"palestra.cli"},
-    {"palestra.__main__"},
-    {"palestra.testing"},
-]
-WITHIN_ROW = {("palestra.policies.scripted", "palestra.policies.base")}
-MAX_ROOT_MODULES = 12
-MAX_LINES = 400  # of a module
-LIGHT = (
-    "palestra.types",
-    "palestra.rollouts.tree_rollout",
+# Floors of rooms, bottom to top: a room imports lower floors only, and rooms of one floor do not know each other.
+FLOORS = (
+    {"core"},
+    {"sandbox", "parallel"},
+    {"runs", "envs", "engine"},
+    {"service", "environments"},
+    {"text", "vector"},
+    {"populations"},
+    {"evaluation"},
+    {"api", "dashboard"},
+    {"cli"},
+)
+ROOMS = {room for floor in FLOORS for room in floor}
+FORBIDDEN = {("vector", "engine"), ("vector", "service"), ("service", "runs")}  # although the floors allow it
+BY_NAME = "environments"  # the registry of palestra.envs finds them: nobody imports them
+WIRE = "palestra.service.wire"  # what `text` may import of the service
+MAX_ARROWS = 67  # pairs of rooms of which one imports the other
+ROOT_MODULES = {"__init__", "__main__", "testing"}
+MAX_LINES = 500  # of a module
+LIGHT = (  # they load no torch; a run starts without it
+    "palestra.core",
+    "palestra.sandbox",
+    "palestra.runs",
+    "palestra.envs",
+    "palestra.text.rollouts",
+    "palestra.text.training.trainer",
+    "palestra.text.training.async_rollouts",
     "palestra.populations",
-    "palestra.training.loop",
-    "palestra.training.text",
-    "palestra.training.async_rollouts",
+    "palestra.dashboard",
+    "palestra.cli",
+)
+NOT_LIGHT = (
+    "palestra.core.losses",
+    "palestra.core.accel",
+    "palestra.text.rollouts.dataset_source",
+    "palestra.populations.workers",
+    "palestra.populations.build",
 )
 WITHOUT_EXTRAS = (
     "palestra.cli.main",
-    "palestra.builders.text",
+    "palestra.text.build.build",
     "palestra.evaluation.evaluate",
-    "palestra.report.run_report",
-    "palestra.training.loop",
+    "palestra.evaluation.report.run_report",
+    "palestra.runs.loop",
     "palestra.envs",
 )
 HEAVY = (
@@ -98,19 +88,19 @@ SERVICE = {
     "zstandard",
 }
 WEB = {"starlette", "uvicorn"}
-PROMETHEUS = ("palestra.service.api.metrics", "palestra.sinks.prometheus")  # metrics of a server and of a run
-WHOLE_PACKAGES = ("palestra.backends.ray", "palestra.envs.vector.pettingzoo")  # packages that count as one module
-GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the package `palestra.remote`
+PROMETHEUS = ("palestra.service.server.metrics", "palestra.runs.sinks.prometheus")  # metrics of a server and of a run
+WHOLE_PACKAGES = ("palestra.parallel.ray", "palestra.envs.adapters.pettingzoo")  # packages that count as one module
+GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the package `palestra.envs.remote`
 TALKS_HTTP = (
-    "palestra.service.client.connection",
-    "palestra.web.completions",
-    "palestra.web.server",
-    "palestra.web.chat_client",
-    "palestra.remote.samplers.vllm",
-    "palestra.remote.samplers.server",
+    "palestra.text.tinker.connection",
+    "palestra.core.http.completions",
+    "palestra.core.http.server",
+    "palestra.core.http.chat_client",
+    "palestra.text.samplers.vllm",
+    "palestra.text.samplers.server",
 )
 SHARED = ("palestra.testing", *TALKS_HTTP, *PROMETHEUS)
-SERVERS = {"palestra.agents.serve"}  # loaded only by its own command
+SERVERS = {"palestra.api.agents.serve"}  # loaded only by its own command
 OPTIONAL = (
     SERVICE
     | GRPC
@@ -241,24 +231,23 @@ def ours() -> list[Import]:
     return [found for found in imports() if found.target.split(".")[0] == "palestra"]
 
 
-@cache
-def level(module: str) -> int:
+def room_of(module: str) -> str:
+    """Returns the room of a module; "" for the modules of the package root."""
     parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        for number, layer in enumerate(LAYERS):
-            if ".".join(parts[:end]) in layer and (end > 1 or len(parts) == 1):
-                return number
-    raise AssertionError(f"{module} is in no layer: add it to LAYERS, at the height its imports allow")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
 
 
-def package_of(module: str) -> str:
-    return max((name for name in LAYERS[level(module)] if f"{module}.".startswith(f"{name}.")), key=len)
+@cache
+def floor_of(room: str) -> int:
+    return next(number for number, floor in enumerate(FLOORS) if room in floor)
 
 
-def allowed(found: Import) -> bool:
-    above, below = level(found.importer), level(found.target)
-    pair = (found.importer, found.target)
-    return below < above or package_of(found.importer) == package_of(found.target) or pair in WITHIN_ROW
+def between_rooms() -> Iterator[tuple[str, str, Import]]:
+    """Yields the imports of one room by another."""
+    for found in ours():
+        importer, target = room_of(found.importer), room_of(found.target)
+        if importer and target and importer != target:
+            yield importer, target, found
 
 
 @cache
@@ -286,17 +275,36 @@ def test_every_internal_import_exists() -> None:
     assert [str(found) for found in ours() if found.target not in modules()] == []
 
 
-def test_the_package_root_has_few_modules() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
-
-
 def test_modules_are_short() -> None:
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_imports_point_down_the_layers() -> None:
-    assert [str(found) for found in ours() if not allowed(found)] == []
+def test_the_package_has_fifteen_rooms() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT_MODULES
+    assert len(ROOMS) == 15 and {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/**/*.py")} == ROOMS
+
+
+def test_rooms_import_lower_floors_only() -> None:
+    assert [str(found) for one, other, found in between_rooms() if floor_of(other) >= floor_of(one)] == []
+    assert [str(found) for one, other, found in between_rooms() if (one, other) in FORBIDDEN or other == BY_NAME] == []
+    of_service = [found for one, other, found in between_rooms() if (one, other) == ("text", "service")]
+    assert [str(found) for found in of_service if not f"{found.target}.".startswith(f"{WIRE}.")] == []
+
+
+def test_rooms_have_few_arrows() -> None:
+    assert len({(one, other) for one, other, _ in between_rooms()}) <= MAX_ARROWS
+
+
+def test_no_two_parts_of_a_room_import_each_other() -> None:
+    """Parts are the sub-folders of a room and the modules beside them; what a room's `__init__` gives is above them."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for found in ours():
+        room, importer, target = room_of(found.importer), found.importer.split("."), found.target.split(".")
+        if room and room == room_of(found.target) and len(importer) > 2 and len(target) > 2:
+            pairs.setdefault((f"{room}/{importer[2]}", f"{room}/{target[2]}"), []).append(str(found))
+    mutual = {pair: pairs[pair] for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs}
+    assert mutual == {}
 
 
 def test_there_is_no_import_cycle() -> None:
@@ -312,9 +320,13 @@ def test_there_is_no_import_cycle() -> None:
 @pytest.mark.parametrize("prefix", LIGHT)
 def test_light_modules_do_not_import_heavy_ones(prefix: str) -> None:
     """Statically, through all of palestra's modules: a run must start without torch installed."""
-    light = [name for name in modules() if f"{name}.".startswith(f"{prefix}.")]
+    light = [name for name in modules() if _below(name, prefix) and not any(_below(name, one) for one in NOT_LIGHT)]
     chains = [chain for name in light for target, chain in reached(name).items() if _heavy(target)]
     assert [" -> ".join(chain) for chain in chains] == []
+
+
+def _below(module: str, prefix: str) -> bool:
+    return f"{module}.".startswith(f"{prefix}.")
 
 
 def _heavy(target: str) -> bool:
@@ -348,13 +360,13 @@ def test_service_dependencies_are_imported_in_the_service_only() -> None:
     assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
-def test_grpc_is_imported_in_remote_only() -> None:
+def test_grpc_is_imported_in_remote_envs_only() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in GRPC]
-    assert [str(found) for found in users if not found.importer.startswith("palestra.remote.")] == []
+    assert [str(found) for found in users if not found.importer.startswith("palestra.envs.remote.")] == []
 
 
 def _serves(module: str) -> bool:
-    return f"{module}.".startswith("palestra.service.")
+    return f"{module}.".startswith(("palestra.service.", "palestra.text.tinker."))
 
 
 def _shows(module: str) -> bool:
@@ -372,8 +384,8 @@ def test_importing_the_package_loads_no_extra() -> None:
 
 
 def _talking() -> set[str]:
-    """Returns the modules of `palestra.remote` that cannot be loaded without an extra."""
-    own = [name for name in modules() if name.startswith("palestra.remote.")]
+    """Returns the modules of `palestra.envs.remote` that cannot be loaded without an extra."""
+    own = [name for name in modules() if name.startswith("palestra.envs.remote.")]
     return {name for name in own if {target.split(".")[0] for target in reached(name)} & OPTIONAL}
 
 
@@ -384,7 +396,7 @@ def test_compiled_extras_are_not_loaded_by_default() -> None:
 @cache
 def compiled() -> set[str]:
     """The modules that load a compiler, where one is installed."""
-    return {name for name in modules() if "palestra.jit" in reached(name)}
+    return {name for name in modules() if "palestra.core.accel.jit" in reached(name)}
 
 
 def test_function_level_imports_are_extras_or_cli_only() -> None:
@@ -393,9 +405,9 @@ def test_function_level_imports_are_extras_or_cli_only() -> None:
 
 
 def _may_delay(found: Import) -> bool:
-    """True for modules from `builders` up, which are loaded when used (`--help` does not wait for torch), for modules
+    """True for rooms from `text` up, which are loaded when used (`--help` does not wait for torch), for modules
     that need an extra, and for modules that run inside a sandbox, which load as little as possible."""
     if found.importer.startswith("palestra.sandbox."):
         return True
     over_an_extra = any(below.extra for below in imports_of(found.target))
-    return over_an_extra or level(found.importer) >= level("palestra.builders")
+    return over_an_extra or floor_of(room_of(found.importer) or "cli") >= floor_of("text")

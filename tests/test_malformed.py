@@ -21,11 +21,12 @@ import typer
 import yaml
 from malformed import KINDS, Case, changed_cases, raw_cases
 
-from palestra.builders import text, vector
 from palestra.cli.train import train
-from palestra.launch import distributed as launch_distributed
-from palestra.launch import population
-from palestra.training import distributed
+from palestra.populations.build import build as population
+from palestra.text.build import build as text
+from palestra.text.build import distributed as launch_distributed
+from palestra.text.training import ranks as distributed
+from palestra.vector.build import build as vector
 
 LOADED = (launch_distributed, text, distributed, vector, population)  # imports that the first case would wait for
 LONGEST = 10.0  # seconds per case; most take some hundredths, but the first one of a game compiles it

@@ -22,7 +22,7 @@ ENV = '''
 import random
 
 from palestra.envs import Env
-from palestra.types import Step
+from palestra.core.types import Step
 
 ANIMALS = ("cat", "dog", "fish", "bird", "horse", "cow", "frog", "bee")
 

@@ -36,26 +36,26 @@ NUMPY = {"np", "numpy"}  # whose load may unpickle
 # File and call, how often, and why it runs no text of a model or a client in this process.
 REVIEWED = {
     ("__init__.py", "import_module"): (2, "names from our own table"),
-    ("backends/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
-    ("backends/episode_tasks.py", "pickle.loads"): (
+    ("parallel/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
+    ("text/training/episode_tasks.py", "pickle.loads"): (
         1,
         "episodes that a worker of this run left in its temporary folder",
     ),
-    ("config/user_modules.py", "import_module"): (1, "modules named by the config, or by our own tables"),
-    ("config/tree.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
+    ("core/config/user_modules.py", "import_module"): (1, "modules named by the config, or by our own tables"),
+    ("core/config/tree.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
     ("envs/local.py", "import_module"): (1, "the module of a class that the user's own program passed"),
-    ("envs/text/code/checker.py", "eval"): (1, "runs in the sandbox"),
-    ("envs/text/code/checker.py", "exec"): (2, "runs in the sandbox"),
-    ("envs/text/code/checker.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/text/code/harness.py", "eval"): (5, "runs in the sandbox"),
-    ("envs/text/code/harness.py", "exec"): (2, "runs in the sandbox"),
-    ("envs/text/code/harness.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/text/math/grader_process.py", "spec_from_file_location"): (1, "loads our own file expression_form.py"),
-    ("envs/text/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
-    ("envs/text/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
-    ("envs/text/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),
-    ("envs/text/tools/repl_driver.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/vector/subproc_vector.py", "pickle.loads"): (
+    ("environments/code/checker.py", "eval"): (1, "runs in the sandbox"),
+    ("environments/code/checker.py", "exec"): (2, "runs in the sandbox"),
+    ("environments/code/checker.py", "compile"): (2, "runs in the sandbox"),
+    ("environments/code/harness.py", "eval"): (5, "runs in the sandbox"),
+    ("environments/code/harness.py", "exec"): (2, "runs in the sandbox"),
+    ("environments/code/harness.py", "compile"): (2, "runs in the sandbox"),
+    ("environments/math/grader_process.py", "spec_from_file_location"): (1, "loads our own file expression_form.py"),
+    ("environments/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
+    ("environments/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
+    ("environments/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),
+    ("environments/tools/repl_driver.py", "compile"): (2, "runs in the sandbox"),
+    ("envs/batch/subproc_vector.py", "pickle.loads"): (
         1,
         "the env maker that the parent process sent to its own child",
     ),
@@ -65,7 +65,7 @@ REVIEWED = {
     ("sandbox/program.py", "compile"): (1, "compiles our own file boot.py and runs nothing"),
 }
 # Programs kept as text, which `ast` parses as strings: all of them run in the sandbox.
-PROGRAMS = {"envs/text/math/tool.py": 2, "sandbox/program.py": 1, "envs/text/code/test_runner.py": 1}
+PROGRAMS = {"environments/math/tool.py": 2, "sandbox/program.py": 1, "environments/code/test_runner.py": 1}
 
 
 def evaluating_call(node: ast.AST) -> str | None:
@@ -139,7 +139,7 @@ def test_every_call_that_can_execute_text_is_reviewed():
 
 def test_models_are_loaded_without_their_own_code_and_by_one_module_of_the_package():
     root = PACKAGE.parent
-    loaders = {"palestra/engine/pretrained.py", "bench/peers/jaxmarl_qmix.py"}  # the peer's config is of no model
+    loaders = {"palestra/engine/bases/pretrained.py", "bench/peers/jaxmarl_qmix.py"}  # the peer's config is of no model
     loading, unsafe = set(), []
     for path in [path for folder in ("palestra", "scripts", "bench") for path in sorted((root / folder).rglob("*.py"))]:
         file = path.relative_to(root).as_posix()
@@ -148,7 +148,7 @@ def test_models_are_loaded_without_their_own_code_and_by_one_module_of_the_packa
             loading |= {file} if name in PRETRAINED else set()
             if isinstance(node, ast.Call) and evaluating_call(node) in PRETRAINED:
                 unsafe.append(f"{file}:{node.lineno}")
-    assert {file for file in loading if file.startswith("palestra/")} == {"palestra/engine/pretrained.py"}
+    assert {file for file in loading if file.startswith("palestra/")} == {"palestra/engine/bases/pretrained.py"}
     assert [place for place in unsafe if place.partition(":")[0] not in loaders] == []
 
 

@@ -9,11 +9,11 @@ import yaml
 from command_line import palestra, refused
 from toys import Whisper
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
+from palestra.core.config import dump, parse, validate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 
 def write(path, tree):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy_processes import echo, sleep_long
 
-from palestra.processes import PipeProcess, exit_reason, join_or_kill, start_process, wait_or_kill
+from palestra.parallel.processes import PipeProcess, exit_reason, join_or_kill, start_process, wait_or_kill
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

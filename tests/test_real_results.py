@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 SCRIPT = Path(__file__).parent.parent / "scripts/real_results.py"
 ROWS = [

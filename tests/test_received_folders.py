@@ -28,19 +28,19 @@ from long_runs import write_long_run
 from starlette.testclient import TestClient
 
 import palestra
+from palestra.core.files import atomic_write, to_checksummed_line, write_arrays
+from palestra.core.types import TEAM
 from palestra.dashboard.app import build_dashboard
-from palestra.envs.text.code.files import load_programs
-from palestra.envs.text.row_reader import read_rows
-from palestra.files import atomic_write, to_checksummed_line, write_arrays
-from palestra.mirror.config import MirrorConfig
-from palestra.mirror.follow import send_state
-from palestra.mirror.manifest import FORMAT
+from palestra.environments.code.files import load_programs
+from palestra.envs.support.row_reader import read_rows
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member
 from palestra.populations.task_json import MEMBERS_FILE, TaskRecord
 from palestra.populations.tasks import PlayResult, PlayTask
 from palestra.runs import Run
-from palestra.types import TEAM
+from palestra.runs.mirror.config import MirrorConfig
+from palestra.runs.mirror.follow import send_state
+from palestra.runs.mirror.manifest import FORMAT
 
 SECRET = "BEGIN PRIVATE KEY of somebody"
 MAX_SCANNED_BYTES = 2**26
@@ -542,8 +542,8 @@ def test_a_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 OWN_FILES = {
-    "agents/serve.py": "the key of the operator",
-    "agents/model_files.py": "the standard input of a process",
+    "api/agents/serve.py": "the key of the operator",
+    "api/agents/model_files.py": "the standard input of a process",
     "runs/run.py": "after `Run` has checked the folder",
     "runs/resource_usage.py": "the system's",
     "runs/system_metrics.py": "the system's",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
+from palestra.core.config import validate
 from palestra.envs import make_env
 from palestra.runs import read_lines
+from palestra.text.config import TextConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 DRIVER = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from palestra.engine.packaged_bases import is_installed
+from palestra.engine.bases.packaged_bases import is_installed
 from palestra.envs.rules.kuhn import KuhnRules
-from palestra.tabular.game_tree import build_game_tree, uniform_policy
+from palestra.populations.tabular.game_tree import build_game_tree, uniform_policy
 
 ROOT = Path(__file__).parent.parent
 SERVED = {

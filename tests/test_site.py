@@ -14,12 +14,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from palestra.builders.text_config import TextConfig
-from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
-from palestra.config import type_choices
+from palestra.core.config import type_choices
 from palestra.envs import TEXT_ENVS, VECTOR_ENVS
-from palestra.launch.language_population import LanguagePopulationConfig
+from palestra.populations.build.language import LanguagePopulationConfig
+from palestra.text.config import TextConfig
+from palestra.vector.config import VectorConfig
 
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}

@@ -18,10 +18,10 @@ import yaml
 from command_line import ROOT, palestra, refused
 from otlp_collector import Collector, Span, collector
 
-from palestra import tracing
-from palestra.backends.task_queue import TaskQueue
-from palestra.populations.tasks import Task
-from palestra.tracing import continue_trace, end_shared_span, shared_span, span, trace_context, tracing_to
+from palestra.core import tracing
+from palestra.core.tracing import continue_trace, end_shared_span, shared_span, span, trace_context, tracing_to
+from palestra.parallel.task_queue import TaskQueue
+from palestra.parallel.tasks import Task
 
 needs_sdk = pytest.mark.usefixtures("sdk")
 
@@ -51,8 +51,8 @@ def test_nothing_is_created_or_imported_while_tracing_is_off() -> None:
     queue.add(task)
     assert queue.traces == {}
     code = (
-        "import sys; from palestra.tracing import span, trace_context\n"
-        "import palestra.launch.run, palestra.training.text\n"
+        "import sys; from palestra.core.tracing import span, trace_context\n"
+        "import palestra.api.run, palestra.text.training.trainer\n"
         "with span('step'): assert trace_context() is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from palestra.algorithms.text.base import TextAlgorithm, build_sample
-from palestra.losses.policy import importance_sampling_loss
-from palestra.rollouts.metrics import member_name
+from palestra.core.losses import importance_sampling_loss
+from palestra.text.algorithms.base import TextAlgorithm, build_sample
+from palestra.text.rollouts.metrics import member_name
 
 
 class Reinforce(TextAlgorithm):

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from palestra.envs.text.code.env import CoderTester
-from palestra.types import Step
+from palestra.core.types import Step
+from palestra.environments.code.env import CoderTester
 
 ADD = {  # a problem in palestra's own format
     "id": "add",

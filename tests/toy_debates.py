@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from palestra.envs.text.debate.env import Debate
-from palestra.types import Step
+from palestra.core.types import Step
+from palestra.environments.debate.env import Debate
 
 Talk = Callable[[str, Any, Debate], str]  # seat, observation, env -> answer
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from toy_tasks import Adder, Sums
 
-from palestra.backends.inline import InlineBackend
-from palestra.backends.local import LocalBackend
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.local import LocalBackend
 from palestra.populations.scheduler import run_plan
 from palestra.runs import Run
 

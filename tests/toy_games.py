@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from palestra.envs.vector.base import Discrete
-from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.vector_base import Discrete
 
 
 class Counting:

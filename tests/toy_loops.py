@@ -10,15 +10,15 @@ from typing import Any
 
 from processes import finish, start
 
-from palestra.backends.config import RolloutBackendConfig
-from palestra.backends.inline import InlineBackend
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.launch.distributed import build
-from palestra.populations.tasks import Backend, WorkerFactory
+from palestra.core.config import dump, validate
+from palestra.parallel.config import RolloutBackendConfig
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.tasks import Backend, WorkerFactory
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, restore_checkpoint, run_training
-from palestra.training.text import TextTrainer
+from palestra.runs.loop import Callback, restore_checkpoint, run_training
+from palestra.text.build.distributed import build
+from palestra.text.config import TextConfig
+from palestra.text.training.trainer import TextTrainer
 
 SAME = ("metrics.jsonl", "evals.jsonl")
 

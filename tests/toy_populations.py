@@ -8,9 +8,11 @@ from functools import cache
 
 import numpy as np
 
+from palestra.parallel.task_json import through_json
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
-from palestra.populations.task_json import through_json
+from palestra.populations.tabular.best_response import best_response_to_joint, nash_conv
+from palestra.populations.tabular.game_tree import GameTree, build_game_tree, expected_returns, uniform_policy
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
@@ -21,10 +23,8 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.tabular.best_response import best_response_to_joint, nash_conv
-from palestra.tabular.game_tree import GameTree, build_game_tree, expected_returns, uniform_policy
-from palestra.workers.exact import ExactSolver, exact_train_result
-from palestra.workers.member_loader import rules_of_env
+from palestra.populations.workers.exact import ExactSolver, exact_train_result
+from palestra.populations.workers.member_loader import rules_of_env
 
 
 def population(*players):

@@ -1,4 +1,4 @@
-"""Functions that child processes run in tests of palestra.processes."""
+"""Functions that child processes run in tests of palestra.parallel.processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from palestra.processes import PipeProcess as PipeProcess
-from palestra.processes import exit_with_parent
+from palestra.parallel.processes import exit_with_parent
 
 
 def echo(pipe: Connection, prefix: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from palestra.envs.text.code.programs import ProgramProblem
-from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestResults, ProgramTestRunner
+from palestra.environments.code.programs import ProgramProblem
+from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestResults, ProgramTestRunner
 from palestra.sandbox import ResourceLimits
 
 LIMITS = ResourceLimits(wall=20, cpu=20)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from palestra.populations.tasks import Result, Task
-from palestra.seeding import derive_seed
+from palestra.core.seeding import derive_seed
+from palestra.parallel.tasks import Result, Task
 
 
 @dataclass(frozen=True)

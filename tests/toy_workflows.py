@@ -15,7 +15,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
-from palestra.envs.text.adapters.workflow import WorkflowContext, WorkflowResult
+from palestra.envs.adapters.workflow import WorkflowContext, WorkflowResult
 
 
 def secret(play: WorkflowContext) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from toys import bit
 
+from palestra.core.types import Step
 from palestra.envs.base import Env
-from palestra.types import Step
 
 LETTERS = "abcdefgh"
 

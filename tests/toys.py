@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from palestra.core.types import Answer, Step
 from palestra.envs.base import Env
-from palestra.policies.base import Query
-from palestra.types import Answer, Step
+from palestra.text.policies.base import Query
 
 
 def bit(text: str) -> str:

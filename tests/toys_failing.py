@@ -8,8 +8,8 @@ import numpy as np
 from toys import Whisper
 from vector_toys import Countdown
 
+from palestra.core.types import Step
 from palestra.envs.text.board_games import TextKuhn
-from palestra.types import Step
 
 
 class Cracks(Whisper):

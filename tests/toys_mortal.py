@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toys import Whisper
 
-from palestra.types import Step
+from palestra.core.types import Step
 
 
 class Mortal(Whisper):

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import Arrays, Continuous, Discrete, Space, VectorEnv, VectorStep, empty_step
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import RNG_WORDS, random_below, uniform
-from palestra.policies.vector import VectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
+from palestra.envs.vector_base import Arrays, Continuous, Discrete, Space, VectorEnv, VectorStep, empty_step
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.policies.base import VectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 def ppo(**settings: Any) -> PPO:

@@ -27,17 +27,17 @@ from typing import Any
 PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 IMPORTS = (
     "palestra.testing",
-    "palestra.launch.distributed",
-    "palestra.training.distributed",
+    "palestra.text.build.distributed",
+    "palestra.text.training.ranks",
     "palestra.service.serve",
-    "palestra.service.engine.worker",
-    "palestra.service.client.client",
+    "palestra.service.worker.worker",
+    "palestra.text.tinker.client",
     "palestra.cli.train",
-    "palestra.launch.run",
-    "palestra.launch.extend",
-    "palestra.mirror.follow",
-    "palestra.report.run_report",
-    "palestra.sinks.factory",
+    "palestra.api.run",
+    "palestra.api.extend",
+    "palestra.runs.mirror.follow",
+    "palestra.evaluation.report.run_report",
+    "palestra.runs.sinks.factory",
     "matplotlib.figure",
     "pandas",  # which pyarrow imports if it is installed
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from palestra.config import Tree, load
+from palestra.core.config import Tree, load
 
 CONFIGS = Path(__file__).parents[2] / "configs/algorithms"
 RATES = Path(__file__).parent / "rates.yaml"  # learning rates chosen by tuning

@@ -1,5 +1,5 @@
 """Tables and a picture of the ledger. Intervals are computed as in `palestra grid`: percentiles of a bootstrap that
-resamples seeds within each task (palestra/experiments/statistics.py)."""
+resamples seeds within each task (palestra/api/experiments/statistics.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from algorithms_parts.jobs import chosen_rate
 from algorithms_parts.methods import METHODS, TASKS, UNTRAINED, Method, Task, find_method
 from algorithms_parts.runs import TUNING, Job, Line
 
-from palestra.experiments.statistics import Estimate, estimate, estimate_improvement, mean_score
+from palestra.api.experiments.statistics import Estimate, estimate, estimate_improvement, mean_score
 
 Ledger = dict[Job, Line]
 HEAD = ["", "seeds", "mean", "95 %", "above untrained", "answers to the bar", "KL", "entropy", "answers", "CPU-s", "lr"]

@@ -14,14 +14,14 @@ import torch
 from algorithms_parts.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
 
 import palestra
-from palestra.config import Tree
-from palestra.config.tree import to_yaml
-from palestra.engine.models import Engine
-from palestra.engine.trainer import Trainer
+from palestra.core.config import Tree
+from palestra.core.config.tree import to_yaml
+from palestra.core.types import Episode, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.training.trainer import Trainer
 from palestra.evaluation.evaluate import evaluate
-from palestra.rollouts.metrics import member_name
 from palestra.runs import list_checkpoints, read_lines
-from palestra.types import Episode, Sample
+from palestra.text.rollouts.metrics import member_name
 
 TUNING = (100, 101)  # seeds of runs that choose a learning rate
 Line = dict[str, Any]

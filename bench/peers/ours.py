@@ -20,10 +20,10 @@ import torch
 from peers import zoo
 from peers.timing import CYCLES, Spec, measure, print_result, read_spec
 
-from palestra.builders.vector import check_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import validate
-from palestra.policies.vector import UniformVectorPolicy
+from palestra.core.config import validate
+from palestra.vector.build.build import check_vector_run
+from palestra.vector.config import VectorConfig
+from palestra.vector.policies.base import UniformVectorPolicy
 
 FOREVER = 10**12
 
@@ -36,7 +36,7 @@ def env_of(spec: Spec) -> dict[str, Any]:
         return {"type": "overcooked"}
     if spec.env == "hanabi":
         return {"type": "openspiel", "game": "hanabi"}
-    adapter = "palestra.envs.vector.pettingzoo.games:PettingZooEnv"
+    adapter = "palestra.envs.adapters.pettingzoo.games:PettingZooEnv"
     return {"type": adapter, "env": zoo.FUNCTIONS[spec.env], "options": zoo.options(spec.env)}
 
 

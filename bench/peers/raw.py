@@ -8,7 +8,7 @@ from peers import zoo
 from peers.timing import measure, print_result, read_spec
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 
-from palestra.envs.vector.pettingzoo.games import strip_check_wrappers
+from palestra.envs.adapters.pettingzoo.games import strip_check_wrappers
 
 spec = read_spec()
 env = zoo.make(spec.env)

@@ -22,13 +22,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from palestra.builders.vector_envs import make_vector_env
-from palestra.config import dump, validate
-from palestra.launch.population import PopulationConfig, build_population, run_population
-from palestra.learners.policy_stack import read_frozen_member
+from palestra.core.config import dump, validate
+from palestra.populations.build.build import PopulationConfig, build_population, run_population
 from palestra.populations.population import Member
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.learners.policy_stack import read_frozen_member
 
 ACTIONS = 5
 SLICES = 60

@@ -25,18 +25,18 @@ from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
-from palestra.config import dump, validate
-from palestra.files import read_lines
-from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.core.config import dump, validate
+from palestra.core.files import read_lines
+from palestra.populations.build.build import PopulationConfig, build_population, run_population
+from palestra.populations.plans.solvers import Nash
 from palestra.populations.scheduler import PlanCallback
-from palestra.populations.solvers import Nash
+from palestra.populations.tabular.best_response import best_response
+from palestra.populations.tabular.double_oracle import psro
+from palestra.populations.tabular.game_tree import GameTree, expected_returns
 from palestra.populations.tasks import Opponents, TrainTask
+from palestra.populations.workers.member_loader import write_table
+from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
-from palestra.tabular.best_response import best_response
-from palestra.tabular.double_oracle import psro
-from palestra.tabular.game_tree import GameTree, expected_returns
-from palestra.workers.member_loader import write_table
-from palestra.workers.net_oracle import NetOracle, NetWorker
 
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}

@@ -21,13 +21,14 @@ from pathlib import Path
 
 import ray
 
-from palestra.backends.inline import InlineBackend
-from palestra.backends.local import LocalBackend
-from palestra.backends.ray.workers import RayBackend
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.local import LocalBackend
+from palestra.parallel.ray.workers import RayBackend
+from palestra.parallel.tasks import Backend, Result, Task, WorkerFactory
 from palestra.populations.scheduler import run_plan
-from palestra.populations.tasks import Backend, Opponents, PlayResult, PlayTask, Result, Task, TrainTask, WorkerFactory
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainTask
+from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
-from palestra.workers.net_oracle import NetOracle, NetWorker
 
 SEATS = ("player_0", "player_1")
 

@@ -22,10 +22,10 @@ from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
-from palestra.config import dump, load, override
-from palestra.files import read_lines
-from palestra.launch.population import build_population, run_population
-from palestra.launch.population_config import validate_population
+from palestra.core.config import dump, load, override
+from palestra.core.files import read_lines
+from palestra.populations.build.build import build_population, run_population
+from palestra.populations.build.validation import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 

@@ -40,17 +40,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from palestra.backends.config import COPY_EVERY
-from palestra.backends.episode_tasks import DistributedSource
-from palestra.backends.ray.workers import traffic
-from palestra.backends.recoverable_trainer import trainer_traffic
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.launch.distributed import build
+from palestra.core.config import dump, validate
+from palestra.core.types import TEAM, Metrics
+from palestra.parallel.config import COPY_EVERY
+from palestra.parallel.ray.workers import traffic
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, run_training
-from palestra.training.text import TextTrainer
-from palestra.types import TEAM, Metrics
+from palestra.runs.loop import Callback, run_training
+from palestra.text.build.distributed import build
+from palestra.text.config import TextConfig
+from palestra.text.training.episode_tasks import DistributedSource
+from palestra.text.training.recoverable_trainer import trainer_traffic
+from palestra.text.training.trainer import TextTrainer
 
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {"type": "inline"},

@@ -31,17 +31,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.policies.lm import SamplerProtocol
-from palestra.remote.samplers.config import SamplerProcessesConfig
-from palestra.remote.samplers.remote_samplers import RemoteSamplers
+from palestra.core.config import dump, validate
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs import Run
-from palestra.training.loop import run_training
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.policies.lm import SamplerProtocol
+from palestra.text.samplers.config import SamplerProcessesConfig
+from palestra.text.samplers.remote_samplers import RemoteSamplers
 
 COUNTS = (1, 2)
 SIBLINGS, PROMPT, ANSWER = 8, 32, 32

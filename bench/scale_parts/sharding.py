@@ -22,14 +22,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from palestra.engine.checkpoints import save_trainer
-from palestra.engine.distributed import ProcessGroup, join_process_group, leave_process_group
-from palestra.engine.fsdp import local_shard, shard_engine
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import policy_gradient_loss
+from palestra.core.losses import policy_gradient_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.fsdp import local_shard, shard_engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.checkpoints import save_trainer
+from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import time
 from scale import servers
 from soak_parts.memory import Durations, MemoryWatch, SoakResult, process_tree
 
-from palestra.remote.envs.address import counters
-from palestra.remote.envs.remote_env import env_factory
+from palestra.envs.remote.address import counters
+from palestra.envs.remote.remote_env import env_factory
 
 KIND = "soak_parts.noise_env:NoiseEnv"
 STEP_S, TURNS, WORKERS = 0.02, 50, 2

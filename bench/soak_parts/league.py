@@ -21,14 +21,15 @@ from typing import Any
 
 from soak_parts.memory import MemoryWatch, SoakResult, cpu_seconds, process_tree
 
-from palestra.backends.ray.workers import RayBackend
-from palestra.builders.vector_envs import make_vector_env
-from palestra.config import dump, validate
-from palestra.launch.population import PopulationConfig, PopulationRecorder, PopulationSetup, build_population
-from palestra.learners.policy_stack import read_frozen_member
+from palestra.core.config import dump, validate
+from palestra.parallel.ray.workers import RayBackend
+from palestra.parallel.tasks import Task, TaskResult
+from palestra.populations.build.build import PopulationConfig, PopulationRecorder, PopulationSetup, build_population
 from palestra.populations.scheduler import PlanCallback, PlanRun, run_plan
-from palestra.populations.tasks import PlayResult, Task, TaskResult, TrainResult
+from palestra.populations.tasks import PlayResult, TrainResult
 from palestra.runs import Run, read_lines
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.learners.policy_stack import read_frozen_member
 
 GRACE_S = 120.0  # seconds that running tasks have to end after the time is over
 WARM_UP = 0.1  # first part of the time, whose games do not count

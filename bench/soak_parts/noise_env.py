@@ -6,8 +6,8 @@ import random
 import time
 from typing import Any
 
+from palestra.core.types import Step
 from palestra.envs.base import Env
-from palestra.types import Step
 
 
 class NoiseEnv(Env):

@@ -24,8 +24,8 @@ from service import server
 from service_load import worker_of
 from soak_parts.memory import MemoryWatch, SoakResult
 
-from palestra.service.api.api_keys import add_key
-from palestra.service.client.connection import RequestRefused, ServiceConnection
+from palestra.service.server.api_keys import add_key
+from palestra.text.tinker.connection import RequestRefused, ServiceConnection
 
 KEYS = 8
 HEAVY_SHARE = 1 / 3  # share of the sampling clients that use the first key

@@ -10,16 +10,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from palestra.api.console import console, print_line
+from palestra.api.extend import length_setting
+from palestra.api.run import STOPPING, open_run, resumed_tree, run_request
 from palestra.api.trained_run import TrainedRun, call_outside_loop
-from palestra.config import Tree, load, override
+from palestra.core.config import Tree, load, override
+from palestra.core.failures import RunFailed
 from palestra.envs import is_vector_config
 from palestra.envs.local import env_type
-from palestra.launch.console import console, print_line
-from palestra.launch.extend import length_setting
-from palestra.launch.run import STOPPING, open_run, resumed_tree, run_request
-from palestra.report.run_report import explain_no_update
-from palestra.rollouts.failures import RunFailed
-from palestra.training.loop import Callback
+from palestra.evaluation.report.run_report import explain_no_update
+from palestra.runs.loop import Callback
 
 
 def train(
@@ -134,7 +134,7 @@ def _check_named(value: Any) -> None:
 
 def _check_algorithm(tree: Tree, algorithm: Any) -> None:
     """Raises ValueError for an algorithm object of the other kind of run."""
-    from palestra.algorithms.text.base import TextAlgorithm
+    from palestra.text.algorithms.base import TextAlgorithm
 
     if not isinstance(algorithm, BaseModel) or "population" in tree:
         return

@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from palestra.config import Tree, load
-from palestra.files import read_lines
-from palestra.launch.console import interrupt_on_sigterm
-from palestra.populations.task_json import TASKS_FILE
-from palestra.report.episodes import episode_html
-from palestra.report.html import details, escape_text
-from palestra.report.page import metric_tiles
-from palestra.report.population import payoff_figure, standings_table
-from palestra.report.population_data import PopulationRecord, read_record
-from palestra.report.run_charts import metric_charts
-from palestra.report.style import STYLE
-from palestra.report.tables import eval_table
+from palestra.api.console import interrupt_on_sigterm
+from palestra.core.config import Tree, load
+from palestra.core.files import read_lines
+from palestra.core.types import Episode
+from palestra.evaluation.report.episodes import episode_html
+from palestra.evaluation.report.html import details, escape_text
+from palestra.evaluation.report.page import metric_tiles
+from palestra.evaluation.report.population import payoff_figure, standings_table
+from palestra.evaluation.report.population_data import PopulationRecord, read_record
+from palestra.evaluation.report.run_charts import metric_charts
+from palestra.evaluation.report.style import STYLE
+from palestra.evaluation.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
+from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.series import RunLogs
 from palestra.runs.settings import find_run, flatten_tree
-from palestra.types import Episode
 
 if TYPE_CHECKING:
     from palestra.evaluation.target import EvalResult
@@ -69,8 +69,8 @@ def evaluate(
     training. `checkpoint` is the number of steps after which it was written; None: the newest. Raises ValueError
     for an unknown run, split, seat or policy, and RunFailed if every episode failed.
     """
+    from palestra.core.failures import check_not_all_failed
     from palestra.evaluation import evaluate as evaluation
-    from palestra.rollouts.failures import check_not_all_failed
 
     what = run.path if isinstance(run, TrainedRun) else run
     changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
@@ -133,8 +133,8 @@ class TrainedRun:
 
     def plot(self) -> Picture:
         """Draws the curves of the run (of a population: its payoffs) to a PNG in its folder; a notebook shows it."""
-        from palestra.report.population_plots import plot_population
-        from palestra.report.run_charts import plot_run
+        from palestra.evaluation.report.population_plots import plot_population
+        from palestra.evaluation.report.run_charts import plot_run
 
         return Picture((plot_run if self.population is None else plot_population)(self.path))
 

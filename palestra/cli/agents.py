@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from palestra.api.console import print_line, require_packages, user_errors
 from palestra.cli.seat_options import CheckpointOption
-from palestra.launch.console import print_line, require_packages, user_errors
 
 
 def publish(
@@ -51,8 +51,8 @@ def publish(
                 raise ValueError("--merge, --base-name and --license are for weights, not for a table of a game")
             _publish_table(run, out, member, checkpoint, greedy)
             return
-        from palestra.agents.publish import publish as write
-        from palestra.agents.trained_agent import find_agents
+        from palestra.api.agents.publish import publish as write
+        from palestra.api.agents.trained_agent import find_agents
 
         agents = find_agents(run, [member] if member else [], checkpoint)
         if len(agents) > 1:
@@ -105,8 +105,8 @@ def serve_agent(
     """
     with user_errors(", ".join(map(str, where))):
         require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
-        from palestra.agents.serve import read_api_key, serve_agents
-        from palestra.agents.trained_agent import find_agents
+        from palestra.api.agents.serve import read_api_key, serve_agents
+        from palestra.api.agents.trained_agent import find_agents
 
         key = read_api_key(key_env, key_file)
         if member and len(where) > 1:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from palestra.api.console import console, print_line, user_errors
 from palestra.cli.seat_options import (
     CheckpointOption,
     EnvOption,
@@ -20,7 +21,6 @@ from palestra.cli.seat_options import (
     parse_settings,
     sampling_options,
 )
-from palestra.launch.console import console, print_line, user_errors
 
 
 def collect(

@@ -8,10 +8,10 @@ import typer
 from rich.padding import Padding
 from rich.table import Table
 
-from palestra.launch.console import console, styled_text, user_errors
+from palestra.api.console import console, styled_text, user_errors
 
 if TYPE_CHECKING:
-    from palestra.launch.config_reference import Section
+    from palestra.api.config_reference import Section
 
 INDENT = 4  # columns before a description
 
@@ -39,7 +39,7 @@ def describe_config(
         palestra config algorithm clip   # one key, of every algorithm that has it
     """
     with user_errors():
-        from palestra.launch.config_reference import find_sections
+        from palestra.api.config_reference import find_sections
 
         if name is None:
             console.print(_names_table())
@@ -49,7 +49,7 @@ def describe_config(
 
 
 def _names_table() -> Table:
-    from palestra.launch.config_reference import config_names
+    from palestra.api.config_reference import config_names
 
     table = Table("run", "key", "types")
     for (run, key), types in config_names().items():

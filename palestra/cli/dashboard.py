@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from palestra.launch.console import print_line, require_packages, user_errors
+from palestra.api.console import print_line, require_packages, user_errors
 
 
 def dashboard(

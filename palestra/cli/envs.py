@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palestra.launch.console import print_line, require_packages, user_errors
+from palestra.api.console import print_line, require_packages, user_errors
 
 
 def serve_envs(
@@ -47,9 +47,9 @@ def serve_envs(
     """
     with user_errors():
         require_packages("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
-        from palestra.remote.envs.address import read_token
-        from palestra.remote.envs.serve import EnvServerOptions, serve
-        from palestra.remote.envs.session import SessionLimits
+        from palestra.envs.remote.address import read_token
+        from palestra.envs.remote.serve import EnvServerOptions, serve
+        from palestra.envs.remote.session import SessionLimits
 
         named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
         if not named:

@@ -12,6 +12,7 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
+from palestra.api.console import PlainConsole, console, print_line, styled_text, user_errors
 from palestra.cli.seat_options import (
     POLICY_HELP,
     CheckpointOption,
@@ -25,8 +26,7 @@ from palestra.cli.seat_options import (
     require_text_env,
     sampling_options,
 )
-from palestra.launch.console import PlainConsole, console, print_line, styled_text, user_errors
-from palestra.rollouts.transcript import transcript
+from palestra.text.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
     from palestra.evaluation.judged import JudgedResult
@@ -170,7 +170,7 @@ def evaluate(
         if why := found[0].metrics.get("no_nash_conv"):
             print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
     with user_errors():
-        from palestra.rollouts.failures import check_not_all_failed
+        from palestra.core.failures import check_not_all_failed
 
         check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
 
@@ -179,7 +179,7 @@ def _best_responses(
     what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
 ) -> None:
     from palestra.evaluation.best_response import learn_best_responses
-    from palestra.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
+    from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
 
     with PlainConsole(stderr=True).status("learning a response at each seat") as status:
         report = lambda text: status.update(styled_text(text))  # noqa: E731
@@ -256,8 +256,8 @@ def _judged_table(title: str, found: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
-    from palestra.rollouts.sample_metrics import sample_rows
     from palestra.runs.series import success_interval
+    from palestra.text.rollouts.sample_metrics import sample_rows
 
     table = Table(title=title, title_justify="left", show_header=False)
     for seat, policy in policy_names.items():
@@ -278,8 +278,8 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
 
 
 def _cross_table(title: str, found: list[EvalResult]) -> Table:
-    from palestra.rollouts.sample_metrics import sample_rows
     from palestra.runs.series import success_interval
+    from palestra.text.rollouts.sample_metrics import sample_rows
 
     seats = list(found[0].policy_names)
     mean = "team_return" if "team_return" in found[0].metrics else "return"  # networks have the mean over seats

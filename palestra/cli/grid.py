@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from palestra.api.console import console, interruptible, print_line, styled_text, user_errors
 from palestra.cli.runs import Root
-from palestra.launch.console import console, interruptible, print_line, styled_text, user_errors
 
 if TYPE_CHECKING:
-    from palestra.experiments.grid import GridCell, GridConfig
-    from palestra.experiments.schedule import CellProcess, CellResult
+    from palestra.api.experiments.grid import GridCell, GridConfig
+    from palestra.api.experiments.schedule import CellProcess, CellResult
 
 GridBackend = Literal["local", "ray"]
 
@@ -56,9 +56,9 @@ def grid(
         palestra grid configs/grids/cooperation.yaml --backend ray --address auto
     """
     with user_errors(), interruptible("; the same command continues"):
-        from palestra.config.shipped import find_config
-        from palestra.experiments.grid import grid_cells, load_grid
-        from palestra.experiments.schedule import check_cells, finished_cells
+        from palestra.api.experiments.grid import grid_cells, load_grid
+        from palestra.api.experiments.schedule import check_cells, finished_cells
+        from palestra.core.config.shipped import find_config
 
         path = find_config(file)
         config = load_grid(path)
@@ -84,8 +84,8 @@ def _processes(
 ) -> Iterator[tuple[Callable[..., CellProcess], int]]:
     """Yields the function that starts a run's process, and the number of runs at a time. Raises ValueError if Ray is
     requested but not installed, or its options are given without it."""
-    from palestra.backends.config import require_ray
-    from palestra.processes import StoppableProcess
+    from palestra.parallel.config import require_ray
+    from palestra.parallel.processes import StoppableProcess
 
     if backend == "local":
         if address is not None or options != {"num_cpus": 1, "num_gpus": 0}:
@@ -93,7 +93,7 @@ def _processes(
         yield StoppableProcess, workers or 1
         return
     require_ray()
-    from palestra.backends.ray.process import max_processes, ray_processes
+    from palestra.parallel.ray.process import max_processes, ray_processes
 
     with ray_processes(address, options, workers or os.cpu_count() or 1) as start:
         yield start, workers or max_processes(options)
@@ -103,9 +103,9 @@ def _run(
     config: GridConfig, cells: list[GridCell], folder: Path, workers: int, start: Callable[..., CellProcess]
 ) -> None:
     """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
-    from palestra.experiments.schedule import LOGS, run_cells
-    from palestra.launch.run import StopOnInterrupt
-    from palestra.rollouts.failures import RunFailed
+    from palestra.api.experiments.schedule import LOGS, run_cells
+    from palestra.api.run import StopOnInterrupt
+    from palestra.core.failures import RunFailed
 
     ended: list[CellResult] = []
 
@@ -123,7 +123,7 @@ def _run(
 
 
 def _describe(result: CellResult, folder: Path, config: GridConfig) -> str:
-    from palestra.experiments.results import describe_cell
+    from palestra.api.experiments.results import describe_cell
 
     about = describe_cell(result.cell, folder, config) if result.status == "done" else result.reason
     return f"{result.cell.name} {result.status} after {result.seconds:.0f} s {about}".rstrip()
@@ -133,7 +133,7 @@ def _print_results(config: GridConfig, folder: Path) -> None:
     from rich import box
     from rich.table import Table
 
-    from palestra.experiments.results import LABELS, collect_results, format_estimate, results_data, write_results
+    from palestra.api.experiments.results import LABELS, collect_results, format_estimate, results_data, write_results
 
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: train the grid first, with `palestra grid` without --results")

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 
 import palestra
+from palestra.api.console import console, print_line, user_errors
 from palestra.cli.train import Settings
-from palestra.launch.console import console, print_line, user_errors
 
 
 def info(
@@ -36,7 +36,7 @@ def info(
     if base is None and config is None:
         return _show_installation()
     with user_errors():
-        from palestra.engine.models import describe_base
+        from palestra.engine.bases.model import describe_base
 
         planned = _planned_config(base, config, settings or [])
         for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
@@ -58,7 +58,7 @@ def info(
 
 def _plan(config: Any, prompt_tokens: int, gpu_gib: float | None) -> Any:
     """Returns the memory plan of a run on the config's device, or on a GPU with `gpu_gib` GiB of free memory."""
-    from palestra.builders.memory_plan import plan_memory
+    from palestra.text.build.memory_plan import plan_memory
 
     if gpu_gib is None:
         return plan_memory(config, prompt_tokens=prompt_tokens)
@@ -68,8 +68,8 @@ def _plan(config: Any, prompt_tokens: int, gpu_gib: float | None) -> Any:
 def _planned_config(base: str | None, path: Path | None, settings: list[str]) -> Any:
     """Returns the config of the run to plan, with all of its language models on `base` if that is named. Raises
     ValueError if it trains no language model."""
-    from palestra.builders.text_config import TextConfig
-    from palestra.config import load, override, validate
+    from palestra.core.config import load, override, validate
+    from palestra.text.config import TextConfig
 
     tree: dict[str, Any] = (
         load(path) if path else {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}}
@@ -87,13 +87,13 @@ def _show_installation() -> None:
     import torch
     import transformers
 
-    from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector_config import VectorConfig
-    from palestra.config import type_choices
-    from palestra.engine.bases import SHIPPED_BASES_DIR
-    from palestra.engine.packaged_bases import PACKAGED_BASES, is_installed
+    from palestra.core.config import type_choices
+    from palestra.engine.bases.names import SHIPPED_BASES_DIR
+    from palestra.engine.bases.packaged_bases import PACKAGED_BASES, is_installed
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
-    from palestra.launch.population import PopulationConfig
+    from palestra.populations.build.build import PopulationConfig
+    from palestra.text.config import TextConfig
+    from palestra.vector.config import VectorConfig
 
     table = Table(show_header=False)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({torch.get_num_threads()} threads)"

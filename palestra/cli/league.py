@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palestra.launch.console import console, print_line, styled_text, user_errors
+from palestra.api.console import console, print_line, styled_text, user_errors
 
 league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
 RunArgument = Annotated[Path, typer.Argument(help="a run that trained a population")]
@@ -28,7 +28,12 @@ def standings(run: RunArgument, output: CsvOption = None) -> None:
         palestra league crossplay runs/rps_league --games 500 && palestra league standings runs/rps_league
     """
     with user_errors(run):
-        from palestra.report.population_data import cyclicity_warning, read_record, standings_csv, standings_table
+        from palestra.evaluation.report.population_data import (
+            cyclicity_warning,
+            read_record,
+            standings_csv,
+            standings_table,
+        )
 
         record = read_record(run)
         console.print(standings_table(record))
@@ -59,7 +64,7 @@ def crossplay(
         palestra league crossplay runs/rps_league --csv payoffs.csv
     """
     with user_errors(run):
-        from palestra.report.population_data import crossplay_table, read_record
+        from palestra.evaluation.report.population_data import crossplay_table, read_record
 
         if games:
             _play(run, games, [("type", backend), ("workers", workers)])
@@ -98,7 +103,7 @@ def exploit(
     with user_errors(run):
         from palestra.evaluation.exploit import measure_exploitability as learned
         from palestra.evaluation.final_strategies import describe_mixtures
-        from palestra.report.population_data import describe_lower_bound, exploits_table
+        from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table
 
         with console.status("learning") as status:
             settings = [f"backend.type={backend}"] if backend else []
@@ -153,7 +158,7 @@ def plot(
         palestra league plot runs/kuhn_psro
     """
     with user_errors(run):
-        from palestra.report.population_plots import plot_population
+        from palestra.evaluation.report.population_plots import plot_population
 
         print_line(f"pictures: {plot_population(run, target)}")
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import palestra
+from palestra.api.console import interrupt_on_sigterm
 from palestra.cli.agents import publish, serve_agent
 from palestra.cli.collect import collect
 from palestra.cli.config import describe_config
@@ -27,7 +28,6 @@ from palestra.cli.templates import demo, init
 from palestra.cli.train import train
 from palestra.cli.tune import tune
 from palestra.cli.usage import CommandWithHints, print_help
-from palestra.launch.console import interrupt_on_sigterm
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
@@ -57,7 +57,7 @@ def main(
     """Multi-agent reinforcement learning for language models and small networks."""
     interrupt_on_sigterm()
     if context.invoked_subcommand in PLAYING:
-        from palestra.config.user_modules import allow_modules_in
+        from palestra.core.config.user_modules import allow_modules_in
 
         allow_modules_in(os.getcwd())
 

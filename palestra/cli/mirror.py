@@ -9,7 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from palestra.launch.console import console, print_line, user_errors
+from palestra.api.console import console, print_line, user_errors
 
 MIB = 2**20
 
@@ -36,8 +36,8 @@ def fetch(
 
 def fetch_and_print(url: str, root: Path, generation: int | None = None, max_gib: float = 100) -> Path:
     """Brings a run from a store and prints which state that is; returns its folder."""
-    from palestra.mirror.fetch import GIB, fetch_run
-    from palestra.mirror.store import check_store_url
+    from palestra.runs.mirror.fetch import GIB, fetch_run
+    from palestra.runs.mirror.store import check_store_url
 
     path, manifest, is_new, passed_over = fetch_run(check_store_url(url), root, generation, max_gib * GIB)
     for line in passed_over:
@@ -54,10 +54,10 @@ def fetch_and_print(url: str, root: Path, generation: int | None = None, max_gib
 def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> None:
     """Sends a run to its copy in a store and prints the state that the copy then has."""
     with user_errors(run):
-        from palestra.config import override, validate
-        from palestra.mirror.config import MirrorConfig
-        from palestra.mirror.follow import send_state
-        from palestra.mirror.store import check_store_url
+        from palestra.core.config import override, validate
+        from palestra.runs.mirror.config import MirrorConfig
+        from palestra.runs.mirror.follow import send_state
+        from palestra.runs.mirror.store import check_store_url
 
         config = validate(MirrorConfig, override({"url": check_store_url(url)}, settings))
         state = send_state(run, config, follow=follow, warn=print_line)
@@ -67,8 +67,8 @@ def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> Non
 def print_mirrored(url: str) -> None:
     """Prints the runs in a store's folder of runs."""
     with user_errors(url):
-        from palestra.mirror.fetch import list_mirrored
-        from palestra.mirror.store import check_store_url
+        from palestra.runs.mirror.fetch import list_mirrored
+        from palestra.runs.mirror.store import check_store_url
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for title in ("run", "done", "mirrored at", "MiB", "generation"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from palestra.api.console import console, print_line, require_packages, styled_text, user_errors
 from palestra.cli.seat_options import (
     CheckpointOption,
     EnvOption,
@@ -20,7 +21,6 @@ from palestra.cli.seat_options import (
     require_text_env,
     sampling_options,
 )
-from palestra.launch.console import console, print_line, require_packages, styled_text, user_errors
 
 if TYPE_CHECKING:
     from palestra.evaluation.text import TextEvalSetup
@@ -56,8 +56,8 @@ def play(
     """
     with user_errors():
         require_text_env(what, "palestra play")
+        from palestra.core.failures import RunFailed
         from palestra.evaluation.text import human_eval_setup, play_episode
-        from palestra.rollouts.failures import RunFailed
 
         asked = {name: policy for name, policy in parse_seats(seats).items() if name != seat}
         setup, own_seat = human_eval_setup(
@@ -100,7 +100,7 @@ def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port:
 
 def _outcome(own_seat: str, episode: Any) -> Table:
     """Result table of an episode that a person played."""
-    from palestra.rollouts.metrics import episode_metrics, seat_returns
+    from palestra.text.rollouts.metrics import episode_metrics, seat_returns
 
     (leaf,) = episode.leaves()
     table = Table(title="the end", title_justify="left", show_header=False)

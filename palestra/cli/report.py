@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from palestra.api.console import console, print_line, styled_text, user_errors
 from palestra.cli.mirror import send_to_store
-from palestra.launch.console import console, print_line, styled_text, user_errors
-from palestra.mirror import is_store_url
+from palestra.runs.mirror import is_store_url
 
 RunPath = Annotated[Path, typer.Argument(help="a run")]
 
@@ -37,7 +37,7 @@ def report(
         palestra report runs/demo --out demo.html
     """
     with user_errors(run):
-        from palestra.report.page import write_report
+        from palestra.evaluation.report.page import write_report
 
         print_line(f"report: {write_report(run, out, episodes=episodes, step=step)}")
 
@@ -70,7 +70,7 @@ def plot(
         palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
     """
     with user_errors(", ".join(map(str, runs))):
-        from palestra.report.plot import FigureSpec, draw_figure
+        from palestra.evaluation.report.plot import FigureSpec, draw_figure
 
         figure = FigureSpec(metric, eval_name, policy, smooth, width, height, band)
         for line in draw_figure(runs, figure, out):
@@ -98,10 +98,10 @@ def sync(
     if is_store_url(to):
         return send_to_store(run, to, settings or [], follow)
     with user_errors(run):
-        from palestra.config import override, validate
-        from palestra.sinks import log_tailer as sinks
-        from palestra.sinks.base import SinksConfig
-        from palestra.sinks.factory import check_sinks
+        from palestra.core.config import override, validate
+        from palestra.runs.sinks import log_tailer as sinks
+        from palestra.runs.sinks.base import SinksConfig
+        from palestra.runs.sinks.factory import check_sinks
 
         (sink,) = validate(SinksConfig, {"sinks": [override({"type": to}, settings or [])]}).sinks
         check_sinks([sink])
@@ -111,8 +111,8 @@ def sync(
 
 def print_cycles(run: Path) -> None:
     """Prints a warning if the members of a two-player population beat each other in a cycle."""
+    from palestra.evaluation.report.population_data import read_record
     from palestra.populations.ratings import cyclicity
-    from palestra.report.population_data import read_record
 
     payoffs = read_record(run).payoffs
     if len(payoffs.seats) == 2 and (warning := cyclicity(*payoffs.pairwise_scores()).warning):

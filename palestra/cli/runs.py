@@ -9,9 +9,9 @@ import typer
 from rich import box
 from rich.table import Table
 
+from palestra.api.console import console, print_line, styled_text
 from palestra.cli.mirror import print_mirrored
-from palestra.launch.console import console, print_line, styled_text
-from palestra.mirror import is_store_url
+from palestra.runs.mirror import is_store_url
 
 if TYPE_CHECKING:
     from palestra.dashboard.catalog import CatalogRun

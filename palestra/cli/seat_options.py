@@ -55,6 +55,6 @@ def parse_seats(settings: list[str] | None) -> dict[str, str]:
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
     """Parses `["size=5"]` to {"size": 5}. Raises ValueError for an entry that is not a setting."""
-    from palestra.config import override
+    from palestra.core.config import override
 
     return override({}, settings or [])

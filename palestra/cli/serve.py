@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palestra.launch.console import print_line, require_packages, user_errors
+from palestra.api.console import print_line, require_packages, user_errors
 
 
 def serve(
@@ -70,9 +70,9 @@ def serve(
         require_service()
         if metrics:
             require_packages("--metrics", "metrics", "prometheus_client")
-        from palestra.service.api.state import ClientLimits
         from palestra.service.serve import ServeOptions
         from palestra.service.serve import serve as run_server
+        from palestra.service.server.state import ClientLimits
 
         options = ServeOptions(
             bases=parse_named(base, "tiny"),
@@ -132,8 +132,8 @@ def serve_sampler(
     """
     with user_errors():
         require_packages("serving a sampler", "service", "starlette", "uvicorn", "httptools")
-        from palestra.remote.samplers.server import SamplerServerOptions
-        from palestra.remote.samplers.server import serve as run_server
+        from palestra.text.samplers.server import SamplerServerOptions
+        from palestra.text.samplers.server import serve as run_server
 
         options = SamplerServerOptions(
             base=base,
@@ -177,7 +177,7 @@ def add_key(name: Annotated[str, typer.Argument(help="name of the owner of the k
     """
     with user_errors():
         require_service()
-        from palestra.service.api import api_keys as service_keys
+        from palestra.service.server import api_keys as service_keys
 
         print(service_keys.add_key(auth, name))
 
@@ -187,7 +187,7 @@ def list_keys(auth: AuthOption) -> None:
     """List the owners of keys, and the number of keys of each."""
     with user_errors():
         require_service()
-        from palestra.service.api import api_keys as service_keys
+        from palestra.service.server import api_keys as service_keys
 
         owners = [name for name, _ in service_keys.read_keys(check_exists(auth))]
         for name in sorted(set(owners)):
@@ -199,7 +199,7 @@ def remove_keys(name: Annotated[str, typer.Argument(help="name of the owner of t
     """Remove all keys of an owner. A running server refuses them from then on."""
     with user_errors():
         require_service()
-        from palestra.service.api import api_keys as service_keys
+        from palestra.service.server import api_keys as service_keys
 
         if not service_keys.remove_keys(check_exists(auth), name):
             raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` lists the names')

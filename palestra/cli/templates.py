@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from palestra.launch.console import console, print_line, styled_text, user_errors
+from palestra.api.console import console, print_line, styled_text, user_errors
 
 if TYPE_CHECKING:
-    from palestra.config.shipped import Template
+    from palestra.core.config.shipped import Template
 
 GROUPS = {  # titles of the folders that shipped configs are in
     "configs": "start here",
@@ -43,7 +43,7 @@ def init(
     `palestra train NAME.yaml` trains it, and `palestra config` describes its keys.
     """
     with user_errors():
-        from palestra.config.shipped import templates
+        from palestra.core.config.shipped import templates
 
         known = templates()
         if name is None:
@@ -99,7 +99,7 @@ def demo(
     """
     with user_errors():
         from palestra.cli.train import train_tree
-        from palestra.config import load, override
+        from palestra.core.config import load, override
 
         tree = override(load("configs/demo.yaml"), [f"steps={steps}"] if steps else [])
         train_tree(tree, name=name, root=root)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palestra.api.console import RANK, console, interruptible, print_line, user_errors
 from palestra.cli.mirror import fetch_and_print
 from palestra.cli.report import print_cycles
 from palestra.cli.runs import Root, print_alarms
-from palestra.launch.console import RANK, console, interruptible, print_line, user_errors
 
 if TYPE_CHECKING:
-    from palestra.config import Tree
-    from palestra.launch.run import LaunchRequest
+    from palestra.api.run import LaunchRequest
+    from palestra.core.config import Tree
 
 Settings = Annotated[list[str] | None, typer.Option("--set", help="change a setting: `--set algorithm.group_size=4`")]
 
@@ -104,16 +104,16 @@ def train(
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with user_errors(), _interruptible(None):
-        from palestra.config import check_no_credentials
+        from palestra.core.config import check_no_credentials
 
         check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
         path, found_mirror = _resumed(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
         tree = _config_tree(config, path, changes)  # a file that cannot be read is refused before torch is loaded
 
-        from palestra.config import dump
-        from palestra.launch.run import place_tree, resumed_tree, run_request, run_to_resume
-        from palestra.tracing import tracing_to
+        from palestra.api.run import place_tree, resumed_tree, run_request, run_to_resume
+        from palestra.core.config import dump
+        from palestra.core.tracing import tracing_to
 
         def placed(tree: Tree) -> Tree:
             """Returns the config with the places and the mirror of the options."""
@@ -137,7 +137,7 @@ def train(
 
 def train_tree(tree: Tree, *, name: str, root: Path) -> None:
     """Trains a new run of a config."""
-    from palestra.launch.run import run_request
+    from palestra.api.run import run_request
 
     with _interruptible(None):
         _train(run_request(tree, name=name, root=root))
@@ -146,7 +146,7 @@ def train_tree(tree: Tree, *, name: str, root: Path) -> None:
 def _resumed(resume: str, root: Path) -> tuple[Path, str | None]:
     """Returns the folder of the run to resume, which is brought from a store if `resume` is a URL, and the folder of
     runs in that store (None: a path was given)."""
-    from palestra.mirror import is_store_url
+    from palestra.runs.mirror import is_store_url
 
     if not is_store_url(resume):
         return Path(resume), None
@@ -163,7 +163,7 @@ def _bring_mirrored(request: LaunchRequest) -> None:
     mirror, path = request.config.mirror, request.root / (request.name or request.config.name)
     if mirror is None or path.exists() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
-    from palestra.mirror.store import RunStore, newest_manifest
+    from palestra.runs.mirror.store import RunStore, newest_manifest
 
     url = f"{mirror.url.rstrip('/')}/{path.name}"
     if newest_manifest(RunStore(url)) != (None, []):
@@ -173,20 +173,20 @@ def _bring_mirrored(request: LaunchRequest) -> None:
 def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
     """Config tree of a new run, or of a resumed one, which `settings` may extend. Raises ValueError if both or neither
     is named."""
-    from palestra.config import load, override
+    from palestra.core.config import load, override
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to resume one")
     if path:
         return override(load(path), settings)
-    from palestra.launch.run import resumed_tree
+    from palestra.api.run import resumed_tree
 
     return resumed_tree(resume, settings)  # type: ignore[arg-type]
 
 
 def _train(request: LaunchRequest) -> None:
     """Trains a run, then prints its results. Raises RunFailed if nothing was learned."""
-    from palestra.launch.run import open_run
+    from palestra.api.run import open_run
 
     with open_run(request) as opened, _interruptible(opened.run.path):
         done = opened.train()
@@ -203,9 +203,9 @@ def _train(request: LaunchRequest) -> None:
 
 def _print_results(path: Path) -> None:
     """Prints the results and alarms of a run and draws its curves. Raises RunFailed if nothing was learned."""
-    from palestra.report.run_charts import plot_run
-    from palestra.report.run_report import explain_no_update, summary_table
-    from palestra.rollouts.failures import RunFailed
+    from palestra.core.failures import RunFailed
+    from palestra.evaluation.report.run_charts import plot_run
+    from palestra.evaluation.report.run_report import explain_no_update, summary_table
 
     console.print(summary_table(path))
     print_line(f"curves: {plot_run(path)}")
@@ -215,7 +215,7 @@ def _print_results(path: Path) -> None:
 
 
 def _print_population(path: Path, config: Any) -> None:
-    from palestra.report.population_plots import plot_population
+    from palestra.evaluation.report.population_plots import plot_population
 
     print_line(f"pictures: {plot_population(path)}")
     if config.population.type != "xdo":  # whose members play no games

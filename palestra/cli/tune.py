@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palestra.api.console import interruptible, print_line, user_errors
 from palestra.cli.runs import Root
-from palestra.launch.console import interruptible, print_line, user_errors
 
 if TYPE_CHECKING:
-    from palestra.experiments.schedule import CellResult
-    from palestra.experiments.study import Search, Trial
+    from palestra.api.experiments.schedule import CellResult
+    from palestra.api.experiments.study import Search, Trial
 
 
 def tune(
@@ -37,9 +37,9 @@ def tune(
         palestra train runs/spread_tuning/best.yaml --set seed=0
     """
     with user_errors(), interruptible("; the same command continues"):
-        from palestra.config.shipped import find_config
-        from palestra.experiments.study import Search, check_space
-        from palestra.experiments.tune import base_tree, load_tuning, scored_eval
+        from palestra.api.experiments.study import Search, check_space
+        from palestra.api.experiments.tune import base_tree, load_tuning, scored_eval
+        from palestra.core.config.shipped import find_config
 
         path = find_config(file)
         config = load_tuning(path)
@@ -66,9 +66,9 @@ def tune(
 
 def _run(search: Search, workers: int) -> None:
     """Runs the search and writes its results. Raises RunFailed if no trial has a score."""
-    from palestra.experiments.schedule import LOGS
-    from palestra.launch.run import StopOnInterrupt
-    from palestra.rollouts.failures import RunFailed
+    from palestra.api.experiments.schedule import LOGS
+    from palestra.api.run import StopOnInterrupt
+    from palestra.core.failures import RunFailed
 
     def on_end(result: CellResult) -> None:
         if result.status == "failed":
@@ -87,8 +87,8 @@ def _run(search: Search, workers: int) -> None:
 
 
 def _describe(trial: Trial) -> str:
-    from palestra.experiments.results import format_values
-    from palestra.experiments.study import format_value
+    from palestra.api.experiments.results import format_values
+    from palestra.api.experiments.study import format_value
 
     reason = f" ({trial.reason})" if trial.reason else ""
     score = f"failed{reason}" if trial.score is None else format_values(trial.values)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from palestra.core.files import DamagedFile, file_size, read_json, read_lines
 from palestra.dashboard.catalog import CatalogRun, NotFound, read_object
 from palestra.dashboard.run_status import eval_summary
-from palestra.files import DamagedFile, file_size, read_json, read_lines
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.runs.headline import headline_eval
 

@@ -15,13 +15,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from palestra.config import hide_credentials, validate
+from palestra.core.config import hide_credentials, validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
+from palestra.evaluation.report.population_data import PopulationRecord
 from palestra.populations.ratings import cyclicity
-from palestra.report.population_data import PopulationRecord
 from palestra.runs.replays import REPLAYS_FOLDER
 from palestra.runs.system_metrics import held_locks
 

@@ -25,16 +25,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from palestra.core.files import DamagedFile
+from palestra.core.http.limits import AsgiApp, HttpLimits
+from palestra.core.http.listen import open_listener, url_host
+from palestra.core.http.origin_middleware import is_loopback
+from palestra.core.http.server import HttpServer, build_server
 from palestra.dashboard.api import DashboardApi
 from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound, RunCatalog
 from palestra.dashboard.run_status import file_stamp
-from palestra.files import DamagedFile
 from palestra.runs.metric_log import PARSE_ERRORS
-from palestra.web.limits import AsgiApp, HttpLimits
-from palestra.web.listen import open_listener, url_host
-from palestra.web.origin_middleware import is_loopback
-from palestra.web.server import HttpServer, build_server
 
 STATIC = Path(__file__).parent / "static"
 SWITCH_INTERVAL_S = (

@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from palestra.web.limits import AdmissionMiddleware, AsgiApp, HttpLimits, Receive, Scope, Send, bearer_token
-from palestra.web.origin_middleware import OriginPolicy
+from palestra.core.http.limits import AdmissionMiddleware, AsgiApp, HttpLimits, Receive, Scope, Send, bearer_token
+from palestra.core.http.origin_middleware import OriginPolicy
 
 COOKIE_NAME = "palestra_dashboard"
 COOKIE_LIFETIME_S = 365 * 24 * 3600

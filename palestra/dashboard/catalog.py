@@ -7,9 +7,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from palestra.config import hide_credentials, parse
+from palestra.core.config import hide_credentials, parse
+from palestra.core.files import DamagedFile, file_size, read_json
 from palestra.dashboard.index import EpisodeIndex, cache_file
-from palestra.files import DamagedFile, file_size, read_json
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
 MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from palestra.config import StrictModel
+from palestra.core.config import StrictModel
+from palestra.core.types import TEAM
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import experiment_config, step_seconds
 from palestra.runs.metric_log import MetricLog
 from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
-from palestra.types import TEAM
 
 AXES = ("step", "env_steps", "iteration", "seconds")
 

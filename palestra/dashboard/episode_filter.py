@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from palestra.config import StrictModel
+from palestra.core.config import StrictModel
 from palestra.dashboard.episode_columns import EpisodeColumns
 from palestra.dashboard.episode_summary import RETURN_PREFIX
 from palestra.dashboard.index import VERSION_COLUMN

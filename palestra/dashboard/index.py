@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from palestra.core.files import replacing_file
 from palestra.dashboard.episode_columns import EpisodeColumns
 from palestra.dashboard.episode_summary import summarize_episodes
-from palestra.files import replacing_file
 from palestra.runs.metric_log import PARSE_ERRORS
 
 CHUNK_FILES = 64  # files read at once

@@ -22,17 +22,17 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from palestra.config import StrictModel, validate
+from palestra.core.config import StrictModel, validate
+from palestra.core.http.bodies import read_json
+from palestra.core.http.limits import AsgiApp, HttpLimits
+from palestra.core.http.listen import open_listener, url_host
+from palestra.core.http.origin_middleware import is_loopback
+from palestra.core.http.server import build_server
 from palestra.dashboard.api import json_response as as_json
 from palestra.dashboard.app import KEEPALIVE_S, STATIC
 from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
-from palestra.web.bodies import read_json
-from palestra.web.limits import AsgiApp, HttpLimits
-from palestra.web.listen import open_listener, url_host
-from palestra.web.origin_middleware import is_loopback
-from palestra.web.server import build_server
 
 LIMITS = HttpLimits(max_body_bytes=256 * 1024, max_requests=512)
 Handler = Callable[[PlaySessions, Request], Awaitable[Response]]

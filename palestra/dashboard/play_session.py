@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any, NamedTuple
 
+from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.dashboard.trees import episode_texts
-from palestra.policies.base import Query
-from palestra.policies.scripted import AskPerson
-from palestra.rollouts.metrics import episode_metrics, seat_returns
-from palestra.types import Answer, Episode, Node, Seat
+from palestra.text.policies.base import Query
+from palestra.text.policies.scripted import AskPerson
+from palestra.text.rollouts.metrics import episode_metrics, seat_returns
 
 MAX_SESSIONS = 32  # open games
 IDLE_TIMEOUT_S = 60.0  # seconds without a connected page after which a game ends; a page reload takes less

@@ -10,13 +10,14 @@ import numpy as np
 
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.curve_queries import json_numbers
+from palestra.evaluation.report.population_data import EXPLOITS_FILE, PopulationRecord, read_record
+from palestra.evaluation.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
-from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE
+from palestra.populations.task_json import CROSSPLAY_FILE
 from palestra.populations.tasks import Opponents, TrainResult, TrainTask
-from palestra.report.population_data import EXPLOITS_FILE, PopulationRecord, read_record
-from palestra.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.runs import read_lines
+from palestra.runs.checkpoints import TASKS_FILE
 
 DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 

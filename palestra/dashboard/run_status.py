@@ -10,20 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from palestra.core.files import file_size
+from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
-from palestra.files import file_size
-from palestra.mirror.follow import mirror_status
-from palestra.runs.headline import (
-    algorithm_label,
-    eval_interval,
-    format_eval,
-    headline_eval,
-    training_success_label,
-)
+from palestra.runs.headline import algorithm_label, eval_interval, format_eval, headline_eval, training_success_label
 from palestra.runs.metric_log import MetricLog, last_lines
+from palestra.runs.mirror.follow import mirror_status
 from palestra.runs.settings import flatten_tree
-from palestra.types import TEAM
 
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
 PACE_STEPS = 20  # newest steps whose mean duration predicts the time left

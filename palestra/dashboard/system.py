@@ -7,11 +7,11 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from palestra.config import hide_credentials
+from palestra.core.config import hide_credentials
+from palestra.core.types import TEAM
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import disk_usage, phase_keys
 from palestra.runs.system_metrics import descendant_pids, machine_info, process_table, worker_rows, writing_process
-from palestra.types import TEAM
 
 MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
 

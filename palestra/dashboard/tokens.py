@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 import palestra
-from palestra.engine.packaged_bases import packaged_folder
+from palestra.engine.bases.packaged_bases import packaged_folder
 
 SHIPPED_BASES = Path(palestra.__file__).parent / "bases"
 BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")

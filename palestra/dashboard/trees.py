@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from palestra.core.types import Episode, Node
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.tokens import Vocabulary
-from palestra.rollouts.metrics import member_name
 from palestra.runs.episodes import to_table
-from palestra.types import Episode, Node
+from palestra.text.rollouts.metrics import member_name
 
 STRUCTURE_COLUMNS = [
     "node",

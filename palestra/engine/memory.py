@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from palestra.engine.bases import model_without_weights, resolve_base
-from palestra.engine.kv_cache import pages_of
-from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
-from palestra.engine.linear import packed_bytes
-from palestra.engine.logits import MAX_DRAWN_LOGITS, MAX_DRAWN_LOGITS_GPU, MAX_LOGITS
-from palestra.engine.lora import find_linear_layers, target_names
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.lora_variants import stacked_parameters
+from palestra.engine.bases.names import model_without_weights, resolve_base
+from palestra.engine.cache.kv_cache import pages_of
+from palestra.engine.cache.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
+from palestra.engine.forward.linear import packed_bytes
+from palestra.engine.forward.logits import MAX_DRAWN_LOGITS, MAX_DRAWN_LOGITS_GPU, MAX_LOGITS
+from palestra.engine.lora.adapters import find_linear_layers, target_names
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.variants import stacked_parameters
 
 FLOAT32 = 4
 TRAINED_LOGITS_BYTES = 20  # per logit of a chunk with a trained head, measured; a frozen head takes half of that

@@ -15,13 +15,13 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from palestra.config.import_errors import explain_import_error
-from palestra.config.user_modules import import_object
+from palestra.core.config.import_errors import explain_import_error
+from palestra.core.config.user_modules import import_object
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env
-from palestra.envs.vector.base import VectorEnv
-from palestra.envs.vector.check import check_vector_env
+from palestra.envs.vector_base import VectorEnv
+from palestra.envs.vector_check import check_vector_env
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -41,21 +41,21 @@ ENTRY_POINT_GROUP = "palestra.envs"
 TEXT_ENVS: dict[str, str] = {
     "plan_path": "palestra.envs.text.grid.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.grid.sokoban:Sokoban",
-    "math": "palestra.envs.text.math.env:Math",
-    "math_review": "palestra.envs.text.math.review:MathReview",
-    "math_relay": "palestra.envs.text.math.relay:MathRelay",
-    "tool_review": "palestra.envs.text.tools.review:ToolReview",
-    "code": "palestra.envs.text.code.env:CoderTester",
-    "debate": "palestra.envs.text.debate.env:Debate",
-    "tools": "palestra.envs.text.tools.env:Tools",
-    "workflow": "palestra.envs.text.adapters.workflow:Workflow",
-    "sudoku": "palestra.envs.text.sudoku.env:Sudoku",
-    "guess_number": "palestra.envs.text.guessing.env:GuessNumber",
-    "twenty_questions": "palestra.envs.text.guessing.twenty_questions:TwentyQuestions",
-    "describe_guess": "palestra.envs.text.guessing.describe:DescribeGuess",
-    "textarena": "palestra.envs.text.adapters.textarena:TextArena",
-    "verifiers": "palestra.envs.text.adapters.verifiers:Verifiers",
-    "openenv": "palestra.envs.text.adapters.openenv:OpenEnv",
+    "math": "palestra.environments.math.env:Math",
+    "math_review": "palestra.environments.math.review:MathReview",
+    "math_relay": "palestra.environments.math.relay:MathRelay",
+    "tool_review": "palestra.environments.tools.review:ToolReview",
+    "code": "palestra.environments.code.env:CoderTester",
+    "debate": "palestra.environments.debate.env:Debate",
+    "tools": "palestra.environments.tools.env:Tools",
+    "workflow": "palestra.envs.adapters.workflow:Workflow",
+    "sudoku": "palestra.environments.sudoku.env:Sudoku",
+    "guess_number": "palestra.environments.guessing.env:GuessNumber",
+    "twenty_questions": "palestra.environments.guessing.twenty_questions:TwentyQuestions",
+    "describe_guess": "palestra.environments.guessing.describe:DescribeGuess",
+    "textarena": "palestra.envs.adapters.textarena:TextArena",
+    "verifiers": "palestra.envs.adapters.verifiers:Verifiers",
+    "openenv": "palestra.envs.adapters.openenv:OpenEnv",
     "text_kuhn": "palestra.envs.text.board_games:TextKuhn",
     "text_leduc": "palestra.envs.text.board_games:TextLeduc",
     "text_liars_dice": "palestra.envs.text.board_games:TextLiarsDice",
@@ -74,18 +74,18 @@ VECTOR_ENVS: dict[str, str] = {  # vector envs
     "matrix": "palestra.envs.vector.matrix:MatrixGame",
     "two_step": "palestra.envs.vector.matrix:TwoStepGame",
     "m_step": "palestra.envs.vector.matrix:MStepGame",
-    "foraging": "palestra.envs.vector.foraging:Foraging",
-    "combat": "palestra.envs.vector.combat:Combat",
-    "overcooked": "palestra.envs.vector.overcooked:Overcooked",
-    "pong": "palestra.envs.vector.pong:Pong",
-    "pettingzoo": "palestra.envs.vector.pettingzoo.games:PettingZooEnv",
-    "gymnasium": "palestra.envs.vector.gymnasium:GymnasiumEnv",
-    "openspiel": "palestra.envs.vector.openspiel:OpenSpielEnv",
-    "envpool": "palestra.envs.vector.envpool:EnvPoolEnv",
-    "jaxmarl": "palestra.envs.vector.jaxmarl:JaxMarlEnv",
-    "vmas": "palestra.envs.vector.vmas:VmasEnv",
-    "atari": "palestra.envs.vector.atari:AtariEnv",
-    "highway": "palestra.envs.vector.highway:HighwayEnv",
+    "foraging": "palestra.environments.foraging.env:Foraging",
+    "combat": "palestra.environments.combat.env:Combat",
+    "overcooked": "palestra.environments.overcooked.env:Overcooked",
+    "pong": "palestra.environments.pong.env:Pong",
+    "pettingzoo": "palestra.envs.adapters.pettingzoo.games:PettingZooEnv",
+    "gymnasium": "palestra.envs.adapters.gymnasium:GymnasiumEnv",
+    "openspiel": "palestra.envs.adapters.openspiel:OpenSpielEnv",
+    "envpool": "palestra.envs.adapters.envpool:EnvPoolEnv",
+    "jaxmarl": "palestra.envs.adapters.jaxmarl:JaxMarlEnv",
+    "vmas": "palestra.envs.adapters.vmas:VmasEnv",
+    "atari": "palestra.envs.adapters.atari:AtariEnv",
+    "highway": "palestra.envs.adapters.highway:HighwayEnv",
 }
 ENVS_WITH_EXTRA = (  # envs that need the extra of the same name
     *("pettingzoo", "gymnasium", "openspiel", "envpool", "jaxmarl", "vmas", "atari", "highway"),

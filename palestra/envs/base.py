@@ -13,13 +13,16 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, check_terms
-from palestra.types import Seat, Step
+
+ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
 
 Picture = Literal["", "grid", "board", "sudoku"]
 
@@ -238,7 +241,7 @@ def require_step(result: Any, method: str) -> Step:
         return result
     hint = ", as in Gymnasium" if isinstance(result, tuple) else ""
     raise ValueError(
-        f"{method} must return a palestra.types.Step, and returned a {type(result).__name__}{hint}: "
+        f"{method} must return a palestra.core.types.Step, and returned a {type(result).__name__}{hint}: "
         "write return Step({seat: observation}, rewards={seat: reward})"
     )
 

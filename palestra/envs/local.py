@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, get_type_hints
 
 from palestra.envs.base import Env
-from palestra.envs.vector.base import VectorEnv
+from palestra.envs.vector_base import VectorEnv
 
 LOCAL_PREFIX = "local:"
 EnvClass = type[Env] | type[VectorEnv]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.types import Seat, Step
+from palestra.core.types import Seat, Step
 
 REWARD_TERMS_KEY = "reward_terms"  # key in a step's info
 MAX_ROUNDING = 1e-6  # by which the sum of terms may differ from the reward

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import TrainedNetConfig, VectorConfig
-from palestra.config import Tree, dump, validate
+from palestra.core.config import Tree, dump, validate
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Seat
 from palestra.envs import VectorEnv
+from palestra.evaluation.report.population_data import ExploitResult
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import VectorEvalSetup, open_vector_eval
-from palestra.learners.policy_stack import read_policy
-from palestra.policies.vector import VectorPolicy
-from palestra.report.population_data import ExploitResult
 from palestra.runs import Run, list_checkpoints
-from palestra.seeding import derive_seed
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.vector import play_eval
-from palestra.types import Seat
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import TrainedNetConfig, VectorConfig
+from palestra.vector.learners.policy_stack import read_policy
+from palestra.vector.policies.base import VectorPolicy
+from palestra.vector.trainer import play_eval
 
 RESPONSE = "response"
 # Algorithms that can train a policy at a single seat, online. Others train a team, learn from recorded play, or save

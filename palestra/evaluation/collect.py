@@ -8,15 +8,15 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from palestra.core.failures import check_not_all_failed
+from palestra.core.files import replacing_file
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Episode, Seat
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import TextEvalSetup, open_text_eval
-from palestra.files import replacing_file
-from palestra.rollouts.failures import check_not_all_failed
-from palestra.rollouts.metrics import episode_metrics, episode_return, seat_returns
-from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.runs.episodes import SCHEMA, to_table
-from palestra.seeding import derive_seed
-from palestra.types import Episode, Seat
+from palestra.text.rollouts.metrics import episode_metrics, episode_return, seat_returns
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
 
 BATCH_EPISODES = 256  # episodes per batch: played together, then written
 

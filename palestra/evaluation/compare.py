@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.config import load, override
-from palestra.launch.population import ExactOracle, PopulationConfig, build_population, players_by_seat
-from palestra.launch.population_config import validate_population
+from palestra.core.config import load, override
+from palestra.evaluation.report.population_data import PopulationRecord, read_record
+from palestra.parallel.tasks import run_tasks
+from palestra.populations.build.build import ExactOracle, PopulationConfig, build_population, players_by_seat
+from palestra.populations.build.validation import validate_population
 from palestra.populations.normal_form.equilibria import maximin
 from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS_DIR
-from palestra.populations.tasks import PlayTask, played_cells, run_tasks
-from palestra.report.population_data import PopulationRecord, read_record
+from palestra.populations.tasks import PlayTask, played_cells
 
 CELLS_PER_TASK = 16  # payoff cells per task
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from palestra.config import load, override
-from palestra.launch.population import build_population, players_by_seat
-from palestra.launch.population_config import validate_population
+from palestra.core.config import load, override
+from palestra.evaluation.report.population_data import PopulationRecord, read_record
+from palestra.parallel.tasks import run_tasks
+from palestra.populations.build.build import build_population, players_by_seat
+from palestra.populations.build.validation import validate_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
-from palestra.populations.tasks import PlayTask, played_cells, run_tasks
-from palestra.report.population_data import PopulationRecord, read_record
+from palestra.populations.tasks import PlayTask, played_cells
 from palestra.runs import Run, find_run, read_lines
 
 CELLS_PER_TASK = 16  # payoff cells per task

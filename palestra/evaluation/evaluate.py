@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
+from palestra.core.types import Seat
 from palestra.evaluation.target import EvalResult, OnProgress, find_target, swap_seats
-from palestra.types import Seat
 
 MAX_ASSIGNMENTS = 256
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.launch.population import PlanConfig
-from palestra.populations.league_rules import LeagueConfig
-from palestra.populations.pbt import PBTConfig
+from palestra.evaluation.report.population_data import PopulationRecord
+from palestra.populations.build.build import PlanConfig
+from palestra.populations.plans.league_rules import LeagueConfig
+from palestra.populations.plans.pbt import PBTConfig
+from palestra.populations.plans.self_play import SelfPlayConfig
 from palestra.populations.population import Mix, Player
-from palestra.populations.self_play import SelfPlayConfig
 from palestra.populations.tasks import TrainTask
-from palestra.report.population_data import PopulationRecord
 
 MAX_NAMED = 4  # largest number of members of a mixture that are listed by name
 

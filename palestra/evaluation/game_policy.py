@@ -15,26 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from palestra.builders.vector import member_folder, policy_by_seat
-from palestra.builders.vector_config import FrozenNetConfig, RandomActionsConfig, VectorConfig
-from palestra.builders.vector_envs import make_vector_env
-from palestra.config import load, validate
+from palestra.core.config import load, validate
+from palestra.core.files import atomic_write, read_json
+from palestra.core.types import Seat
 from palestra.envs import VectorEnv
-from palestra.envs.rules import may_have_rules
+from palestra.envs.rules_by_env import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
+from palestra.evaluation.report.population_data import read_record
 from palestra.evaluation.target import Target, assign_seats, find_target, load_target
-from palestra.files import atomic_write, read_json
-from palestra.launch.population import players_by_seat
-from palestra.launch.population_config import validate_population
+from palestra.populations.build.build import players_by_seat
+from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix, Player
 from palestra.populations.scheduler import MEMBERS_DIR
-from palestra.report.population_data import read_record
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.game_tree import MAX_NODES, GameTree
-from palestra.tabular.traversal import GameTooLarge
-from palestra.types import Seat
-from palestra.workers.exact import ExactSolver
-from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.game_tree import MAX_NODES, GameTree
+from palestra.populations.tabular.traversal import GameTooLarge
+from palestra.populations.workers.exact import ExactSolver
+from palestra.populations.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
+from palestra.vector.build.build import member_folder, policy_by_seat
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.config import FrozenNetConfig, RandomActionsConfig, VectorConfig
 
 InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
 
@@ -79,7 +79,7 @@ class GamePolicy:
                 f'env "{self.env["type"]}" is not a game of OpenSpiel, so its information states have other names: '
                 "train with env: {type: openspiel, game: NAME}"
             )
-        from palestra.envs.vector.openspiel import OpenSpielRules, TablePolicy
+        from palestra.envs.adapters.openspiel import OpenSpielRules, TablePolicy
 
         options = {name: self.env[name] for name in ("game", "view") if name in self.env}
         return TablePolicy(OpenSpielRules(**options), self.players)

@@ -12,17 +12,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
-from palestra.engine.sampling import SamplingConfig
+from palestra.core.failures import RunFailed, describe_error
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Answer, Episode
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.evaluation.evaluate import EvalOptions, open_eval
 from palestra.evaluation.target import EvalResult, OnProgress
 from palestra.evaluation.text import TextEvalSetup
-from palestra.policies.base import Policy, Query
-from palestra.policies.endpoint import EndpointPolicy
-from palestra.policies.lm import LanguagePolicy
-from palestra.rollouts.failures import RunFailed, describe_error
-from palestra.rollouts.metrics import chosen_nodes
-from palestra.seeding import derive_seed
-from palestra.types import Answer, Episode
+from palestra.text.policies.base import Policy, Query
+from palestra.text.policies.endpoint import EndpointPolicy
+from palestra.text.policies.lm import LanguagePolicy
+from palestra.text.rollouts.metrics import chosen_nodes
 
 Verdict = Literal["A", "B", "tie"]
 JUDGE_ROLE = (

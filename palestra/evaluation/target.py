@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from palestra.config import Tree, load
-from palestra.config.shipped import find_config, suggest_config
+from palestra.core.config import Tree, load
+from palestra.core.config.shipped import find_config, suggest_config
+from palestra.core.types import Episode, Seat
 from palestra.envs import is_vector_config, known_envs
 from palestra.runs import Checkpoint, find_run, list_checkpoints
-from palestra.types import Episode, Seat
 
 OnProgress = Callable[[int, int], None]  # called with (episodes played, episodes in all)
 

@@ -12,27 +12,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from palestra.builders.engines import Engines
-from palestra.builders.policy_resolver import make_policy
-from palestra.builders.seats import resolve_seats
-from palestra.builders.text import make_episode_runner, seat_policies, with_split
-from palestra.builders.text_config import TextConfig
-from palestra.builders.text_policies import FrozenConfig
-from palestra.config import validate
-from palestra.engine.sampler import SamplingConfig
-from palestra.envs.text.splits import Split
+from palestra.core.config import validate
+from palestra.core.files import read_json
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Episode, Seat
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.envs.remote.remote_env import make_env
+from palestra.envs.support.splits import Split
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
-from palestra.files import read_json
-from palestra.policies.base import Policy
-from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
-from palestra.remote.envs.remote_env import make_env
-from palestra.rollouts.metrics import episode_metrics, instance_outcomes, seat_returns
-from palestra.rollouts.sample_metrics import sample_metrics
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.seeding import derive_seed
-from palestra.training.text import play_instances
-from palestra.types import Episode, Seat
+from palestra.runs.seats import resolve_seats
+from palestra.text.build.build import make_episode_runner, seat_policies, with_split
+from palestra.text.build.engines import Engines
+from palestra.text.build.policy_resolver import make_policy
+from palestra.text.config import TextConfig
+from palestra.text.policies.base import Policy
+from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.text.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
+from palestra.text.policy_configs import FrozenConfig
+from palestra.text.rollouts.metrics import episode_metrics, instance_outcomes, seat_returns
+from palestra.text.rollouts.sample_metrics import sample_metrics
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.trainer import play_instances
 
 BUILTIN_POLICIES: dict[str, Callable[[], Policy]] = {
     "expert": ExpertPolicy,

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from palestra.builders.vector import group_teams, make_fixed_player, policy_by_seat
-from palestra.builders.vector_config import ScriptConfig, VectorConfig
-from palestra.builders.vector_envs import make_vector_env
-from palestra.config import validate
-from palestra.engine.devices import network_device
+from palestra.core.accel.devices import network_device
+from palestra.core.config import validate
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
-from palestra.learners.policy_stack import read_policy
-from palestra.nets.on_device import CPU
-from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.seeding import derive_seed
-from palestra.training.vector import play_eval
-from palestra.types import Seat
+from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.config import ScriptConfig, VectorConfig
+from palestra.vector.learners.policy_stack import read_policy
+from palestra.vector.nets.on_device import CPU
+from palestra.vector.policies.base import UniformVectorPolicy, VectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.trainer import play_eval
 
 MAX_NUM_ENVS = 256  # parallel copies of the env
 MAX_NODES_OF_EVAL = 600_000  # largest game tree whose NashConv every evaluation computes (takes about 15 s)

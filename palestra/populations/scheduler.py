@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from palestra.files import (
+from palestra.core.files import (
     TEMPORARY_PREFIX,
     DamagedFile,
     atomic_folder,
@@ -34,12 +34,13 @@ from palestra.files import (
     read_lines,
     remove_path,
 )
-from palestra.populations.task_json import TASKS_FILE, TaskRecord, task_record
-from palestra.populations.tasks import Backend, Plan, Result, Task, TaskResult, TrainTask
+from palestra.core.tracing import end_shared_span, is_tracing, shared_span
+from palestra.core.types import TEAM, Metrics
+from palestra.parallel.tasks import Backend, Result, Task, TaskResult
+from palestra.populations.task_json import TaskRecord, task_record
+from palestra.populations.tasks import Plan, TrainTask
 from palestra.runs import Run
-from palestra.runs.checkpoints import RECOVERY_HINT, are_checksums
-from palestra.tracing import end_shared_span, is_tracing, shared_span
-from palestra.types import TEAM, Metrics
+from palestra.runs.checkpoints import RECOVERY_HINT, TASKS_FILE, are_checksums
 
 MEMBERS_DIR = "members"
 MAX_NAMED = 8  # largest number of members that the span of a task names

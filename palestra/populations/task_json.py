@@ -5,28 +5,23 @@ Reading checks every value: a missing or unknown key, or a value of the wrong ty
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from palestra.files import DamagedFile, read_json, read_lines, to_json_line
+from palestra.core.files import DamagedFile, read_json, read_lines
+from palestra.parallel.task_json import check_keys, from_json
+from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Member
-from palestra.populations.tasks import AssessTask, PlayTask, Result, SolveTask, Task, TrainTask
+from palestra.populations.tasks import AssessTask, PlayTask, SolveTask, TrainTask
 
-TASKS_FILE = "tasks.jsonl"
 MEMBERS_FILE = "population.json"
 CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
 TASK_TYPES: dict[str, type[Task]] = {cls.kind: cls for cls in (TrainTask, PlayTask, AssessTask, SolveTask)}
 WRITTEN_HINT = "the file was edited, or another version of palestra wrote it; restore it from a copy"
 LINE_KEYS = ("number", "kind", "task", "files", "result")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ def task_record(line: Mapping[str, Any], where: str, task_type: type[Task] | Non
     Raises DamagedFile if a key is missing or unknown, or a value is of the wrong type.
     """
     try:
-        _check_keys({key: value for key, value in line.items() if key != "checksum"}, LINE_KEYS)
+        check_keys({key: value for key, value in line.items() if key != "checksum"}, LINE_KEYS)
         task_type = task_type or task_type_of(line["kind"])
         return TaskRecord(
             number=from_json(int, line["number"], "number"),
@@ -108,52 +103,9 @@ def read_crossplay(path: Path) -> list[tuple[MemberProfile, PayoffCell]]:
     found = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            _check_keys(line, ("members", "payoffs"))
+            check_keys(line, ("members", "payoffs"))
             members = from_json(MemberProfile, line["members"], "members")
             found.append((members, from_json(PayoffCell, line["payoffs"], "payoffs")))
         except ValueError as error:
             raise DamagedFile(f"{path}, line {number}: {error}; {WRITTEN_HINT}") from error
     return found
-
-
-def through_json(result: Result, task: Task) -> Result:
-    """Returns a worker's result as it will be read from tasks.jsonl: NumPy values become Python's, NaN becomes None.
-
-    Raises ValueError if it is not a result of the task's type, TypeError if JSON cannot hold it.
-    """
-    if not isinstance(result, task.result_type):
-        raise ValueError(f"the worker returned {type(result).__name__}, not {task.result_type.__name__}")
-    return from_json(task.result_type, json.loads(to_json_line(result)), "result")
-
-
-def from_json(kind: type[T], value: Any, where: str) -> T:
-    """Returns JSON `value` as a `kind`. If that is a dataclass, every field must be present, also those with a default.
-
-    Raises ValueError, which names the place below `where`, if the value does not fit.
-    """
-    try:
-        found: T = _adapter(cast(Any, kind)).validate_python(value)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, [where, *fault["loc"]]))
-        raise ValueError(f"{place}: {_reason(fault['type'], fault['msg'])}") from None
-    if is_dataclass(kind):
-        _check_keys(value, [field.name for field in fields(kind)], f"{where}: ")
-    return found
-
-
-def _check_keys(tree: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
-    if missing := [key for key in keys if key not in tree]:
-        raise ValueError(f'{where}key "{missing[0]}" is missing')
-    if unknown := [key for key in tree if key not in keys]:
-        raise ValueError(f'{where}key "{unknown[0]}" is unknown; there are {", ".join(keys)}')
-
-
-def _reason(kind: str, message: str) -> str:
-    known = {"missing": "this key is missing", "unexpected_keyword_argument": "this key is unknown"}
-    return known.get(kind, message[:1].lower() + message[1:])
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

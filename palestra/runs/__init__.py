@@ -18,7 +18,7 @@ whose checksums match, and deterministic training reproduces the rest.
 
 from __future__ import annotations
 
-from palestra.files import read_lines
+from palestra.core.files import read_lines
 from palestra.runs.checkpoints import NUM_KEPT, Checkpoint, list_checkpoints
 from palestra.runs.disk import explain_disk_errors
 from palestra.runs.episodes import load_episodes, read_episodes

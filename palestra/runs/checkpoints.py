@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
-from palestra.files import (
+from palestra.core.files import (
     TEMPORARY_PREFIX,
     DamagedFile,
     check_is_file,
@@ -22,6 +22,8 @@ from palestra.files import (
     path_inside,
     read_checksummed,
 )
+
+TASKS_FILE = "tasks.jsonl"
 
 NUM_KEPT = 2  # newest checkpoints that pruning leaves, besides those marked keep: one more in case one is damaged
 CHECKPOINTS_FILE = "checkpoints.jsonl"
@@ -193,7 +195,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def are_checksums(files: Any) -> bool:
-    """True if `files` has the form that `palestra.files.checksums` returns."""
+    """True if `files` has the form that `palestra.core.files.checksums` returns."""
     return isinstance(files, dict) and all(
         isinstance(fact, dict) and _is_count(fact.get("bytes")) and SHA256_PATTERN.fullmatch(str(fact.get("sha256")))
         for fact in files.values()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from palestra.files import DamagedFile
+from palestra.core.files import DamagedFile
 from palestra.runs.settings import CONFIG_FILE
 
 REMEDIES = {

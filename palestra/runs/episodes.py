@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from palestra.chat import Chat
-from palestra.types import Answer, Episode, Node, SamplingMask, Seat
+from palestra.core.chat import Chat
+from palestra.core.types import Answer, Episode, Node, SamplingMask, Seat
 
 SCHEMA = pa.schema(
     [

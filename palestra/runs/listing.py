@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.files import read_lines
+from palestra.core.files import read_lines
 from palestra.runs.checkpoints import Checkpoint, list_checkpoints
 from palestra.runs.settings import find_run, read_meta
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from palestra.files import file_size
+from palestra.core.files import file_size
 
 MARK_BYTES = 256  # bytes before the read position that are compared: if they differ, the log was rewritten
 # Exceptions, besides ValueError, that reading files not written by palestra may raise.

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from palestra.types import Seat
+from palestra.core.types import Seat
 
 REPLAYS_FOLDER = "replays"
 BEFORE_TRAINING = "before"  # stem of the file of the evaluation before training

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from palestra.types import Metrics
+from palestra.core.types import Metrics
 
 GIB = 2**30  # bytes
 STATM = Path("/proc/self/statm")

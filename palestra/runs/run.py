@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import pyarrow.parquet as pq
 
-from palestra.config import hide_credentials
-from palestra.files import (
+from palestra.core.config import hide_credentials
+from palestra.core.files import (
     EDITED_HINT,
     TEMPORARY_PREFIX,
     DamagedFile,
@@ -37,6 +37,8 @@ from palestra.files import (
     to_checksummed_line,
     to_json_line,
 )
+from palestra.core.types import TEAM, Episode
+from palestra.parallel.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.runs.checkpoints import (
     CHECKPOINTS_FILE,
     CHECKPOINTS_FOLDER,
@@ -54,8 +56,6 @@ from palestra.runs.episodes import to_table
 from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
 from palestra.runs.resource_usage import ResourceMeter
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
-from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
-from palestra.types import TEAM, Episode
 
 
 class Run:

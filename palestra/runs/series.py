@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from palestra.config import Tree, load
-from palestra.files import read_lines
+from palestra.core.config import Tree, load
+from palestra.core.files import read_lines
+from palestra.core.types import TEAM
 from palestra.runs.settings import flatten_tree
-from palestra.types import TEAM
 
 Line = dict[str, Any]
 BANDS = ("sd", "ci", "range")

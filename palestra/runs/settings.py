@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from palestra.config import Tree, parse
-from palestra.files import (
+from palestra.core.config import Tree, parse
+from palestra.core.files import (
     MAX_JSON_BYTES,
     OLDER_HINT,
     DamagedFile,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from palestra.parallel.worker_stats import COUNTERS
 from palestra.runs.metric_log import MetricLog
-from palestra.runs.worker_stats import COUNTERS
 
 SAMPLE_S = 0.1  # seconds over which CPU use is measured
 

@@ -19,24 +19,24 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from palestra.engine.bases import resolve_base
-from palestra.engine.length_limit import position_limit
-from palestra.engine.pretrained import load_config, load_tokenizer
-from palestra.engine.request import max_chars_per_token
-from palestra.files import acquire_lock, atomic_write
-from palestra.processes import exit_reason, join_or_kill, start_process
-from palestra.service.api.api_keys import ApiKeys
-from palestra.service.api.app import create_app
-from palestra.service.api.state import BaseInfo, ClientLimits, ServiceContext
-from palestra.service.engine.worker import WorkerSettings
-from palestra.service.engine.worker_process import run_worker
+from palestra.core.files import acquire_lock, atomic_write
+from palestra.core.http.listen import open_listener, url_host
+from palestra.core.http.origin_middleware import OriginPolicy, is_loopback
+from palestra.core.http.retry import RetryPolicy
+from palestra.core.http.server import build_server
+from palestra.engine.bases.names import resolve_base
+from palestra.engine.bases.pretrained import load_config, load_tokenizer
+from palestra.engine.forward.length_limit import position_limit
+from palestra.engine.sampling.request import max_chars_per_token
+from palestra.parallel.processes import exit_reason, join_or_kill, start_process
+from palestra.service.server.api_keys import ApiKeys
+from palestra.service.server.app import create_app
+from palestra.service.server.state import BaseInfo, ClientLimits, ServiceContext
 from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
-from palestra.web.listen import open_listener, url_host
-from palestra.web.origin_middleware import OriginPolicy, is_loopback
-from palestra.web.retry import RetryPolicy
-from palestra.web.server import build_server
+from palestra.service.worker.worker import WorkerSettings
+from palestra.service.worker.worker_process import run_worker
 
 STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successfully
 RESTART = RetryPolicy(1.0, 30.0)  # pauses before a restart of a worker that died soon after its start

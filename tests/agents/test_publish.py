@@ -17,13 +17,14 @@ from tolerances import LOGPROB_ATOL
 from trained import two_agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from palestra.agents.trained_agent import find_agents, load_policy
-from palestra.builders.engines import Engines
-from palestra.engine.lora import Adapter
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.peft_format import save_adapter
-from palestra.engine.sampler import Request, SamplingConfig
+from palestra.api.agents.trained_agent import find_agents, load_policy
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.peft_format import save_adapter
+from palestra.text.build.engines import Engines
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(5, 250, (1, 24)))
 

@@ -20,7 +20,7 @@ from command_line import palestra, refused
 from trained import two_agents
 from warm_processes import PALESTRA
 
-from palestra.web.completions import HTTP_LIMITS
+from palestra.core.http.completions import HTTP_LIMITS
 
 pytestmark = pytest.mark.slow  # the process loads torch, on a machine that may be busy
 

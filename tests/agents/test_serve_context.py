@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from palestra.agents.serve import ServedAgent
-from palestra.agents.trained_agent import TrainedAgent
-from palestra.builders.engines import Engines
-from palestra.chat import Chat
-from palestra.policies.base import Query
-from palestra.web.calls import ChatCall, ChatReply
+from palestra.api.agents.serve import ServedAgent
+from palestra.api.agents.trained_agent import TrainedAgent
+from palestra.core.chat import Chat
+from palestra.core.http.calls import ChatCall, ChatReply
+from palestra.text.build.engines import Engines
+from palestra.text.policies.base import Query
 
 LONG = Chat(
     (

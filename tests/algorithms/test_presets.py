@@ -9,12 +9,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from palestra.algorithms.presets import TEXT_PRESETS, VECTOR_PRESETS
-from palestra.algorithms.text.grpo import GRPO
-from palestra.builders.text_config import TextConfig
-from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.algorithms.presets import TEXT_PRESETS
+from palestra.text.config import TextConfig
+from palestra.vector.algorithms.presets import VECTOR_PRESETS
+from palestra.vector.config import VectorConfig
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"AT-GRPO": "at_grpo", "Dr. GRPO": "dr_grpo", "DAPO": "dapo", "RLOO": "rloo", "REINFORCE++": "reinforce_pp"}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from toy_tasks import Adder, LookTask, MakeTask, Value, leaf
 
-from palestra.backends.async_backend import AsyncBackend
-from palestra.backends.inline import InlineBackend
-from palestra.backends.local import LocalBackend
-from palestra.populations.tasks import Result
+from palestra.parallel.async_backend import AsyncBackend
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.local import LocalBackend
+from palestra.parallel.tasks import Result
 
 
 def test_concurrent_tasks_are_awaited_independently() -> None:

@@ -30,19 +30,19 @@ from toy_tasks import (
     make,
 )
 
-from palestra.backends.config import PopulationBackendConfig
-from palestra.backends.inline import InlineBackend
-from palestra.backends.local import LocalBackend
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.parallel.config import PopulationBackendConfig
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.local import LocalBackend
+from palestra.parallel.tasks import Backend, TaskResult
 from palestra.populations.scheduler import run_plan
-from palestra.populations.tasks import Backend, TaskResult
 from palestra.runs import Run, read_lines
 
 pytest.importorskip("ray")
 
 import ray_cluster
 
-from palestra.backends.ray.workers import RayBackend
+from palestra.parallel.ray.workers import RayBackend
 
 KINDS: dict[str, Callable[..., Any]] = {
     "inline": lambda make, _: InlineBackend(make),

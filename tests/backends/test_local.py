@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy_tasks import Adder, ProcessInfo, Teller, TellTask
 
-from palestra.backends.local import LocalBackend
+from palestra.parallel.local import LocalBackend
 from palestra.runs import Run, read_lines
 
 TESTS = Path(__file__).parent.parent

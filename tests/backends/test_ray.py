@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from toy_tasks import Adder, LookTask, Shelf, Sums, Teller, TellTask, TellToAssess, TellToTrain, expected
 
+from palestra.parallel.tasks import Task, TaskResult
 from palestra.populations.scheduler import PlanCallback, run_plan
-from palestra.populations.tasks import Task, TaskResult
 from palestra.runs import Run, read_lines
 
 ray = pytest.importorskip("ray")
@@ -22,9 +22,9 @@ import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.exceptions import ObjectLostError  # noqa: E402
 
-from palestra.backends.ray import cluster as clusters  # noqa: E402
-from palestra.backends.ray import workers  # noqa: E402
-from palestra.backends.ray.workers import RayBackend, _is_node_lost, traffic  # noqa: E402
+from palestra.parallel.ray import cluster as clusters  # noqa: E402
+from palestra.parallel.ray import workers  # noqa: E402
+from palestra.parallel.ray.workers import RayBackend, _is_node_lost, traffic  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

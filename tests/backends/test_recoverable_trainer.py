@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.backends.file_bundle import content_hash, num_bytes, pack_folder
-from palestra.backends.recoverable_trainer import (
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.training.trainer import AdamConfig
+from palestra.parallel.file_bundle import content_hash, num_bytes, pack_folder
+from palestra.parallel.processes import ProcessLost
+from palestra.text.build.distributed import LearnerArgs, open_weight_host
+from palestra.text.learners.lm import LocalWeights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.training.recoverable_trainer import (
     HostedWeights,
-    ProcessLost,
     RecoverableTrainer,
     WeightHost,
     WeightsCall,
     trainer_traffic,
 )
-from palestra.engine.trainer import AdamConfig
-from palestra.launch.distributed import LearnerArgs, open_weight_host
-from palestra.learners.lm import LocalWeights
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.losses.policy import clipped_policy_loss
-from palestra.types import Sample
 
 ADAM = AdamConfig(lr=1e-2)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
-from palestra.builders.memory_plan import plan_memory
-from palestra.builders.text_config import TextConfig
-from palestra.config import override, validate
-from palestra.engine.lora import Adapter, find_linear_layers
+from palestra.core.config import override, validate
+from palestra.engine.lora.adapters import Adapter, find_linear_layers
 from palestra.engine.memory import adapter_params, model_shape, peak_bytes
-from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.testing import tiny_tokenizer
+from palestra.text.build.memory_plan import plan_memory
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import LoraPolicyConfig
 
 GIB = 2**30
 PROMPT_TOKENS, MAX_TOKENS, GROUP, MICRO_BATCH = 64, 64, 8, 4096
@@ -24,12 +24,12 @@ MARGIN = 0.25  # share of the measured peak, which varies by 0.15 between runs
 RUN = """
 import asyncio, pathlib, sys
 import numpy as np
-from palestra.builders.engines import Engines
-from palestra.builders.text_config import TextConfig
-from palestra.config import parse, validate
-from palestra.engine.sampler import Request
-from palestra.losses.policy import clipped_policy_loss
-from palestra.types import Sample
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
+from palestra.core.config import parse, validate
+from palestra.engine.sampling.sampler import Request
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample
 
 def own_peak():  # bytes; ru_maxrss would count the memory of the process that started this one, too
     status = pathlib.Path("/proc/self/status").read_text()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from palestra.builders.run_config import EvalConfig, PolicyRunConfig, RunConfig
-from palestra.builders.text_config import TextConfig, TextEvalConfig
-from palestra.builders.vector_config import VectorConfig, VectorEvalConfig
-from palestra.config import validate
-from palestra.config.descriptions import describe_keys
-from palestra.launch.population import PopulationConfig
+from palestra.core.config import validate
+from palestra.core.config.descriptions import describe_keys
+from palestra.populations.build.build import PopulationConfig
+from palestra.runs.config import EvalConfig, PolicyRunConfig, RunConfig
+from palestra.text.config import TextConfig, TextEvalConfig
+from palestra.vector.config import VectorConfig, VectorEvalConfig
 
 TREES: dict[type[PolicyRunConfig], dict[str, Any]] = {
     TextConfig: {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}},

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from actor_critic_runs import run_of, whisper
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
+from palestra.core.config import dump, parse, validate
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.text import update_learner
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.training.trainer import update_learner
 
 CUT = {"max_tokens": 4, "top_k": 12, "top_p": 0.8, "temperature": 0.9, "stop_at_eos": False}
 KEEP = {**CUT, "keep_sampling_mask": True}
@@ -137,7 +137,7 @@ def test_evaluations_record_no_masks(base):
 
 def test_training_on_a_server_is_refused(base):
     """The protocol of the service has no field for masks."""
-    client = pytest.importorskip("palestra.service.client.client")
+    client = pytest.importorskip("palestra.text.tinker.client")
     tree = config(base, {**KEEP, "temperature": 1.0})
     engines = client.RemoteEngines(None)
     with pytest.raises(ValueError, match=r"guide.sampling.keep_sampling_mask needs .* no field for them"):

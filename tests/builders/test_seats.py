@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.builders.seats import resolve_seats
-from palestra.builders.vector import seat_policies
-from palestra.builders.vector_config import VectorConfig
-from palestra.builders.vector_envs import make_vector_env
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.runs.seats import resolve_seats
+from palestra.vector.build.build import seat_policies
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.config import VectorConfig
 
 SEATS = ("red_0", "red_1", "blue")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from palestra.agents.trained_agent import find_agents
-from palestra.algorithms.text.grpo import GRPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, override, parse, validate
+from palestra.api.agents.trained_agent import find_agents
+from palestra.core.config import dump, override, parse, validate
+from palestra.core.types import TEAM
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.types import TEAM
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 STAGES = [
     {"name": "copy", "steps": 3, "algorithm": {"type": "sft"}, "policies": {"walker": {"teacher": "expert"}}},

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from vector_toys import Counted
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
 from palestra.runs import Run, list_checkpoints
-from palestra.training.loop import restore_checkpoint, run_training
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 TREE: dict[str, Any] = {
     "env": {"type": "vector_toys:Counted", "num_envs": 8},

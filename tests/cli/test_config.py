@@ -7,9 +7,9 @@ from terminal_text import plain
 from typer.testing import CliRunner
 from warm_processes import run_palestra
 
+from palestra.api.config_reference import config_models
 from palestra.cli.main import app
-from palestra.config.descriptions import describe_keys
-from palestra.launch.config_reference import config_models
+from palestra.core.config.descriptions import describe_keys
 
 
 def config_output(*arguments):
@@ -26,7 +26,7 @@ def refused(*arguments):
 
 
 def test_config_command_prints_every_key_of_an_algorithm():
-    from palestra.algorithms.text.grpo import GRPO
+    from palestra.text.algorithms.grpo import GRPO
 
     done = run_palestra("config", "grpo", env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr

@@ -10,9 +10,9 @@ import pytest
 import torch
 from command_line import palestra, refused
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import load, validate
+from palestra.core.config import load, validate
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 CONFIG = """
 name: run

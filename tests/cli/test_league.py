@@ -7,7 +7,7 @@ import pytest
 from command_line import invoke
 from terminal_text import plain
 
-from palestra.report.population_data import read_record
+from palestra.evaluation.report.population_data import read_record
 from palestra.runs import read_lines
 
 CONFIG = Path(__file__).parents[2] / "configs/populations/rps_league.yaml"

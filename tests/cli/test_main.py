@@ -12,7 +12,7 @@ import yaml
 from command_line import invoke
 from terminal_text import plain
 
-from palestra.config import parse, validate
+from palestra.core.config import parse, validate
 from palestra.runs import Run, list_checkpoints, read_lines
 
 SCRIPT = Path(sys.executable).parent / "palestra"
@@ -170,7 +170,7 @@ def test_dry_run_prints_the_resolved_config_and_leaves_nothing(base, tmp_path):
     set_system = f"policies.guide.system={json.dumps(system, ensure_ascii=False)}"
     done = invoke("train", config, "--dry-run", "--root", tmp_path / "runs", "--set", "steps=7", "--set", set_system)
     assert done.exit_code == 0 and not (tmp_path / "runs").exists()
-    from palestra.builders.text_config import TextConfig
+    from palestra.text.config import TextConfig
 
     resolved = validate(TextConfig, parse(done.stdout))
     assert resolved.steps == 7 and resolved.policies["guide"].system == system

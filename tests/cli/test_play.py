@@ -9,8 +9,8 @@ import yaml
 from command_line import invoke
 from terminal_text import plain
 
+from palestra.core.http.chat_server import ChatSession
 from palestra.runs.episodes import load_episodes, read_episodes
-from palestra.web.chat_server import ChatSession
 
 WHISPER = "toys:Whisper"
 

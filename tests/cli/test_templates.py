@@ -11,9 +11,9 @@ import pytest
 from command_line import palestra, refused
 from terminal_text import plain
 
-from palestra.config import load, validate
-from palestra.config.shipped import find_config, templates
-from palestra.launch.run import run_kind
+from palestra.api.run import run_kind
+from palestra.core.config import load, validate
+from palestra.core.config.shipped import find_config, templates
 
 ROOT = Path(__file__).parents[2]
 KNOWN = templates()

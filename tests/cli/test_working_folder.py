@@ -102,7 +102,7 @@ def test_a_module_in_the_working_folder_comes_after_installed_ones(tmp_path: Pat
     plant(tmp_path, "yaml", "json", "numpy", "random")
     (tmp_path / "mine.py").write_text("import yaml, random\nkind = yaml.SafeLoader, random.Random\n")
     code = (
-        "from palestra.config import allow_modules_in, load_object\n"
+        "from palestra.core.config import allow_modules_in, load_object\n"
         "allow_modules_in('.'); print(load_object('mine:kind', 'it'))\n"
     )
     assert "SafeLoader" in start(tmp_path, "-P", "-c", code).stdout
@@ -113,7 +113,7 @@ def test_a_child_process_imports_no_module_of_the_working_folder(tmp_path: Path)
     """Its first import is `multiprocessing`, before it has its parent's path. Its environment stays the parent's."""
     plant(tmp_path, "multiprocessing", "socket", "struct", "pickle")
     code = (
-        "import os; from palestra.processes import start_process, SAFE_PATH\n"
+        "import os; from palestra.parallel.processes import start_process, SAFE_PATH\n"
         "child = start_process(os._exit, [7]); child.join(); print(child.exitcode, SAFE_PATH in os.environ)\n"
     )
     assert start(tmp_path, "-P", "-c", code).stdout == "7 False\n"

@@ -12,15 +12,15 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from palestra.cli.main import app as palestra
+from palestra.core.types import Episode
 from palestra.dashboard.app import build_dashboard
 from palestra.envs import make_env
-from palestra.policies.scripted import ScriptedPolicy
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.types import Episode
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 HERE = "http://127.0.0.1"
 

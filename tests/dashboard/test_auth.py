@@ -7,11 +7,11 @@ import pytest
 from long_runs import write_long_run
 from starlette.testclient import TestClient
 
+from palestra.core.files import to_checksummed_line
+from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.dashboard.app import build_dashboard
 from palestra.dashboard.catalog import NotFound, RunCatalog
-from palestra.files import to_checksummed_line
 from palestra.runs.checkpoints import CHECKSUMMED_LOGS
-from palestra.web.origin_middleware import OriginPolicy
 
 HERE = "http://127.0.0.1"
 SECRET = "for nobody's eyes"

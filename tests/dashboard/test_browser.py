@@ -20,18 +20,18 @@ from long_runs import write_long_run
 from typer.testing import CliRunner
 from warm_processes import PALESTRA
 
-from palestra.builders.vector_envs import make_vector_env
-from palestra.chat import Chat
 from palestra.cli.main import app
+from palestra.core.chat import Chat
+from palestra.core.types import Answer, Episode, Node
 from palestra.envs import make_env
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.rollouts.replay_recorder import ReplayRecorder
 from palestra.runs import Run
-from palestra.training.vector import play_eval
-from palestra.types import Answer, Episode, Node
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
+from palestra.vector.rollouts.replay_recorder import ReplayRecorder
+from palestra.vector.trainer import play_eval
 
 pytest.importorskip("playwright.sync_api")
 from browsers import Looking, expect, launched, settled, shot

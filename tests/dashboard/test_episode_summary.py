@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from palestra.core.types import Answer, Episode, Node
 from palestra.dashboard.episode_summary import summarize_episodes
 from palestra.runs import Run, load_episodes
-from palestra.types import Answer, Episode, Node
 
 
 def node(number, parent, depth, seat="a", reward=0.0, team=0.0, **options):

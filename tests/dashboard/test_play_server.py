@@ -12,16 +12,16 @@ import uvicorn
 from processes import playing
 from starlette.testclient import TestClient
 
+from palestra.core.http.calls import ANY_KEY
+from palestra.core.http.chat_server import ChatSession
+from palestra.core.http.listen import open_listener
+from palestra.core.types import Step
 from palestra.dashboard.play_server import LIMITS, build_play_app
 from palestra.dashboard.play_session import GameSetup, OutOfTurn, PlaySessions
 from palestra.envs import make_env
 from palestra.envs.base import Env
-from palestra.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.types import Step
-from palestra.web.calls import ANY_KEY
-from palestra.web.chat_server import ChatSession
-from palestra.web.listen import open_listener
+from palestra.text.policies.scripted import HumanPolicy, RandomPolicy, ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 KUHN = """
 env: {type: text_kuhn, rendering: full}

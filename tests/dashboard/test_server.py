@@ -17,14 +17,14 @@ from toy_tasks import Adder, Sums
 from typer.testing import CliRunner
 from warm_processes import start_palestra
 
-from palestra.backends.local import LocalBackend
 from palestra.cli.main import app as palestra
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.parallel.local import LocalBackend
+from palestra.parallel.worker_stats import COUNTERS
 from palestra.populations.scheduler import run_plan
 from palestra.runs import Run
-from palestra.runs.worker_stats import COUNTERS
-from palestra.sinks.base import SinksConfig
-from palestra.sinks.log_tailer import SinkCursor
+from palestra.runs.sinks.base import SinksConfig
+from palestra.runs.sinks.log_tailer import SinkCursor
 
 
 @pytest.fixture(scope="module")

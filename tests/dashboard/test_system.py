@@ -6,11 +6,11 @@ from functools import partial
 from starlette.testclient import TestClient
 from toy_tasks import Adder, Sums
 
-from palestra.backends.local import LocalBackend
 from palestra.dashboard.app import build_dashboard
+from palestra.parallel.local import LocalBackend
+from palestra.parallel.worker_stats import WorkerStats
 from palestra.populations.scheduler import run_plan
 from palestra.runs import Run, read_lines
-from palestra.runs.worker_stats import WorkerStats
 
 
 def test_worker_stats_show_tasks_and_losses(tmp_path):

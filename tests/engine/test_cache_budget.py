@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import LOGPROB_ATOL
 
-from palestra.engine.kv_cache import KVCache
-from palestra.engine.kv_pages import CacheFull, CacheMemory
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
-from palestra.engine.models import Engine
-from palestra.engine.prefix_store import PrefixStore, StoredPart
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.bases.model import Engine
+from palestra.engine.cache.kv_cache import KVCache
+from palestra.engine.cache.kv_pages import CacheFull, CacheMemory
+from palestra.engine.cache.prefix_store import PrefixStore, StoredPart
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
 
 TOKEN = 2 * 2 * 2 * 16 * 8  # bytes of a token of tiny_lm: layers, keys and values, heads, width, float64

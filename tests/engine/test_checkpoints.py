@@ -15,15 +15,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from palestra.engine.checkpoints import load_full_model, load_trainer, save_trainer
-from palestra.engine.lora import Adapter
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.peft_format import load_adapter, save_adapter
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
+from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.checkpoints import load_full_model, load_trainer, save_trainer
+from palestra.engine.training.peft_format import load_adapter, save_adapter
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
 

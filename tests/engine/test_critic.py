@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 from tolerances import GRADIENTS, LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
+from palestra.core.losses import actor_critic_loss, clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 VALUE_ONLY = {"value_coef": 1.0}
 

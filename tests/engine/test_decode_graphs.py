@@ -23,16 +23,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from palestra.engine import decode_graphs
-from palestra.engine.attention_terms import AttentionTerms
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.paged_attention import PageTable, paged_attention
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.self_check import choose_engine
-from palestra.engine.trainer import Trainer
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.check.self_check import choose_engine
+from palestra.engine.cuda import decode_graphs
+from palestra.engine.cuda.paged_attention import PageTable, paged_attention
+from palestra.engine.forward.attention_terms import AttentionTerms
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),

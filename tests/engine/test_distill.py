@@ -10,13 +10,14 @@ import pytest
 import torch
 from tolerances import GRADIENTS
 
-from palestra.engine.distill import DistillExample, ReverseKL, reverse_kl
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.lora_routes import SingleAdapterRoute
-from palestra.engine.models import Engine
-from palestra.engine.multi_adapter import Job, JobResult, train_jobs
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.engine.tree_attention import TreeLayout, build_forest
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.tree_attention import TreeLayout, build_forest
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.routes import SingleAdapterRoute
+from palestra.engine.training.distill import DistillExample, ReverseKL, reverse_kl
+from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
 
 LESSONS = [

@@ -7,12 +7,12 @@ import ranks as program
 import torch
 from ranks import batch, kept_bytes, run_ranks, state, train, trainer
 
-from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.distributed import SINGLE_PROCESS, join_process_group
-from palestra.engine.micro_batch import micro_batches, split_over_ranks, token_weight
-from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
+from palestra.core.losses import actor_critic_loss, clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.micro_batch import micro_batches, split_over_ranks, token_weight
+from palestra.parallel.process_group import SINGLE_PROCESS, join_process_group
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 
 def alone(kind, steps, *, groups=5, tied=True, precision="auto"):

@@ -8,17 +8,19 @@ import pytest
 import torch
 from tolerances import GRADIENTS, LOGPROB_ATOL
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.lora_routes import SingleAdapterRoute
-from palestra.engine.micro_batch import pack_samples
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.sampling import counter_uniform, sample_tokens
-from palestra.engine.trainer import Trainer
-from palestra.engine.tree_attention import build_forest
-from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
+from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.tree_attention import build_forest
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.routes import SingleAdapterRoute
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig, counter_uniform, sample_tokens
+from palestra.engine.training.micro_batch import pack_samples
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 
 def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
@@ -230,7 +232,7 @@ def test_training_raises_the_probability_of_rewarded_answers(check_score):
     adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
     trainer = Trainer(engine, adapter)
     good, bad = sample([10, 11, 12], [20, 4]), sample([10, 11, 12], [30, 4], advantage=-1.0)
-    from palestra.engine.trainer import AdamConfig
+    from palestra.engine.training.trainer import AdamConfig
 
     before = trainer.logprobs([good, bad])
     for _ in range(20):

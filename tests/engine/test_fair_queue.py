@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.fair_queue import FairQueue, WorkCounters
-from palestra.engine.scheduler import row_allowance
+from palestra.engine.sampling.fair_queue import FairQueue, WorkCounters
+from palestra.engine.sampling.scheduler import row_allowance
 
 
 def queue_of(**items):

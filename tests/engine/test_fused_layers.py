@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from palestra.engine.fused_layers import SwiGLU, fuse_layers
-from palestra.engine.linear import padded_rows
-from palestra.engine.logits import row_chunks
+from palestra.engine.forward.fused_layers import SwiGLU, fuse_layers
+from palestra.engine.forward.linear import padded_rows
+from palestra.engine.forward.logits import row_chunks
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

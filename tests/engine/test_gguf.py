@@ -12,19 +12,22 @@ from tokenizers import decoders, pre_tokenizers
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from palestra.core.files import DamagedFile
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
 from palestra.dashboard.tokens import Vocabulary
-from palestra.engine import gguf
-from palestra.engine.bases import resolve_base
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.packaged_bases import find_gguf, is_installed
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import Trainer
-from palestra.files import DamagedFile
-from palestra.losses.policy import cross_entropy_loss
-from palestra.policies.base import Query
-from palestra.policies.lm import ChatEncoder
-from palestra.types import Sample
+from palestra.engine.bases import gguf
+from palestra.engine.bases.model import Engine
+from palestra.engine.bases.names import resolve_base
+from palestra.engine.bases.packaged_bases import find_gguf, is_installed
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
+from palestra.text.policies.base import Query
+from palestra.text.policies.lm import ChatEncoder
 
 VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
@@ -139,7 +142,7 @@ def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: 
 
 @pytest.mark.slow
 def test_concurrent_conversions_agree(tiny_file: Path, cache: Path):
-    code = f"from palestra.engine.models import resolve_base; print(resolve_base({str(tiny_file)!r}))"
+    code = f"from palestra.engine.bases.model import resolve_base; print(resolve_base({str(tiny_file)!r}))"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     folders = {process.communicate()[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0, 0] and len(folders) == 1

@@ -13,17 +13,18 @@ import torch
 from tolerances import GRADIENTS, LOGPROB_ATOL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from palestra.engine import logits as chunks
-from palestra.engine.distill import DistillExample, ReverseKL
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.multi_adapter import Job, JobResult, train_jobs
-from palestra.engine.sampling import SamplingConfig, counter_uniform, sample_tokens
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
-from palestra.service.engine.losses import build_loss
+from palestra.core.losses import actor_critic_loss, clipped_policy_loss
+from palestra.core.types import Datum, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward import logits as chunks
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.token_sampling import SamplingConfig, counter_uniform, sample_tokens
+from palestra.engine.training.distill import DistillExample, ReverseKL
+from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
+from palestra.engine.training.trainer import Trainer
+from palestra.service.worker.losses import build_loss
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Datum, Sample
 
 VOCAB = 272
 AT_ONCE, CHUNKED, ROW_BY_ROW = 2**25, VOCAB * 7, 1
@@ -213,11 +214,11 @@ MEASURE = """
 import resource, sys
 import numpy as np
 from palestra.engine import logits
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import clipped_policy_loss
+from palestra.engine.lora.adapters import Adapter, LoraConfig
+from palestra.engine.training.trainer import Trainer
+from palestra.core.losses import clipped_policy_loss
 from palestra.testing import tiny_lm
-from palestra.types import Sample
+from palestra.core.types import Sample
 
 tokens, full = int(sys.argv[1]), sys.argv[2] == "full"
 logits.MAX_LOGITS = 2**22

@@ -8,12 +8,14 @@ import pytest
 from adapter_versions import adapter_versions
 from tolerances import LOGPROB_ATOL
 
-from palestra.engine.lora import Snapshot
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
-from palestra.engine.scoring import answer_logprobs
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.sampling.request import Completion, Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.scoring import answer_logprobs
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.engine.kv_cache import KVCache, default_prefill_tokens
-from palestra.engine.kv_pages import PAGE_TOKENS
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.cache.kv_cache import KVCache, default_prefill_tokens
+from palestra.engine.cache.kv_pages import PAGE_TOKENS
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
 
 TOKEN = 2 * 2 * 2 * 16 * 4  # bytes of a token of tiny_lm: layers, keys and values, heads, width, float32
@@ -168,8 +170,8 @@ def test_slots_keep_their_contents(steps):
 
 RESIDENT = """
 import pathlib, sys, torch
-from palestra.engine.kv_cache import KVCache
-from palestra.engine.malloc import keep_freed_memory
+from palestra.engine.cache.kv_cache import KVCache
+from palestra.core.accel.malloc import keep_freed_memory
 
 def resident():
     return 1024 * int(pathlib.Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])

@@ -10,18 +10,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from palestra.engine import linear as linear_module
-from palestra.engine import micro_batch
-from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, low_rank_grads, matmul, pack_weights
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.lora_routes import LowRankLinear
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import clipped_policy_loss
-from palestra.onednn import onednn_packing, onednn_product
+from palestra.core.accel.onednn import onednn_packing, onednn_product
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward import linear as linear_module
+from palestra.engine.forward.linear import OneDNNLinear, PackedWeight, linear, low_rank_grads, matmul, pack_weights
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.routes import LowRankLinear
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training import micro_batch
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.sampler import Sampler
-from palestra.engine.trainer import Trainer
-from palestra.engine.tree_attention import TreeLayout, build_forest
-from palestra.learners.lm import LanguageLearner, LocalWeights
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.losses.policy import clipped_policy_loss
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Answer, Episode, Node
+from palestra.engine.forward.tree_attention import TreeLayout, build_forest
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.training.text import update_learner
-from palestra.types import Answer, Episode, Node
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.training.trainer import update_learner
 
 ANSWER_TOKENS = 8
 ALGORITHM = GRPO(branch_at="root", group_size=2, scale="none", entropy_coef=0.0, old_logprobs="sampler")

@@ -14,18 +14,20 @@ import torch
 from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.lora import Adapter, weighted_sum
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
-from palestra.engine.peft_format import load_adapter, save_adapter
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.scoring import ScoreRequest, score_prompts
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
-from palestra.service.engine.losses import build_loss
+from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.core.types import Datum, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, weighted_sum
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
+from palestra.engine.training.peft_format import load_adapter, save_adapter
+from palestra.engine.training.trainer import Trainer
+from palestra.service.worker.losses import build_loss
 from palestra.testing import tiny_lm
-from palestra.types import Datum, Sample
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES = [

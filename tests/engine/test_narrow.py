@@ -8,16 +8,17 @@ import torch
 from tolerances import GRADIENTS
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from palestra.engine.cached_attention import PrefillLayout
-from palestra.engine.kv_cache import KVCache
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute, SingleAdapterRoute
-from palestra.engine.models import Engine
-from palestra.engine.trainer import Trainer
-from palestra.engine.tree_attention import TreeLayout, build_forest
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.cache.cached_attention import PrefillLayout
+from palestra.engine.cache.kv_cache import KVCache
+from palestra.engine.forward.tree_attention import TreeLayout, build_forest
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute, SingleAdapterRoute
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 SHAPE = {
     "vocab_size": 272,

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.optimizers import MuonAndAdamW, build_optimizer, state_bytes
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.optimizers import MuonAndAdamW, build_optimizer, state_bytes
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 EIGHT_BITS = pytest.param(

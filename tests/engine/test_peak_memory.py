@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from palestra.engine import head, models
-from palestra.engine.malloc import keep_freed_memory, release_freed_memory
-from palestra.engine.sampler import Request, Sampler
-from palestra.engine.sampling import SamplingConfig, sample_tokens
+from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
+from palestra.engine.sampling.sampler import Request, Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig, sample_tokens
 from palestra.testing import tiny_lm
 
 VOCABULARY = 2**17

@@ -14,24 +14,26 @@ from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 import palestra
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.lora import Adapter, weighted_sum
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.lora_routes import SingleAdapterRoute
-from palestra.engine.lora_variants import Dropout
+from palestra.core.config import validate
+from palestra.core.losses import cross_entropy_loss, gspo_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, weighted_sum
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.routes import SingleAdapterRoute
+from palestra.engine.lora.variants import Dropout
 from palestra.engine.memory import adapter_params, model_shape
-from palestra.engine.models import Engine
-from palestra.engine.peft_format import load_adapter, save_adapter, save_snapshot
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.losses.policy import cross_entropy_loss, gspo_loss
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.peft_format import load_adapter, save_adapter, save_snapshot
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.runs import list_checkpoints
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import LoraPolicyConfig
 
 SHAPE = {
     "vocab_size": 96,

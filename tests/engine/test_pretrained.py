@@ -10,7 +10,7 @@ from shutil import copytree
 
 import pytest
 
-from palestra.engine.bases import resolve_base
+from palestra.engine.bases.names import resolve_base
 
 AUTO_MAP = {
     "AutoConfig": "evil.Conf",

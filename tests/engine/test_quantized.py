@@ -11,19 +11,21 @@ from tolerances import GRADIENTS
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from palestra.builders.engines import Engines
-from palestra.builders.memory_plan import plan_memory
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.quantized import NF4_LEVELS, QuantizedLinear, quantize_model
-from palestra.engine.sampler import Request, SamplingConfig
-from palestra.engine.self_check import choose_engine
-from palestra.engine.trainer import Trainer
-from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.losses.policy import cross_entropy_loss
-from palestra.types import Sample
+from palestra.core.config import validate
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.check.self_check import choose_engine
+from palestra.engine.forward.quantized import NF4_LEVELS, QuantizedLinear, quantize_model
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
+from palestra.text.build.engines import Engines
+from palestra.text.build.memory_plan import plan_memory
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 
 IDS = np.random.default_rng(0).integers(5, 90, 24).astype(np.int32)
 SAMPLE = Sample(IDS[:4], IDS[4:], np.zeros(20, np.float32), np.ones(20, np.float32))

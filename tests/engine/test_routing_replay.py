@@ -6,14 +6,14 @@ import torch
 from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-from palestra.engine.lora import Adapter
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.routing_replay import OWN_CHOICE
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.routing_replay import OWN_CHOICE
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 SHAPE = {
     "vocab_size": 96,

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer, decoders, models
 from tolerances import LOGPROB_ATOL
 from transformers import PreTrainedTokenizerFast
 
-from palestra.engine import scheduler
-from palestra.engine.kv_pages import PAGE_TOKENS
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.sampling import StopStringMatcher, counter_uniform
+from palestra.engine.cache.kv_pages import PAGE_TOKENS
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling import scheduler
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig, StopStringMatcher, counter_uniform
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 END = 4  # tiny_lm's end token

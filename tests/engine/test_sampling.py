@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from palestra.engine import sampling
-from palestra.engine.sampling import SamplingConfig, sample_tokens
+from palestra.engine.sampling import token_sampling as sampling
+from palestra.engine.sampling.token_sampling import SamplingConfig, sample_tokens
 
 
 @pytest.mark.parametrize(("spread", "most"), [(0.1, 1400), (6.0, 150)], ids=["many are kept", "few are kept"])

@@ -10,17 +10,19 @@ import pytest
 import torch
 from tolerances import GRADIENTS, LOGPROB_ATOL
 
-from palestra.engine import logits as chunks
-from palestra.engine.head import ScoredTokens, score_logits
-from palestra.engine.kept_tokens import KeptTokens
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler
-from palestra.engine.sampling import SamplingConfig, sample_tokens
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import clipped_policy_loss
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import Sample, SamplingMask
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward import logits as chunks
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig, sample_tokens
+from palestra.engine.training.head import ScoredTokens, score_logits
+from palestra.engine.training.kept_tokens import KeptTokens
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample, SamplingMask
 
 CHANCES = [0.5, 0.3, 0.15, 0.05]
 CUT = SamplingConfig(max_tokens=8, temperature=0.8, top_k=20, top_p=0.7, stop_at_eos=False, keep_sampling_mask=True)

@@ -5,14 +5,17 @@ import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from palestra.engine import logits as chunks
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.scoring import ScoreRequest, score_prompts
-from palestra.engine.trainer import Trainer
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward import logits as chunks
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Sample
 
 
 def randomised(engine, config, seed):

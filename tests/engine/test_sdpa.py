@@ -8,13 +8,16 @@ import torch
 from tolerances import GRADIENTS, LOGPROB_ATOL
 from torch.nn import functional as F
 
-from palestra.engine import sdpa
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.forward import sdpa
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 
 def test_repeated_heads_equal_grouped_query_attention():

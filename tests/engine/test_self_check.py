@@ -11,15 +11,18 @@ from tolerances import LOGPROB_ATOL
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.plain_batch import PlainBatch
-from palestra.engine.reduced_model import reduced_model
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.self_check import choose_engine
-from palestra.engine.trainer import Trainer
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.check.reduced_model import reduced_model
+from palestra.engine.check.self_check import choose_engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.plain_batch import PlainBatch
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
-from palestra.types import Sample
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "architectures.py"
 spec = importlib.util.spec_from_file_location("architectures", SCRIPT)

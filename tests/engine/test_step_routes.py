@@ -10,15 +10,16 @@ import torch
 from recorded_steps import SHAPE, assert_equal_answers, recording, requests, snapshots
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, Qwen2Config
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.rotary import NAME, Rotary, fused_rotary, rotate, watched_rotary
-from palestra.engine.sampler import Sampler
-from palestra.engine.self_check import choose_engine
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import cross_entropy_loss
+from palestra.core.losses import cross_entropy_loss
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.check.self_check import choose_engine
+from palestra.engine.cuda.rotary import NAME, Rotary, fused_rotary, rotate, watched_rotary
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
-from palestra.types import Sample
 
 
 def load(config) -> Engine:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from palestra.core.types import Step
 from palestra.envs.base import Env, check_env
-from palestra.types import Step
 
 
 class Countdown(Env):
@@ -153,7 +153,7 @@ class Broken(Countdown):
 
 
 def test_wrong_return_type_of_step_is_explained():
-    message = r"reset must return a palestra.types.Step, and returned a tuple, as in Gymnasium: write return Step\("
+    message = r"reset must return a palestra.core.types.Step, and returned a tuple, as in Gymnasium: write return Step"
     with pytest.raises(ValueError, match=message):
         check_env(ReturnsTuple)
 

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.envs import TEXT_ENVS, check_env, make_env
 from palestra.envs.text.board_games import TextGame
-from palestra.tabular.game_tree import build_game_tree
+from palestra.populations.tabular.game_tree import build_game_tree
 
 GAMES = [name for name in TEXT_ENVS if name.startswith("text_")]
 

@@ -14,25 +14,18 @@ from typing import Any
 
 import pytest
 
+from palestra.core.types import Answer, Episode, Node, Step
+from palestra.environments.code.env import CoderTester
+from palestra.environments.guessing.env import GuessNumber
+from palestra.environments.math.env import Math
+from palestra.environments.sudoku.env import Sudoku
+from palestra.environments.tools.env import Tools
 from palestra.envs import TEXT_ENVS, check_env, env_options, load_env_class, make_env
 from palestra.envs.base import RANDOM_WORDS, Env
-from palestra.envs.reward_terms import (
-    FORM_TERM,
-    REWARD_TERMS_KEY,
-    check_terms,
-    terms_gained,
-    terms_info,
-    total_rewards,
-)
-from palestra.envs.text.code.env import CoderTester
+from palestra.envs.reward_terms import FORM_TERM, REWARD_TERMS_KEY, check_terms, terms_gained, terms_info, total_rewards
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.text.grid.sokoban import Sokoban
-from palestra.envs.text.guessing.env import GuessNumber
-from palestra.envs.text.math.env import Math
-from palestra.envs.text.sudoku.env import Sudoku
-from palestra.envs.text.tools.env import Tools
-from palestra.rollouts.metrics import policy_metrics
-from palestra.types import Answer, Episode, Node, Step
+from palestra.text.rollouts.metrics import policy_metrics
 
 # An env, and well-formed answers by seat that do not depend on the instance.
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "the"}}</tool_call>'

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.envs import make_env
-from palestra.envs.text.grid.grid import symmetries
-from palestra.envs.text.splits import SPLIT_SHARES, canonical_layout, split_of_layout, split_of_text
+from palestra.envs.support.splits import SPLIT_SHARES, canonical_layout, split_of_layout, split_of_text, symmetries
 
 GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "wall_density": 0.1})]
 

@@ -13,7 +13,7 @@ from palestra.evaluation.best_response import NUM_ENVS, _mean_returns, _response
 from palestra.evaluation.game_policy import enumerated, policy_table
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import open_vector_eval
-from palestra.tabular.game_tree import end_probabilities, realization_plan
+from palestra.populations.tabular.game_tree import end_probabilities, realization_plan
 
 
 def train(root: Path, env: str, **algorithm: object) -> Path:

@@ -9,16 +9,16 @@ import pytest
 import yaml
 from vector_toys import Counted
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
 from palestra.evaluation.evaluate import EvalSetup, cross_play, evaluate, open_eval
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import TextEvalSetup
 from palestra.evaluation.vector import common_eval_options
-from palestra.policies.lm import LanguagePolicy
 from palestra.runs import Run
-from palestra.training.loop import restore_checkpoint, run_training
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.policies.lm import LanguagePolicy
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from command_line import invoke
 from terminal_text import plain
 
 import palestra as pl
-from palestra.config import load
+from palestra.core.config import load
 from palestra.evaluation.final_strategies import describe_mixtures, final_mixtures
-from palestra.launch.population_config import validate_population
-from palestra.report.population_data import read_record
+from palestra.evaluation.report.population_data import read_record
+from palestra.populations.build.validation import validate_population
 
 NET: dict[str, Any] = {
     "type": "net",

@@ -16,7 +16,7 @@ from open_spiel.python.algorithms import exploitability
 from terminal_text import plain
 
 import palestra as pl
-from palestra.envs.vector.openspiel import OpenSpielEnv
+from palestra.envs.adapters.openspiel import OpenSpielEnv
 from palestra.evaluation.best_response import learn_best_responses
 from palestra.evaluation.evaluate import evaluate
 from palestra.evaluation.game_policy import (
@@ -26,10 +26,10 @@ from palestra.evaluation.game_policy import (
     export_game_policy,
     nash_conv_metrics,
 )
+from palestra.evaluation.report.population_data import nash_conv_lower_bound
 from palestra.evaluation.target import find_target
-from palestra.learners.policy_stack import read_frozen_member
-from palestra.report.population_data import nash_conv_lower_bound
-from palestra.tabular.game_tree import GameTree, uniform_policy
+from palestra.populations.tabular.game_tree import GameTree, uniform_policy
+from palestra.vector.learners.policy_stack import read_frozen_member
 
 GOOFSPIEL = "turn_based_simultaneous_game(game=goofspiel(num_cards=4,imp_info=True,points_order=descending))"
 OSHI_ZUMO = "turn_based_simultaneous_game(game=oshi_zumo(coins=4,size=1,horizon=3))"

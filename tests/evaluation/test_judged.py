@@ -11,6 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
+from palestra.core.failures import ContextLengthExceeded, RunFailed
+from palestra.core.types import Answer, Episode, Node
 from palestra.evaluation.evaluate import open_eval
 from palestra.evaluation.judged import (
     JUDGE_ROLE,
@@ -25,12 +27,10 @@ from palestra.evaluation.judged import (
     summarise,
 )
 from palestra.evaluation.target import EvalResult
-from palestra.policies.base import ContextLengthExceeded, Query
-from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.policies.lm import LanguagePolicy
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.failures import RunFailed
-from palestra.types import Answer, Episode, Node
+from palestra.text.policies.base import Query
+from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.text.policies.lm import LanguagePolicy
+from palestra.text.policies.scripted import ScriptedPolicy
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
 from palestra.evaluation.best_response import RESPONSE, _others, _response_tree
 from palestra.evaluation.evaluate import evaluate
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import open_vector_eval
 from palestra.runs import Run, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 TREE = {
     "name": "team",

@@ -20,9 +20,8 @@ from toys_raising import write_bad_env
 from warm_processes import start_palestra
 
 import palestra as pl
-from palestra.backends.ray.process import max_processes, ray_processes
-from palestra.experiments.grid import grid_cells, load_grid
-from palestra.experiments.results import (
+from palestra.api.experiments.grid import grid_cells, load_grid
+from palestra.api.experiments.results import (
     GridResults,
     NotANumber,
     collect_results,
@@ -31,7 +30,8 @@ from palestra.experiments.results import (
     results_data,
     results_page,
 )
-from palestra.experiments.schedule import check_cells, finished_cells, run_cells
+from palestra.api.experiments.schedule import check_cells, finished_cells, run_cells
+from palestra.parallel.ray.process import max_processes, ray_processes
 from palestra.runs import read_lines
 from palestra.runs.series import RunLogs
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from palestra.experiments import statistics
-from palestra.experiments.statistics import (
+from palestra.api.experiments import statistics
+from palestra.api.experiments.statistics import (
     STATISTICS,
     estimate,
     estimate_improvement,

@@ -13,8 +13,8 @@ import yaml
 from toys_raising import write_bad_env
 from warm_processes import start_palestra
 
-from palestra.experiments.study import Search
-from palestra.experiments.tune import base_tree, load_tuning, scored_eval
+from palestra.api.experiments.study import Search
+from palestra.api.experiments.tune import base_tree, load_tuning, scored_eval
 from palestra.runs import read_lines
 
 ROOT = Path(__file__).parent.parent.parent

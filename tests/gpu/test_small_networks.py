@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
-from palestra.builders.vector import build_vector_run, check_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
+from palestra.core.config.presets import expand_preset
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.vector import VectorTrainer
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.vector.algorithms.presets import VECTOR_PRESETS
+from palestra.vector.build.build import build_vector_run, check_vector_run
+from palestra.vector.config import VectorConfig
+from palestra.vector.trainer import VectorTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

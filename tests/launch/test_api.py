@@ -16,12 +16,15 @@ from command_line import refused
 
 import palestra as pl
 from palestra.api.train import config_tree, plain_data
-from palestra.builders import text_config, text_policies, vector_config
+from palestra.core.files import read_lines
 from palestra.envs import local, make_env
 from palestra.envs.text.grid.plan_path import PlanPath
-from palestra.files import read_lines
-from palestra.launch import language_population, population
-from palestra.populations import matchmaking, solvers
+from palestra.populations.build import build as population
+from palestra.populations.build import language as language_population
+from palestra.populations.plans import matchmaking, solvers
+from palestra.text import config as text_config
+from palestra.text import policy_configs as text_policies
+from palestra.vector import config as vector_config
 
 ROWS = [{"prompt": f"Say a word with {letter}", "letter": letter} for letter in "abcdefghijkl"]
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from command_line import invoke
 
-from palestra.chat import escape_control_chars
+from palestra.core.chat import escape_control_chars
 
 HOSTILE = (
     "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link] "
@@ -70,7 +70,7 @@ def test_eval_output_escapes_control_chars(config):
 
 def test_play_output_escapes_control_chars(tmp_path):
     (tmp_path / "echo_env.py").write_text(
-        "from palestra.envs.base import Env\nfrom palestra.types import Step\n\n\n"
+        "from palestra.envs.base import Env\nfrom palestra.core.types import Step\n\n\n"
         "class Echo(Env):\n"
         "    seats = ('a', 'b')\n\n"
         "    def reset(self, seed):\n"

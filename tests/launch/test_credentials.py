@@ -10,13 +10,13 @@ import yaml
 from command_line import invoke
 from warm_processes import run_palestra, start_palestra
 
-from palestra.config import check_no_credentials, hide_credentials, load, parse, validate
+from palestra.api.run import run_request
+from palestra.core.config import check_no_credentials, hide_credentials, load, parse, validate
+from palestra.core.failures import write_error_file
 from palestra.dashboard.catalog import read_config
-from palestra.launch.run import run_request
-from palestra.rollouts.failures import write_error_file
 from palestra.runs import Run
-from palestra.sinks.base import SinksConfig
-from palestra.sinks.log_tailer import follow_run
+from palestra.runs.sinks.base import SinksConfig
+from palestra.runs.sinks.log_tailer import follow_run
 
 KEY = "sk-Zq81TOPSECRET"
 GAME = load("configs/games/two_step_dqn.yaml")

@@ -9,12 +9,12 @@ import pytest
 from command_line import invoke
 from toy_loops import assert_same, config, inline_backend, run_of, run_with_kill
 
-from palestra.builders import text
-from palestra.config import dump, parse
-from palestra.launch.distributed import build
+from palestra.core.config import dump, parse
 from palestra.runs import list_checkpoints, read_lines
-from palestra.training.loop import Callback
-from palestra.training.text import TextTrainer
+from palestra.runs.loop import Callback
+from palestra.text.build import build as text
+from palestra.text.build.distributed import build
+from palestra.text.training.trainer import TextTrainer
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from terminal_text import plain
 from transformers import AutoModelForCausalLM
 
-from palestra.config import dump, load, override, parse
-from palestra.engine.bases import resolve_base
-from palestra.launch.population import build_population, run_population
-from palestra.launch.population_config import validate_population
+from palestra.core.config import dump, load, override, parse
+from palestra.engine.bases.names import resolve_base
+from palestra.populations.build.build import build_population, run_population
+from palestra.populations.build.validation import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, read_lines
 

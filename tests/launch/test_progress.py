@@ -2,8 +2,8 @@
 
 import io
 
-from palestra.launch.console import PlainConsole
-from palestra.launch.progress import ProgressBar
+from palestra.api.console import PlainConsole
+from palestra.api.progress import ProgressBar
 
 
 def progress_text(config, team, evaluation):

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from toy_loops import actor_of, assert_same, ray_config, run_inline, run_of
 
-from palestra.launch.distributed import build
-from palestra.training.loop import Callback
-from palestra.training.text import TextTrainer
-from palestra.types import Episode
+from palestra.core.types import Episode
+from palestra.runs.loop import Callback
+from palestra.text.build.distributed import build
+from palestra.text.training.trainer import TextTrainer
 
 ray = pytest.importorskip("ray")
 
 import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from palestra.backends.ray.workers import traffic  # noqa: E402
+from palestra.parallel.ray.workers import traffic  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

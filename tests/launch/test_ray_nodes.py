@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from toy_loops import actor_of, assert_same, ray_config, run_inline, run_of, run_with_kill
 
-from palestra.launch.distributed import build
-from palestra.training.loop import Callback
-from palestra.training.text import TextTrainer
+from palestra.runs.loop import Callback
+from palestra.text.build.distributed import build
+from palestra.text.training.trainer import TextTrainer
 
 ray = pytest.importorskip("ray")
 
@@ -51,7 +51,7 @@ def test_run_survives_the_loss_of_a_training_node(base: Path, tmp_path: Path) ->
 
 
 def test_unplaceable_learner_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from palestra.backends.ray import cluster as clusters
+    from palestra.parallel.ray import cluster as clusters
 
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     asked = ray_config(base, {"placement": {"train": {"resources": {"moon": 1}}}})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.launch.run import StopOnInterrupt, open_run, resumed_tree, run_request
+from palestra.api.run import StopOnInterrupt, open_run, resumed_tree, run_request
 
 
 def test_a_second_interrupt_ends_a_pass_that_does_not_yield() -> None:
@@ -34,7 +34,7 @@ def test_a_second_interrupt_ends_a_pass_that_does_not_yield() -> None:
 
 INTERRUPTED_TWICE = """
 import asyncio, os, signal
-from palestra.launch.run import StopOnInterrupt
+from palestra.api.run import StopOnInterrupt
 
 async def sample():
     for _ in range(2):

@@ -9,9 +9,9 @@ import pytest
 
 import palestra
 from palestra.api.trained_run import lines_to_table
-from palestra.files import read_lines
+from palestra.core.files import read_lines
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run
-from palestra.types import Answer, Episode, Node
 
 
 @pytest.fixture

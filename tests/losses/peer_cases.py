@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.micro_batch import build_loss_inputs, micro_batches, token_weight
-from palestra.losses.policy import LossInputs
-from palestra.types import Sample
+from palestra.core.losses import LossInputs
+from palestra.core.types import Sample
+from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches, token_weight
 
 HERE = Path(__file__).parent
 BENCH = HERE.parent.parent / "bench"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from losses.peer_cases import LENGTHS, LONGEST, TRL, assert_equal_loss, draw, run_cases, scored, shares, trained_tokens
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.losses.policy import LOSSES
-from palestra.losses.preferences import MEAN_KINDS, bradley_terry_loss, kto_loss, preference_loss
-from palestra.types import Answer, Episode, Node
+from palestra.core.losses import LOSSES
+from palestra.core.types import Answer, Episode, Node
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.losses import MEAN_KINDS, bradley_terry_loss, kto_loss, preference_loss
 
 pytestmark = [
     pytest.mark.peers,

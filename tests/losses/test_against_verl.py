@@ -14,9 +14,7 @@ import pytest
 import torch
 from losses.peer_cases import LENGTHS, LONGEST, VERL, assert_equal_loss, draw, run_cases, scored, shares
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.head import ScoredTokens, score_logits
-from palestra.losses.policy import (
+from palestra.core.losses import (
     LOSSES,
     LossInputs,
     add_kl_and_entropy,
@@ -24,6 +22,8 @@ from palestra.losses.policy import (
     kl_estimates,
     value_function_loss,
 )
+from palestra.engine.training.head import ScoredTokens, score_logits
+from palestra.text.algorithms.grpo import GRPO
 
 pytestmark = [
     pytest.mark.peers,

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from palestra.algorithms.vector.actor_critic import ActorCriticConfig
-from palestra.algorithms.vector.minibatches import PolicyRows, normalise_weights
-from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import Discrete
-from palestra.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
-from palestra.losses.policy import LossInputs, clipped_policy_loss
-from palestra.nets.heads import CategoricalHead
+from palestra.core.losses import LossInputs, clipped_policy_loss
+from palestra.envs.vector_base import Discrete
+from palestra.vector.algorithms.actor_critic import ActorCriticConfig
+from palestra.vector.algorithms.minibatches import PolicyRows, normalise_weights
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
+from palestra.vector.nets.heads import CategoricalHead
 
 
 def inputs(members: int, rows: int, actions: int, masked: bool, seed: int) -> CategoricalInputs:

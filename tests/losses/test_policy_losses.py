@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import GRADIENTS
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.micro_batch import micro_batches
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import (
+from palestra.core.losses import (
     LOSSES,
     LossInputs,
     cispo_loss,
@@ -23,8 +20,12 @@ from palestra.losses.policy import (
     gspo_loss,
     importance_sampling_loss,
 )
+from palestra.core.types import Sample
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.micro_batch import micro_batches
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
 
 
 def scored(logp, old, advantage, *, weight=None, entropy=None, ref=None, sequence=None):

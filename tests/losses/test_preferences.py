@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import GRADIENTS
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.micro_batch import micro_batches
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import LossInputs
-from palestra.losses.preferences import kto_loss, preference_loss
+from palestra.core.losses import LossInputs
+from palestra.core.types import Sample
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.micro_batch import micro_batches
+from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
-from palestra.types import Sample
+from palestra.text.losses import kto_loss, preference_loss
 
 # Chosen: log-ratios 0.2 and 0.3, sum 0.5. Rejected: -0.2 and 0.1, sum -0.1. The margin is 0.6; that of means 0.3.
 LOGP = [-0.5, -1.0, -2.0, -0.4]

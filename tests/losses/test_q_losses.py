@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.losses.q import (
+from palestra.vector.losses.q import (
     best_action,
     dueling_values,
     gather_values,

@@ -9,7 +9,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.memory import MemoryFileSystem
 
-from palestra.files import write_arrays
+from palestra.core.files import write_arrays
 from palestra.runs import Run
 
 

@@ -8,18 +8,18 @@ import pytest
 from command_line import invoke, palestra, refused
 from mirror.stores import FlakyFileSystem, contents, new_run, train
 
+from palestra.api.run import open_run, run_request
 from palestra.cli.runs import print_alarms
-from palestra.files import DamagedFile
-from palestra.launch.run import open_run, run_request
-from palestra.mirror.config import MirrorConfig
-from palestra.mirror.fetch import fetch_run
-from palestra.mirror.follow import Mirror, MirrorFailed, mirror_run, mirror_status, send_state
-from palestra.mirror.snapshot import STAGING_FOLDER, stage, take_snapshot
-from palestra.mirror.store import RunStore, StoreError, check_store_url
-from palestra.mirror.uploader import MirrorTaken, Uploader
+from palestra.core.files import DamagedFile
+from palestra.core.http.retry import RetryPolicy
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback
-from palestra.web.retry import RetryPolicy
+from palestra.runs.loop import Callback
+from palestra.runs.mirror.config import MirrorConfig
+from palestra.runs.mirror.fetch import fetch_run
+from palestra.runs.mirror.follow import Mirror, MirrorFailed, mirror_run, mirror_status, send_state
+from palestra.runs.mirror.snapshot import STAGING_FOLDER, stage, take_snapshot
+from palestra.runs.mirror.store import RunStore, StoreError, check_store_url
+from palestra.runs.mirror.uploader import MirrorTaken, Uploader
 
 URL = "flaky://bucket/runs"
 
@@ -34,9 +34,9 @@ def store():
 @pytest.fixture
 def fast_retries(monkeypatch):
     """Retries within milliseconds."""
-    monkeypatch.setattr("palestra.mirror.follow.RETRY", RetryPolicy(0.02, 0.05))
-    monkeypatch.setattr("palestra.mirror.follow.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
-    monkeypatch.setattr("palestra.mirror.follow.POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr("palestra.runs.mirror.follow.RETRY", RetryPolicy(0.02, 0.05))
+    monkeypatch.setattr("palestra.runs.mirror.follow.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
+    monkeypatch.setattr("palestra.runs.mirror.follow.POLL_INTERVAL_S", 0.02)
 
 
 def open_mirror(path):
@@ -114,7 +114,7 @@ def test_only_changes_are_sent_and_old_states_are_deleted(tmp_path):
 
 
 def test_a_grown_log_sends_its_last_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.mirror.manifest.LOG_BLOCK_BYTES", 1000)
+    monkeypatch.setattr("palestra.runs.mirror.manifest.LOG_BLOCK_BYTES", 1000)
     with new_run(tmp_path) as run:
         train(run, 1)
         uploader = open_mirror(run.path)

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from mirror.proxy import Proxy
 
-from palestra.mirror.manifest import Manifest
 from palestra.runs import list_checkpoints, read_lines
+from palestra.runs.mirror.manifest import Manifest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.nets.advantages import AdvantageInputs, gae, vtrace
+from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 
 
 def course(

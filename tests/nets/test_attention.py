@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.nets.attention import Attention, Retention, make_attention
-from palestra.nets.layers import make_generators
+from palestra.vector.nets.attention import Attention, Retention, make_attention
+from palestra.vector.nets.layers import make_generators
 
 
 def retention(members: int = 2, units: int = 8, heads: int = 2) -> Retention:

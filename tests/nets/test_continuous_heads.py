@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
-from palestra.envs.vector.base import Continuous, Discrete
-from palestra.nets.continuous_heads import ActionEncoder, SquashedHead, TanhHead, gumbel_softmax, one_hot
-from palestra.nets.heads import MASKED_LOGIT, CategoricalHead, GaussianHead
-from palestra.nets.seat_mapping import SeatMapping
+from palestra.envs.vector_base import Continuous, Discrete
+from palestra.vector.nets.continuous_heads import ActionEncoder, SquashedHead, TanhHead, gumbel_softmax, one_hot
+from palestra.vector.nets.heads import MASKED_LOGIT, CategoricalHead, GaussianHead
+from palestra.vector.nets.seat_mapping import SeatMapping
 
 SPACE = Continuous((-2.0, 0.0, -1.0), (2.0, 5.0, 1.0))
 HALF = torch.tensor([2.0, 2.5, 1.0])

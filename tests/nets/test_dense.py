@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palestra.nets import dense
-from palestra.nets.dense import MLP, Activation, dense_layers
-from palestra.nets.layers import make_generators
-from palestra.onednn import Product, is_right, onednn_product
+from palestra.core.accel.onednn import Product, is_right, onednn_product
+from palestra.vector.nets import dense
+from palestra.vector.nets.dense import MLP, Activation, dense_layers
+from palestra.vector.nets.layers import make_generators
 
 needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
 ROWS = 8200  # with the narrowest layer, 64 to 1, above `MIN_PRODUCTS`

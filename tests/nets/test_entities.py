@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from vector_toys import Countdown, mean_return, ppo, train
 
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.mat import MAT
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.sac import SAC
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.base import Discrete, Entities, VectorEnv, VectorStep, empty_step
-from palestra.envs.vector.combat import Combat
-from palestra.envs.vector.foraging import Foraging
+from palestra.environments.combat.env import Combat
+from palestra.environments.foraging.env import Foraging
 from palestra.envs.vector.mpe import SimpleSpread, SimpleTag
-from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.entities import EntityEncoder, EntityLayout, entity_layout, nearest
-from palestra.nets.layers import make_generators
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Discrete, Entities, VectorEnv, VectorStep, empty_step
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.vector.nets.entities import EntityEncoder, EntityLayout, entity_layout, nearest
+from palestra.vector.nets.layers import make_generators
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[8], encoder="attention", attention_heads=2, lr=1e-2)
 ENVS: dict[str, Any] = {

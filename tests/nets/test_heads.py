@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from torch.distributions import Categorical, Normal
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
-from palestra.nets.heads import (
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
+from palestra.vector.nets.heads import (
     ActionHead,
     CategoricalHead,
     GaussianHead,

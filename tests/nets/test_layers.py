@@ -11,17 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from palestra.nets.layers import (
+from palestra.vector.nets.dense import MLP, Activation, Linear, orthogonal
+from palestra.vector.nets.layers import (
     GRU,
-    MLP,
-    Activation,
     Convolutions,
-    Linear,
     Net,
     NetConfig,
     make_generators,
     member_weights,
-    orthogonal,
     with_member_weights,
 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
+from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 
 
 def test_vdn_by_hand() -> None:

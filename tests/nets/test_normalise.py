@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.nets.normalise import RunningNorm
+from palestra.vector.nets.normalise import RunningNorm
 
 
 def drawn(rows: int, seed: int = 0, members: int = 2, size: int = 3) -> torch.Tensor:

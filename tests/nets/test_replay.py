@@ -10,12 +10,12 @@ import pytest
 import torch
 from vector_toys import Countdown
 
-from palestra.envs.vector.base import Discrete
-from palestra.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.nets.ring_buffer import MIN_PRIORITY, RingBuffer, SumTree
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.envs.vector_base import Discrete
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.ring_buffer import MIN_PRIORITY, RingBuffer, SumTree
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 def everything(replay: ReplayBuffer) -> TransitionBatch:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.nets import retention
-from palestra.nets.attention import Retention
-from palestra.nets.layers import make_generators
-from palestra.nets.retention import StepMemory, head_decays, read_chunk
+from palestra.vector.nets import retention
+from palestra.vector.nets.attention import Retention
+from palestra.vector.nets.layers import make_generators
+from palestra.vector.nets.retention import StepMemory, head_decays, read_chunk
 
 
 def test_decay_and_reset_by_hand() -> None:

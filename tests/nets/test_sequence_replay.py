@@ -10,11 +10,11 @@ import pytest
 import torch
 from vector_toys import Countdown
 
-from palestra.nets.replay import ReplayBuffer
-from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.vector.nets.replay import ReplayBuffer
+from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 def swept(turns: bool = False, steps: int = 12, games: int = 4) -> RolloutBatch:

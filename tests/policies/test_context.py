@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.chat import Chat, parse_assistant_message
-from palestra.engine.sampler import Sampler, SamplingConfig
+from palestra.core.chat import Chat, parse_assistant_message
+from palestra.core.failures import ContextLengthExceeded
+from palestra.core.types import Answer, Step
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.base import Env
-from palestra.learners.lm import LanguageLearner, LocalWeights
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.policies.base import ContextLengthExceeded, Query
-from palestra.policies.context import DROPPED_RESULT, ContextConfig, drop_oldest
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.rollouts.metrics import CONTEXT_FULL_KEY, answers_of
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.training.text import update_learner
-from palestra.types import Answer, Step
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.policies.base import Query
+from palestra.text.policies.context import DROPPED_RESULT, ContextConfig, drop_oldest
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY, answers_of
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.trainer import update_learner
 
 ANSWER_TOKENS = 8
 

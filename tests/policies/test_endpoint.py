@@ -8,10 +8,11 @@ import pytest
 from toys import Whisper
 from web.test_chat_client import FINE, Script
 
-from palestra.policies.base import ContextLengthExceeded, Query
-from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.web.chat_client import EndpointError
+from palestra.core.failures import ContextLengthExceeded
+from palestra.core.http.chat_client import EndpointError
+from palestra.text.policies.base import Query
+from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 OPENAI = {
     "error": {

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorStep, empty_step
-from palestra.nets.heads import make_head
-from palestra.nets.layers import Net, NetConfig, make_generators
-from palestra.nets.normalise import RunningNorm
-from palestra.nets.seat_mapping import SeatMapping
-from palestra.policies.frozen import (
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorStep, empty_step
+from palestra.vector.nets.heads import make_head
+from palestra.vector.nets.layers import Net, NetConfig, make_generators
+from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.seat_mapping import SeatMapping
+from palestra.vector.policies.frozen import (
     MIN_BLOCK_ROWS,
     ActBatch,
     InfoStateIndex,
@@ -26,7 +26,7 @@ from palestra.policies.frozen import (
     TableMember,
     assign_blocks,
 )
-from palestra.policies.nets import NetVectorPolicy, greedy_selector
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector
 
 SMALL = NetConfig(hidden=[8])
 VIEW = 5

@@ -9,19 +9,20 @@ import pytest
 from adapter_versions import adapter_versions
 from tolerances import LOGPROB_ATOL
 
-from palestra.chat import Chat
-from palestra.engine.lora import Snapshot
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Sampler, SamplingConfig
-from palestra.engine.scoring import answer_logprobs
-from palestra.policies import context
-from palestra.policies.base import Query
-from palestra.policies.context import ContextConfig
-from palestra.policies.in_flight import InFlightPolicy, KVUpdate
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.rollouts.token_versions import answer_versions
+from palestra.core.chat import Chat
+from palestra.core.types import Answer, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.scoring import answer_logprobs
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
-from palestra.types import Answer, Sample
+from palestra.text.policies import context
+from palestra.text.policies.base import Query
+from palestra.text.policies.context import ContextConfig
+from palestra.text.policies.in_flight import InFlightPolicy, KVUpdate
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.rollouts.token_versions import answer_versions
 
 EXAMPLES = ({"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1 " * 20})
 ASKED = Query("", Chat((*EXAMPLES, {"role": "user", "content": "2 + 2"}), num_shared=2), n=2, seed=3)

@@ -10,17 +10,19 @@ from tolerances import LOGPROB_ATOL
 from toys import Whisper
 from transformers import PreTrainedTokenizerFast
 
-from palestra.chat import Chat, parse_assistant_message, template_turn_end
-from palestra.engine.live_batch import end_token_ids
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.sampler import Sampler, SamplingConfig
-from palestra.engine.trainer import Trainer
-from palestra.policies.base import Query
-from palestra.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.core.chat import Chat, parse_assistant_message, template_turn_end
+from palestra.core.types import Answer, Sample
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.live_batch import end_token_ids
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-from palestra.types import Answer, Sample
+from palestra.text.policies.base import Query
+from palestra.text.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 QWEN_STYLE = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|system|>\nYou are a helper.<|end|>\n' }}{% endif %}"

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.envs.vector.base import Continuous, Discrete, Space, VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.nets.heads import make_head
-from palestra.nets.layers import Net, NetConfig, make_generators
-from palestra.nets.seat_mapping import SeatMapping
-from palestra.policies.frozen import FrozenMember, NetMember, UniformMember
-from palestra.policies.mixture import (
+from palestra.envs.vector_base import Continuous, Discrete, Space, VectorEnv
+from palestra.vector.nets.heads import make_head
+from palestra.vector.nets.layers import Net, NetConfig, make_generators
+from palestra.vector.nets.seat_mapping import SeatMapping
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.policies.frozen import FrozenMember, NetMember, UniformMember
+from palestra.vector.policies.mixture import (
     IndependentSampler,
     JointSampler,
     LineupSchedule,
@@ -23,8 +24,7 @@ from palestra.policies.mixture import (
     SelfPlaySampler,
     cumulative_bounds,
 )
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.vector.rollouts.rollout import VectorRollout
 from tests.remembered import constant
 from tests.vector_toys import Countdown
 

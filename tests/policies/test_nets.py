@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, VectorStep, empty_step
-from palestra.nets.heads import make_head
-from palestra.nets.layers import Net, NetConfig, make_generators
-from palestra.nets.normalise import RunningNorm
-from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
-from palestra.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, VectorStep, empty_step
+from palestra.vector.nets.heads import make_head
+from palestra.vector.nets.layers import Net, NetConfig, make_generators
+from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
 
 
 class RandomObservations(VectorEnv):

@@ -13,13 +13,14 @@ import pytest
 from toy_follow import contents, done_run, new_run, resume
 from toy_tasks import Adder, Sums
 
-from palestra.agents.trained_agent import find_agents
-from palestra.backends.inline import InlineBackend
-from palestra.files import to_checksummed_line
+from palestra.api.agents.trained_agent import find_agents
+from palestra.core.files import to_checksummed_line
+from palestra.evaluation.report.population_data import read_record
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.tasks import Result, Task
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.task_json import TaskRecord
-from palestra.populations.tasks import PlayResult, PlayTask, Result, Task
-from palestra.report.population_data import read_record
+from palestra.populations.tasks import PlayResult, PlayTask
 from palestra.runs import Run
 
 Damage = Callable[[Path], object]

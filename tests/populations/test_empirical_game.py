@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import population
 
-from palestra.populations.empirical_game import EmpiricalGame, MatchQueue, cells_containing
 from palestra.populations.payoffs import PayoffCell, PayoffTable
+from palestra.populations.plans.empirical_game import EmpiricalGame, MatchQueue, cells_containing
 from palestra.populations.population import Member
 from palestra.populations.tasks import PlayResult
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.config import validate
-from palestra.populations.league import League, LeagueConfig
-from palestra.populations.league_rules import without_monotone_suffix
+from palestra.core.config import validate
+from palestra.populations.plans.league import League, LeagueConfig
+from palestra.populations.plans.league_rules import without_monotone_suffix
 from palestra.populations.population import Member, Population
 from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult, TrainTask
 

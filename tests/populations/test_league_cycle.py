@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from palestra.backends.inline import InlineBackend
-from palestra.files import read_arrays, write_arrays
-from palestra.populations.league import League, LeagueConfig
+from palestra.core.files import read_arrays, write_arrays
+from palestra.core.seeding import derive_seed
+from palestra.parallel.inline import InlineBackend
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.plans.league import League, LeagueConfig
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
 from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult
 from palestra.runs import Run
-from palestra.seeding import derive_seed
 
 BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: the row player's payoffs
 

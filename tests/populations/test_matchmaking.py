@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from palestra.populations.matchmaking import (
+from palestra.populations.plans.matchmaking import (
     HistoryMatchmaker,
     LatestMatchmaker,
     MatchmakerConfig,

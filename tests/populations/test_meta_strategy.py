@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.meta_strategy import (
+from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
+from palestra.populations.plans.meta_strategy import (
     MetaStrategy,
     beaten_opponents,
     drop_negligible,
     equilibrium_gap,
     meta_opponents,
 )
-from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
 from palestra.populations.tasks import Lineup, Opponents
 
 TWO = ("red", "blue")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.populations.empirical_game import _variance_gains, allocate_games
 from palestra.populations.payoffs import PayoffCell, PayoffTable
+from palestra.populations.plans.empirical_game import _variance_gains, allocate_games
 
 
 def table(seats, members):

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from palestra.config import validate
-from palestra.populations.pbt import PBT, PBTConfig, SearchSpace
+from palestra.core.config import validate
+from palestra.populations.plans.pbt import PBT, PBTConfig, SearchSpace
 from palestra.populations.population import Member, Population
 from palestra.populations.tasks import OpponentResult, TrainResult
 

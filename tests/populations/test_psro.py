@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import ExactGame, Matrix, drive, population, replay_log, tree
 
-from palestra.config import validate
-from palestra.populations.meta_strategy import MetaStrategy
+from palestra.core.config import validate
 from palestra.populations.normal_form import equilibria
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.plans.meta_strategy import MetaStrategy
+from palestra.populations.plans.psro import PSRO
+from palestra.populations.plans.psro_config import PSROConfig
+from palestra.populations.plans.psro_responses import Response, gain_error
 from palestra.populations.population import Member, Population
-from palestra.populations.psro import PSRO
-from palestra.populations.psro_config import PSROConfig
-from palestra.populations.psro_responses import Response, gain_error
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.cfr import XFPSolver
 from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.cfr import XFPSolver
 
 TWO = ("player_0", "player_1")
 THREE = (*TWO, "player_2")

@@ -6,12 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from palestra.populations.payoffs import PayoffCell, PayoffTable
-from palestra.populations.ratings import (
-    cross_play,
-    cyclicity,
-    fit_elo,
-    openskill_ratings,
-)
+from palestra.populations.ratings import cross_play, cyclicity, fit_elo, openskill_ratings
 
 NAMES = ["rock", "paper", "scissors"]
 CYCLE = np.array([[0.0, 10, 90], [90, 0, 10], [10, 90, 0]])

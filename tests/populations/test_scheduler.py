@@ -16,10 +16,10 @@ import pytest
 from toy_follow import contents, done_run, new_run, resume
 from toy_tasks import Adder, LookTask, Sums, Value, expected, make
 
-from palestra.backends.inline import InlineBackend
-from palestra.files import read_checksummed, read_lines
+from palestra.core.files import read_checksummed, read_lines
+from palestra.parallel.inline import InlineBackend
+from palestra.parallel.tasks import Result, Task, TaskResult
 from palestra.populations.scheduler import PlanCallback, run_plan
-from palestra.populations.tasks import Result, Task, TaskResult
 from palestra.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent

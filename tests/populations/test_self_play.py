@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import ExactGame, Matrix, drive, population, replay_log, tree
 
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.populations.plans.psro import PSRO
+from palestra.populations.plans.psro_config import PSROConfig
+from palestra.populations.plans.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.population import Population
-from palestra.populations.psro import PSRO
-from palestra.populations.psro_config import PSROConfig
-from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import OpponentResult, TrainResult
 
 TWO = ("player_0", "player_1")

@@ -5,7 +5,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from palestra.populations.normal_form.payoff_tensors import joint_distribution, marginals
-from palestra.populations.solvers import (
+from palestra.populations.plans.solvers import (
     AlphaRank,
     CoarseCorrelatedEquilibrium,
     CorrelatedEquilibrium,

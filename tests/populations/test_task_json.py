@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.files import DamagedFile, parse_checksummed, to_checksummed_line, to_json_line
+from palestra.core.files import DamagedFile, parse_checksummed, to_checksummed_line, to_json_line
+from palestra.parallel.task_json import through_json
+from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.task_json import TaskRecord, read_records, task_record, through_json
+from palestra.populations.task_json import TaskRecord, read_records, task_record
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
@@ -24,10 +26,8 @@ from palestra.populations.tasks import (
     Opponents,
     PlayResult,
     PlayTask,
-    Result,
     SolveResult,
     SolveTask,
-    Task,
     TrainResult,
     TrainTask,
 )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.populations.matchmaking import WinRates
+from palestra.populations.plans.matchmaking import WinRates
 
 
 def test_unknown_win_rate_is_half_and_draws_count_half():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from toy_populations import ExactGame, drive, population, replay_log, tree
 
-from palestra.config import validate
-from palestra.populations.xdo import XDO, XDOConfig
+from palestra.core.config import validate
+from palestra.populations.plans.xdo import XDO, XDOConfig
 
 TWO = ("player_0", "player_1")
 

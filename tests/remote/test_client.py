@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 from warm_processes import run_palestra
 
 from palestra.cli.main import app
+from palestra.core.types import Step
 from palestra.envs import check_env
-from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
-from palestra.remote.envs import SERVICE
-from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.address import pop_metrics
-from palestra.remote.envs.remote_env import env_factory, make_env
-from palestra.remote.envs.serialization import encode_mapping, encode_value, read_step
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.runs.worker_stats import worker_stats
-from palestra.types import Step
+from palestra.envs.remote import SERVICE
+from palestra.envs.remote import envs_pb2 as pb
+from palestra.envs.remote.address import pop_metrics
+from palestra.envs.remote.remote_env import env_factory, make_env
+from palestra.envs.remote.serialization import encode_mapping, encode_value, read_step
+from palestra.parallel.worker_stats import worker_stats
+from palestra.text.policies.scripted import ExpertPolicy, ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 TOYS = "remote_toys:Count,remote_toys:Waits,remote_toys:Fickle,remote_toys:Deadly,remote_toys:Sick"
 NAMED = "math,debate,plan_path,text_tic_tac_toe"
@@ -349,7 +349,7 @@ def health(channel):
 
 CLIENT = """
 import asyncio, sys
-from palestra.remote.envs.remote_env import make_env
+from palestra.envs.remote.remote_env import make_env
 async def main():
     env = make_env(type="remote_toys:Count", at=sys.argv[1])
     await env.reset(0)

@@ -15,10 +15,10 @@ import pytest
 import raw
 from env_servers import EnvServer, count_sessions, serving, wait_for_value, wait_until_closed
 
-from palestra.remote.envs import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, SERVICE
-from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.remote_env import make_env
-from palestra.remote.envs.serialization import MAX_KEYS, encode_mapping, encode_value, read_value
+from palestra.envs.remote import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, SERVICE
+from palestra.envs.remote import envs_pb2 as pb
+from palestra.envs.remote.remote_env import make_env
+from palestra.envs.remote.serialization import MAX_KEYS, encode_mapping, encode_value, read_value
 
 TOYS = "plan_path,remote_toys:Count,remote_toys:Waits,remote_toys:Hangs"
 COUNT = "remote_toys:Count"

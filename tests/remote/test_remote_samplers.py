@@ -16,17 +16,17 @@ from processes import finish, start
 from samplers import serving
 from typer.testing import CliRunner, Result
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
 from palestra.cli.main import app
-from palestra.config import dump, validate
-from palestra.remote.samplers.processes import SamplerProcesses
-from palestra.remote.samplers.remote_samplers import RemoteSamplers
-from palestra.remote.samplers.vllm import VllmSampler
+from palestra.core.config import dump, validate
+from palestra.core.types import Answer, Episode
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.training.loop import Callback, run_training
-from palestra.training.text import TextTrainer
-from palestra.types import Answer, Episode
+from palestra.runs.loop import Callback, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.samplers.processes import SamplerProcesses
+from palestra.text.samplers.remote_samplers import RemoteSamplers
+from palestra.text.samplers.vllm import VllmSampler
+from palestra.text.training.trainer import TextTrainer
 
 TWO = {"type": "processes", "count": 2}
 

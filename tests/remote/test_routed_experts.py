@@ -16,15 +16,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from palestra.algorithms.text.base import build_sample
-from palestra.engine.sampling import SamplingConfig
-from palestra.policies.base import Query
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.remote.samplers.adapter_store import AdapterStore
-from palestra.remote.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
+from palestra.core.types import Answer, Episode, Node
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_tokenizer
-from palestra.types import Answer, Episode, Node
+from palestra.text.algorithms.base import build_sample
+from palestra.text.policies.base import Query
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.samplers.adapter_store import AdapterStore
+from palestra.text.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 
 TOKENS = [7, 8, 9]
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from palestra.chat import Chat
+from palestra.core.chat import Chat
+from palestra.core.types import Step
 from palestra.envs.base import _same
-from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.serialization import (
+from palestra.envs.remote import envs_pb2 as pb
+from palestra.envs.remote.serialization import (
     encode_mapping,
     encode_rng_state,
     encode_value,
@@ -24,7 +25,6 @@ from palestra.remote.envs.serialization import (
     step_digest,
     write_step,
 )
-from palestra.types import Step
 
 TEXTS = st.text(st.characters(codec=None)) | st.text(st.characters(categories=["Cs", "Ll"]))  # also lone surrogates
 NUMBERS = st.integers() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=True)

@@ -10,13 +10,13 @@ from env_servers import serving
 from processes import finish, start
 from typer.testing import CliRunner
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
 from palestra.cli.main import app
-from palestra.config import dump, load, override, validate
-from palestra.remote.envs.address import pop_metrics
+from palestra.core.config import dump, load, override, validate
+from palestra.envs.remote.address import pop_metrics
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.training.loop import run_training
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 TOYS = "remote_toys:Secret"
 LOGS = ("metrics.jsonl", "evals.jsonl")

@@ -29,17 +29,19 @@ from samplers import official, serving
 from tolerances import LOGPROB_ATOL
 from transformers import MistralConfig, MistralForCausalLM
 
-from palestra.engine.lora import Adapter, Snapshot
-from palestra.engine.lora_config import LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.peft_format import load_adapter
-from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
-from palestra.remote.samplers import vllm
-from palestra.remote.samplers.adapter_store import AdapterStore
-from palestra.remote.samplers.logprob_check import SampledPolicy, check_logprobs
-from palestra.remote.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
+from palestra.core.http.retry import RetryPolicy
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.request import Completion, Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.peft_format import load_adapter
 from palestra.testing import tiny_tokenizer
-from palestra.web.retry import RetryPolicy
+from palestra.text.samplers import vllm
+from palestra.text.samplers.adapter_store import AdapterStore
+from palestra.text.samplers.logprob_check import SampledPolicy, check_logprobs
+from palestra.text.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 
 KEY = "open sesame"
 WORDS = SamplingConfig(max_tokens=6)

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from palestra.report.charts import (
+from palestra.evaluation.report.charts import (
     COLOURS,
     DARK_PAPER,
     Chart,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from command_line import palestra, refused
 
-from palestra.report.episodes import episode_html, pick_samples
-from palestra.report.page import report_html
+from palestra.core.types import Answer, Episode, Node
+from palestra.evaluation.report.episodes import episode_html, pick_samples
+from palestra.evaluation.report.page import report_html
 from palestra.runs import Run
-from palestra.types import Answer, Episode, Node
 
 HOSTILE = (
     "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)>'\"><style>*{display:none}</style>"

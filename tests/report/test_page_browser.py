@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from command_line import palestra
 
-from palestra.report.page import write_report
+from palestra.evaluation.report.page import write_report
 from palestra.runs import Run
 
 pytest.importorskip("playwright.sync_api")

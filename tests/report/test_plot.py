@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import palestra, refused
 
-from palestra.report.plot import FigureSpec, config_labels, draw_figure, group_by_config, with_default_eval
+from palestra.evaluation.report.plot import FigureSpec, config_labels, draw_figure, group_by_config, with_default_eval
 from palestra.runs import Run
 from palestra.runs.series import RunLogs
 

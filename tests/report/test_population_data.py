@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Member, Population
-from palestra.populations.task_json import TaskRecord, crossplay_line
-from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.report.population_data import (
+from palestra.evaluation.report.population_data import (
     ExploitResult,
     crossplay_table,
     cyclicity_warning,
@@ -24,13 +20,17 @@ from palestra.report.population_data import (
     standings_csv,
     standings_table,
 )
-from palestra.report.population_plots import (
+from palestra.evaluation.report.population_plots import (
     best_responses,
     mixtures_by_player,
     nash_conv_points,
     plot_population,
     searched_settings,
 )
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.population import Member, Population
+from palestra.populations.task_json import TaskRecord, crossplay_line
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run
 
 

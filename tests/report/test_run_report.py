@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from palestra.report.run_charts import plot_run
-from palestra.report.run_report import summary_table
+from palestra.evaluation.report.run_charts import plot_run
+from palestra.evaluation.report.run_report import summary_table
 from palestra.runs import Run
 
 TEAM = {"success": 0.5, "steps_per_episode": 2.0, "episodes": 4.0, "failed": 0.0}

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import validate
-from palestra.envs.vector.base import VectorEnv
-from palestra.rollouts.actors import ActorPool
+from palestra.core.config import validate
+from palestra.envs.vector_base import VectorEnv
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, restore_checkpoint, run_training
+from palestra.runs.loop import Callback, restore_checkpoint, run_training
+from palestra.vector.build.build import ActorSetup, build_vector_run, make_actor_setup
+from palestra.vector.config import VectorConfig
+from palestra.vector.rollouts.actors import ActorPool
 
 CONFIG: dict[str, Any] = {
     "name": "actors",

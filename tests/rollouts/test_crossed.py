@@ -8,15 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 from toys import Spoken
 
-from palestra.algorithms.text.grpo import GRPO
+from palestra.core.types import Step
 from palestra.envs.base import Env
-from palestra.policies.scripted import RandomPolicy
-from palestra.rollouts.metrics import answers_of, policy_metrics
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import SCHEMA, load_episodes, read_episodes, to_table
-from palestra.training.loop import PhaseTimer
-from palestra.training.text import throughput
-from palestra.types import Step
+from palestra.runs.loop import PhaseTimer
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.policies.scripted import RandomPolicy
+from palestra.text.rollouts.metrics import answers_of, policy_metrics
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.trainer import throughput
 
 
 class Sums(Env):

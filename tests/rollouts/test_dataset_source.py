@@ -10,22 +10,23 @@ import pyarrow.parquet as pq
 import pytest
 from toys import Spoken, Whisper
 
-from palestra.algorithms.text.dpo import DPO
-from palestra.algorithms.text.grpo import GRPO
-from palestra.algorithms.text.sft import SFT
-from palestra.builders.text_config import TextConfig
-from palestra.chat import Chat
-from palestra.config import validate
-from palestra.engine.sampler import Sampler, SamplingConfig
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.dataset import DataConfig, read_data
-from palestra.rollouts.dataset_source import DatasetSource
-from palestra.rollouts.sources import STAGE_START_KEY
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.core.chat import Chat
+from palestra.core.config import validate
+from palestra.core.types import Answer, Episode, Node
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_lm
-from palestra.types import Answer, Episode, Node
+from palestra.text.algorithms.dpo import DPO
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.algorithms.sft import SFT
+from palestra.text.config import TextConfig
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.dataset import DataConfig, read_data
+from palestra.text.rollouts.dataset_source import DatasetSource
+from palestra.text.rollouts.sources import STAGE_START_KEY
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 
 @pytest.fixture(scope="module")

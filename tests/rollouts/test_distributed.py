@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from palestra.core.types import Episode
 from palestra.envs import Env
-from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitSource
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.types import Episode
+from palestra.text.rollouts.rank_split import RankSplit, RankSplitRunner, RankSplitSource
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 
 @dataclass

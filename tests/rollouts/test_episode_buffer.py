@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from toys import Spoken, Whisper
 
-from palestra.rollouts.episode_buffer import EpisodeBuffer
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import load_episodes
+from palestra.text.rollouts.episode_buffer import EpisodeBuffer
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 
 def played(number, k=2):

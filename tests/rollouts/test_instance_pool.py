@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from toys import Spoken, Whisper
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
+from palestra.core.config import dump, parse, validate
+from palestra.core.types import TEAM, Answer, Episode, Node, Step
 from palestra.envs.base import Env
-from palestra.rollouts.instance_pool import POOL_KEY, InstancePool, sibling_success
-from palestra.rollouts.sources import EnvSource
-from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.types import TEAM, Answer, Episode, Node, Step
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.instance_pool import POOL_KEY, InstancePool, sibling_success
+from palestra.text.rollouts.sources import EnvSource
+from palestra.text.rollouts.tree_rollout import EpisodeRunner
 
 
 def episode_with(*success, error=None, chosen=1):

@@ -2,8 +2,14 @@
 
 import pytest
 
-from palestra.rollouts.metrics import episode_metrics, episode_return, instance_outcomes, policy_metrics, seat_returns
-from palestra.types import Answer, Episode, Node
+from palestra.core.types import Answer, Episode, Node
+from palestra.text.rollouts.metrics import (
+    episode_metrics,
+    episode_return,
+    instance_outcomes,
+    policy_metrics,
+    seat_returns,
+)
 
 SEATS = {"red": "a@0", "blue": "a@0"}
 

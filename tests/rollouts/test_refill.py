@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from toys import Spoken
 
-from palestra.algorithms.text.grpo import GRPO
+from palestra.core.types import TEAM, Answer, Step
 from palestra.envs.base import Env
-from palestra.rollouts.instance_pool import InstancePool
-from palestra.rollouts.metrics import episode_metrics
-from palestra.rollouts.refill import ATTEMPT_STRIDE, play_refilled
-from palestra.rollouts.sources import SUCCESS_KEY, EnvSource
-from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import Run, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.text import Stage, TextTrainer
-from palestra.types import TEAM, Answer, Step
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.rollouts.instance_pool import InstancePool
+from palestra.text.rollouts.metrics import episode_metrics
+from palestra.text.rollouts.refill import play_refilled
+from palestra.text.rollouts.sources import ATTEMPT_STRIDE, SUCCESS_KEY, EnvSource
+from palestra.text.rollouts.tree_rollout import EpisodeRunner
+from palestra.text.training.trainer import Stage, TextTrainer
 
 
 class Stubborn(Env):

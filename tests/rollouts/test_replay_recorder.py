@@ -12,23 +12,23 @@ import pytest
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
-from palestra.envs.vector.base import VectorEnv
-from palestra.envs.vector.canvas import RED, Canvas, to_png
-from palestra.envs.vector.combat import Combat
-from palestra.envs.vector.foraging import Foraging
+from palestra.environments.combat.env import Combat
+from palestra.environments.foraging.env import Foraging
+from palestra.environments.overcooked.env import Overcooked
+from palestra.environments.pong.env import Pong
+from palestra.envs.batch.canvas import RED, Canvas, to_png
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.liars_dice import LiarsDice
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleSpread, SimpleTag
-from palestra.envs.vector.overcooked import Overcooked
-from palestra.envs.vector.pong import Pong
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts import replay_recorder
-from palestra.rollouts.replay_recorder import ReplayRecorder
+from palestra.envs.vector_base import VectorEnv
 from palestra.runs import Run
 from palestra.runs.replays import GameReplay, list_replays, read_replays, replay_file
-from palestra.training.vector import play_eval
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts import replay_recorder
+from palestra.vector.rollouts.replay_recorder import ReplayRecorder
+from palestra.vector.trainer import play_eval
 
 ENVS = [SimpleSpread, SimpleTag, SimpleSpeakerListener, Combat, Foraging, Overcooked, Pong]
 ENVS += [KuhnPoker, LeducPoker, LiarsDice]

@@ -7,13 +7,13 @@ import pytest
 from toys import Whisper
 
 import palestra
+from palestra.core.failures import RunFailed
+from palestra.core.types import Episode, Node, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
-from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.reward_weights import FadingWeight, reweigh, weights_at
-from palestra.rollouts.sources import EnvSource
-from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import load_episodes, read_lines
-from palestra.types import Episode, Node, Step
+from palestra.text.rollouts.reward_weights import FadingWeight, reweigh, weights_at
+from palestra.text.rollouts.sources import EnvSource
+from palestra.text.rollouts.tree_rollout import EpisodeRunner
 
 
 def test_only_terms_are_weighted():

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
 from palestra.cli.main import app
-from palestra.config import dump, validate
-from palestra.rollouts.sample_metrics import majority_success, pass_at_k, sample_metrics, sample_rows
+from palestra.core.config import dump, validate
+from palestra.core.types import Episode, Node
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.sample_metrics import majority_success, pass_at_k, sample_metrics, sample_rows
 
 
 def sample(success, answer=None, **info):

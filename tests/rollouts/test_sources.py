@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from toys import Chant, Spoken, Whisper
 
-from palestra.rollouts.sources import SUCCESS_KEY, EnvSource
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner
-from palestra.types import Episode, Node
+from palestra.core.types import Episode, Node
+from palestra.text.rollouts.sources import SUCCESS_KEY, EnvSource
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner
 
 
 def games(**options):

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from toys import Spoken, Whisper
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.request import check_prompt
+from palestra.core.failures import ContextLengthExceeded
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Episode, Step
+from palestra.engine.sampling.request import check_prompt
 from palestra.envs.base import Env
-from palestra.policies.base import ContextLengthExceeded, request_error
-from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
-from palestra.rollouts.metrics import episode_metrics, policy_metrics
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.seeding import derive_seed
 from palestra.testing import tiny_lm
-from palestra.types import Episode, Step
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.policies.base import request_error
+from palestra.text.policies.scripted import RandomPolicy, ScriptedPolicy
+from palestra.text.rollouts.metrics import episode_metrics, policy_metrics
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 
 class Count(Env):
@@ -603,7 +604,7 @@ def test_wrong_return_type_of_step_gives_an_explained_failure():
             return {"a": "-"}, 0.0, True, False, {}
 
     (episode,), _ = grow(lambda: ReturnsTuple(1), Branching(), seats=("a",))
-    assert "step must return a palestra.types.Step, and returned a tuple, as in Gymnasium" in episode.error
+    assert "step must return a palestra.core.types.Step, and returned a tuple, as in Gymnasium" in episode.error
     assert "require_step" in episode.traceback
 
 
@@ -679,7 +680,7 @@ def test_scripted_answers_depend_on_the_turn_only():
 
 
 def test_random_policy_picks_legal_actions():
-    from palestra.policies.base import Query
+    from palestra.text.policies.base import Query
 
     answers = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal_actions=[1, 2, 3])))
     assert {a.text for a in answers} == {"1", "2", "3"}

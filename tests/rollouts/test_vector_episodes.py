@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from vector_toys import Countdown, Cues, Push, Track
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
-from palestra.envs.vector.pettingzoo.games import PettingZooEnv
-from palestra.nets.replay import ReplayBuffer
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_episodes import digest, read_vector_episodes, record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.vector.nets.replay import ReplayBuffer
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.episodes import digest, read_vector_episodes, record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 MORTAL: dict[str, Any] = {"flags": "terminated", "length": 4}
 

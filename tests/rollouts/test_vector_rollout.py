@@ -9,17 +9,17 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Track
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import RNG_WORDS, uniform
-from palestra.nets.heads import make_head
-from palestra.nets.layers import Net, NetConfig, make_generators
-from palestra.nets.seat_mapping import group_into_stacks
-from palestra.policies.nets import NetVectorPolicy, sampling_selector
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS, uniform
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
+from palestra.envs.vector_check import check_vector_env
+from palestra.vector.nets.heads import make_head
+from palestra.vector.nets.layers import Net, NetConfig, make_generators
+from palestra.vector.nets.seat_mapping import group_into_stacks
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
+from palestra.vector.policies.nets import NetVectorPolicy, sampling_selector
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 class Mute(Countdown):

@@ -9,9 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from palestra.runs import Run
+from palestra.runs import Run, loop
 from palestra.runs.null_run import NullRun, ReadOnlyRun
-from palestra.training import async_rollouts, loop, text, vector
+from palestra.text.training import async_rollouts
+from palestra.text.training import trainer as text
+from palestra.vector import trainer as vector
 
 
 @pytest.mark.parametrize("module", [loop, text, async_rollouts, vector], ids=lambda module: module.__name__)

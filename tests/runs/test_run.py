@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
+from palestra.core.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run, find_run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
-from palestra.types import Answer, Episode, Node
 
 ROOT = Path(__file__).parents[2]
 

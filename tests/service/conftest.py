@@ -13,9 +13,9 @@ import pytest
 import sqlalchemy as sql
 from fronts import Front
 
-from palestra.service.api.api_keys import ApiKeys, add_key
-from palestra.service.api.state import ClientLimits, ServiceContext
 from palestra.service.serve import load_base_info
+from palestra.service.server.api_keys import ApiKeys, add_key
+from palestra.service.server.state import ClientLimits, ServiceContext
 from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore

@@ -6,8 +6,8 @@ Two debaters, one of which a given judge prefers; all calls are sent before any 
 import asyncio
 import json
 
-import palestra.tinker_compat as mint
-from palestra.tinker_compat import types
+import palestra.service.mint_compat as mint
+from palestra.service.mint_compat import types
 
 MODEL = "Qwen/Qwen3-0.6B"
 SCENARIOS = [("should machines be regulated?", 0), ("is it urgent?", 1)]

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 from warm_processes import start_palestra
 
-from palestra.service.api import api_keys as module
-from palestra.service.api.api_keys import ANONYMOUS_OWNER, ApiKeys, add_key, read_keys, remove_keys
+from palestra.service.server import api_keys as module
+from palestra.service.server.api_keys import ANONYMOUS_OWNER, ApiKeys, add_key, read_keys, remove_keys
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import pytest
 import zstandard
 from fronts import Front
 
-from palestra.service.api import codec
-from palestra.service.api import wire_pb2 as pb
-from palestra.service.api.deps import RequestQueue, decompress_body
-from palestra.service.api.schemas.wire_model import BadRequest
-from palestra.service.api.state import ServiceContext
-from palestra.service.engine.jobs import LoadJob, LoraSettings, SampleJob, SaveJob
+from palestra.service.server.deps import RequestQueue, decompress_body
+from palestra.service.server.state import ServiceContext
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import models, samplers
+from palestra.service.wire import codec
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.jobs import LoadJob, LoraSettings, SampleJob, SaveJob
+from palestra.service.wire.schemas.wire_model import BadRequest
 
 PROMPT = {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}
 
@@ -379,7 +379,7 @@ def test_queue_is_limited_in_bytes(front: Front) -> None:
 
 def test_queue_depth_is_recounted_after_a_second(context: ServiceContext, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, now = RequestQueue(context), [100.0]
-    monkeypatch.setattr("palestra.service.api.deps.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("palestra.service.server.deps.time.monotonic", lambda: now[0])
     id = queue.submit("ada", "sample", b"{}")
     context.store.write_answers([StoredAnswer.json(id)])
     assert queue.depth("ada").num_requests == 1

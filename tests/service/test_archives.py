@@ -98,7 +98,7 @@ def test_signed_urls_expire(front: Front, monkeypatch: pytest.MonkeyPatch) -> No
     front.weights(model := front.model())
     address = front.get(f"/training_runs/{model}/checkpoints/weights/one/archive").headers["location"]
     later = time.time() + 4000
-    monkeypatch.setattr("palestra.service.api.routes.archives.time.time", lambda: later)
+    monkeypatch.setattr("palestra.service.server.routes.archives.time.time", lambda: later)
     assert front.get(address).status_code == 403
 
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from palestra.service.api import codec, tensors
-from palestra.service.api import wire_pb2 as pb
-from palestra.service.api.codec import PromptScores, SampledSequence, TopK
-from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.wire_model import BadRequest, parse_body
-from palestra.service.api.validation import LOSS_SPECS, check_train_call
-from palestra.types import Datum
+from palestra.core.types import Datum
+from palestra.service.wire import codec, tensors
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.codec import PromptScores, SampledSequence, TopK
+from palestra.service.wire.schemas import requests
+from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
+from palestra.service.wire.validation import LOSS_SPECS, check_train_call
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAN = float("nan")

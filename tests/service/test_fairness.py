@@ -13,7 +13,7 @@ import httpx
 import pytest
 from processes import Server
 
-from palestra.service.api.api_keys import add_key
+from palestra.service.server.api_keys import add_key
 
 
 class Client(httpx.Client):

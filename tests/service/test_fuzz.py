@@ -26,21 +26,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.json_schema import models_json_schema
 
-from palestra.service.api import codec
-from palestra.service.api import wire_pb2 as pb
-from palestra.service.api.api_keys import ApiKeys, add_key
-from palestra.service.api.app import ROUTERS
-from palestra.service.api.schemas import requests as wire
-from palestra.service.api.schemas import weights as wire_weights
-from palestra.service.api.state import ClientLimits, ServiceContext
-from palestra.service.api.validation import LOSS_SPECS
-from palestra.service.engine.worker import Worker, WorkerSettings
+from palestra.core.types import Datum
 from palestra.service.serve import load_base_info
+from palestra.service.server.api_keys import ApiKeys, add_key
+from palestra.service.server.app import ROUTERS
+from palestra.service.server.state import ClientLimits, ServiceContext
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
-from palestra.types import Datum
+from palestra.service.wire import codec
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.schemas import requests as wire
+from palestra.service.wire.schemas import weights as wire_weights
+from palestra.service.wire.validation import LOSS_SPECS
+from palestra.service.worker.worker import Worker, WorkerSettings
 
 TABLES = (sessions, models, samplers, checkpoints)
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

@@ -17,18 +17,18 @@ from fronts import Front
 from processes import serving
 from raw import Reply, answer, connected, head
 
-from palestra.service.api import app
-from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.wire_model import (
+from palestra.core.http import limits
+from palestra.core.http.listen import open_listener
+from palestra.core.http.server import HttpServer, run_in_thread
+from palestra.service.server import app
+from palestra.service.wire.schemas import requests
+from palestra.service.wire.schemas.wire_model import (
     MAX_JSON_BYTES,
     MAX_JSON_CONTAINERS,
     BadRequest,
     WireModel,
     parse_body,
 )
-from palestra.web import limits
-from palestra.web.listen import open_listener
-from palestra.web.server import HttpServer, run_in_thread
 
 DATUM = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
 HOSTILE = {

@@ -10,7 +10,7 @@ import pytest
 from processes import Server, serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from palestra.service.api.api_keys import add_key
+from palestra.service.server.api_keys import add_key
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # by name and labels
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from fronts import Front
 
-from palestra.policies.base import ContextLengthExceeded, request_error
-from palestra.service.api import codec
-from palestra.service.engine.jobs import SampleJob
+from palestra.core.failures import ContextLengthExceeded
 from palestra.service.storage.store import StoredAnswer
+from palestra.service.wire import codec
+from palestra.service.wire.jobs import SampleJob
+from palestra.text.policies.base import request_error
 
 CHAT = "/oai/api/v1/chat/completions"
 TEXT = "/oai/api/v1/completions"

@@ -6,9 +6,9 @@ import pytest
 from fronts import Front
 from starlette.datastructures import Headers
 
-from palestra.service.api.app import create_app
-from palestra.service.api.state import ServiceContext
-from palestra.web.origin_middleware import OriginPolicy
+from palestra.core.http.origin_middleware import OriginPolicy
+from palestra.service.server.app import create_app
+from palestra.service.server.state import ServiceContext
 
 HERE = "127.0.0.1:8000"
 CHAT = "https://chat.example.org"

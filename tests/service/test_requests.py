@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.service.api import wire_pb2 as pb
-from palestra.service.api.schemas import requests, responses, weights
-from palestra.service.api.schemas.wire_model import BadRequest, WireModel, parse_body
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.schemas import requests, responses, weights
+from palestra.service.wire.schemas.wire_model import BadRequest, WireModel, parse_body
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROTO = Path(pb.__file__).with_name("wire.proto")

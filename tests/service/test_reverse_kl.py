@@ -14,7 +14,7 @@ import pytest
 from fronts import Front
 from processes import serving
 
-from palestra.service.engine.jobs import ReverseKLJob
+from palestra.service.wire.jobs import ReverseKLJob
 
 PATH = "/mint/forward_backward_reverse_kl"
 NAN = float("nan")

@@ -15,29 +15,29 @@ import yaml
 from processes import Server
 from warm_processes import start_palestra
 
-from palestra.builders.engines import Engines
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.builders.text_policies import FrozenConfig
-from palestra.config import dump, validate
-from palestra.engine.sampler import SamplingConfig
+from palestra.core.config import dump, validate
+from palestra.core.files import read_lines
+from palestra.core.http.retry import RetryPolicy
+from palestra.core.losses import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
+from palestra.core.types import Metrics, Step
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.base import Env
-from palestra.files import read_lines
-from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.losses.policy import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
-from palestra.losses.preferences import preference_loss
-from palestra.policies.base import Query
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Run, list_checkpoints
-from palestra.service.api.api_keys import add_key
-from palestra.service.client import connection, remote_weights
-from palestra.service.client.client import connect
-from palestra.service.client.connection import RequestRefused, ServiceConnection
-from palestra.service.client.remote_weights import WireLoss, to_wire_loss
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.text import TextTrainer, update_learner
-from palestra.types import Metrics, Step
-from palestra.web.retry import RetryPolicy
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.service.server.api_keys import add_key
+from palestra.text.build.build import build
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.losses import preference_loss
+from palestra.text.policies.base import Query
+from palestra.text.policy_configs import FrozenConfig
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.tinker import connection, remote_weights
+from palestra.text.tinker.client import connect
+from palestra.text.tinker.connection import RequestRefused, ServiceConnection
+from palestra.text.tinker.remote_weights import WireLoss, to_wire_loss
+from palestra.text.training.trainer import TextTrainer, update_learner
 
 STEPS = 6
 

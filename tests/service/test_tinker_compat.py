@@ -45,12 +45,15 @@ def test_scalar_advantage_is_broadcast_to_tokens(seen: Any) -> None:
 
 
 def test_other_names_are_the_official_clients() -> None:
-    code = "import tinker, palestra.tinker_compat as c; print(c.types is tinker.types, c.APIFuture is tinker.APIFuture)"
+    code = (
+        "import tinker, palestra.service.mint_compat as c;"
+        "print(c.types is tinker.types, c.APIFuture is tinker.APIFuture)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
 
 
 def test_missing_official_client_is_reported_with_the_install_command() -> None:
-    code = "import sys; sys.modules['tinker'] = None; import palestra.tinker_compat"
+    code = "import sys; sys.modules['tinker'] = None; import palestra.service.mint_compat"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "pip install tinker" in done.stderr

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.service.api.schemas.wire_model import BadRequest
-from palestra.service.api.validation import LOSS_SPECS, check_train_call
-from palestra.types import Datum
+from palestra.core.types import Datum
+from palestra.service.wire.schemas.wire_model import BadRequest
+from palestra.service.wire.validation import LOSS_SPECS, check_train_call
 
 POLICY_LOSSES = [loss for loss in LOSS_SPECS if loss != "cross_entropy"]
 RATIO: dict[str, Any] = {"logprobs": [-1, -2, -3], "advantages": [1, 1, -1]}

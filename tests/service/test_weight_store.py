@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.storage.weight_store import MIN_SWEEP_AGE_S, TinkerPath, WeightsDamaged, WeightStore
+from palestra.service.wire.schemas.wire_model import BadRequest
 
 
 def fill(folder):

@@ -16,15 +16,15 @@ import torch
 from sqlalchemy.exc import OperationalError
 from tolerances import LOGPROB_ATOL
 
-from palestra.service.api import codec
-from palestra.service.api import wire_pb2 as pb
-from palestra.service.engine.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
-from palestra.service.engine.worker import Worker, WorkerSettings, load_base
-from palestra.service.engine.worker_process import DatabaseRetry
+from palestra.core.types import Datum
 from palestra.service.storage.store import MAX_TAKES, Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
-from palestra.types import Datum
+from palestra.service.wire import codec
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
+from palestra.service.worker.worker import Worker, WorkerSettings, load_base
+from palestra.service.worker.worker_process import DatabaseRetry
 
 
 class WorkerBench:
@@ -421,7 +421,7 @@ def test_evicted_model_resumes_bit_identically(
     steady, moved = open_desk("steady"), open_desk("moved", **settings)
     for desk in (steady, moved):
         if desk is moved:
-            monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+            monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
         model, seq = desk.model(seed=4), 1
         for seed in range(4):
             desk.learn(model, seq, seed)
@@ -438,7 +438,7 @@ def test_evicted_model_resumes_bit_identically(
 def test_model_with_pending_requests_is_not_evicted(
     open_desk: Callable[..., WorkerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, patience=1000.0)
     model = desk.model()
     desk.learn(model, 2)
@@ -454,7 +454,7 @@ def test_eviction_waits_for_the_end_of_a_pass(
     open_desk: Callable[..., WorkerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a model would leave memory before all its gradients are computed."""
-    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, pack_tokens=8)  # a pause after each datum
     model = desk.model()
     desk.learn(model, 1)
@@ -555,7 +555,7 @@ def test_samplers_are_frozen_during_training(desk: WorkerBench) -> None:
 
 
 def test_expired_weights_are_swept(desk: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
     monkeypatch.setattr("palestra.service.storage.weight_store.MIN_SWEEP_AGE_S", -1.0)
     model = desk.model()
     desk.learn(model, 1)
@@ -653,7 +653,7 @@ def test_lost_model_can_be_unloaded_and_is_never_recreated(desk: WorkerBench, mo
     desk.start()
     first = desk.learn(model, 3)
     desk.run()
-    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
     desk.worker.settings.idle = 0.0
     desk.run()  # evicted from memory, and loaded again
     second, unload = desk.learn(model, 4), desk.ask(model, "unload", b"{}", None)
@@ -720,7 +720,7 @@ def test_stopping_worker_gives_up_on_a_locked_database(
     locked: tuple[WorkerBench, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, other = locked
-    monkeypatch.setattr("palestra.service.engine.worker_process.MIN_STOP_ATTEMPTS", 1)
+    monkeypatch.setattr("palestra.service.worker.worker_process.MIN_STOP_ATTEMPTS", 1)
     waits = desk.sample(None)
     desk.worker._take()
     other.execute("BEGIN IMMEDIATE")
@@ -792,7 +792,7 @@ def test_full_disk_fails_the_request_and_keeps_models(desk: WorkerBench) -> None
 
 
 def test_samplers_of_expired_sessions_are_removed(desk: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr("palestra.service.worker.worker.SWEEP_INTERVAL_S", 0.0)
     for id, seen in (("old", 1.0), ("new", time.time())):
         desk.store.insert(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})
         row = {"id": f"{id}:sample:0", "session": id, "owner": "ada", "base": "small", "created": 1.0}

@@ -10,11 +10,11 @@ from command_line import palestra, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trained import lines, two_agents
 
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.core.http.retry import RetryPolicy
 from palestra.runs import Run
-from palestra.sinks.base import SinksConfig, metrics_of_line
-from palestra.sinks.log_tailer import LogTailer, follow_run
-from palestra.web.retry import RetryPolicy
+from palestra.runs.sinks.base import SinksConfig, metrics_of_line
+from palestra.runs.sinks.log_tailer import LogTailer, follow_run
 
 LINE = {"loss": 0.5, "note": "text", "nothing": None}
 
@@ -95,8 +95,8 @@ def test_partial_lines_and_truncation_are_handled(tmp_path):
 
 
 def test_failing_sink_warns_once_without_stopping_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr("palestra.sinks.log_tailer.RETRY", RetryPolicy(0.04, 0.04))
+    monkeypatch.setattr("palestra.runs.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr("palestra.runs.sinks.log_tailer.RETRY", RetryPolicy(0.04, 0.04))
     path, messages, looked = a_run(tmp_path), [], threading.Event()
     (tmp_path / "file").write_text("in the way")
     with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), messages.append):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from raw import ask, many
 
-from palestra.config import validate
+from palestra.core.config import validate
+from palestra.core.http import server
 from palestra.runs import Run
-from palestra.sinks.base import SinksConfig
-from palestra.sinks.factory import check_sinks
-from palestra.sinks.log_tailer import SinkCursor, follow_run
-from palestra.web import server
+from palestra.runs.sinks.base import SinksConfig
+from palestra.runs.sinks.factory import check_sinks
+from palestra.runs.sinks.log_tailer import SinkCursor, follow_run
 
 parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'palestra[prometheus]'")
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pyspiel
 
-from palestra.envs.rules import rules_for_env
-from palestra.envs.vector.openspiel import OpenSpielRules
-from palestra.tabular.game_tree import GameTree, build_game_tree
+from palestra.envs.adapters.openspiel import OpenSpielRules
+from palestra.envs.rules_by_env import rules_for_env
+from palestra.populations.tabular.game_tree import GameTree, build_game_tree
 
 
 @cache

@@ -9,14 +9,14 @@ import pyspiel
 import pytest
 from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 
-from palestra.tabular.best_response import (
+from palestra.populations.tabular.best_response import (
     best_response,
     best_response_to_joint,
     best_response_values,
     exact_payoffs,
     nash_conv,
 )
-from palestra.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
+from palestra.populations.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
 
 
 def always_fold(found: GameTree) -> np.ndarray:

@@ -7,9 +7,9 @@ import pyspiel
 import pytest
 from tabular.spiel import spiel_tree, tree
 
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
-from palestra.tabular.game_tree import expected_returns
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
+from palestra.populations.tabular.game_tree import expected_returns
 
 
 @pytest.mark.parametrize("plus", [False, True])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tabular.spiel import tree
 
-from palestra.populations.solvers import CoarseCorrelatedEquilibrium, Nash, Uniform
-from palestra.tabular.best_response import best_response, exact_payoffs, nash_conv
-from palestra.tabular.cfr import XFPSolver
-from palestra.tabular.double_oracle import anytime_psro, joint_psro, psro, xdo
-from palestra.tabular.game_tree import uniform_policy
+from palestra.populations.plans.solvers import CoarseCorrelatedEquilibrium, Nash, Uniform
+from palestra.populations.tabular.best_response import best_response, exact_payoffs, nash_conv
+from palestra.populations.tabular.cfr import XFPSolver
+from palestra.populations.tabular.double_oracle import anytime_psro, joint_psro, psro, xdo
+from palestra.populations.tabular.game_tree import uniform_policy
 
 
 def test_uniform_psro_equals_fictitious_play() -> None:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 
-from palestra.envs.rules import TERMINAL, KuhnRules, Rules
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.game_tree import (
+from palestra.envs.rules.base import TERMINAL, Rules
+from palestra.envs.rules.kuhn import KuhnRules
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.game_tree import (
     GameTree,
     build_game_tree,
     end_probabilities,

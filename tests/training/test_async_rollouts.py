@@ -19,24 +19,26 @@ from processes import finish, start
 from tolerances import LOGPROB_ATOL
 from toys import Spoken, Whisper
 
-from palestra.algorithms.text.sft import SFT
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, override, parse, validate
-from palestra.engine.micro_batch import micro_batches
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.core.config import dump, override, parse, validate
+from palestra.core.losses import clipped_policy_loss
+from palestra.core.types import TEAM, Sample
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.micro_batch import micro_batches
 from palestra.envs.base import Env
-from palestra.learners.lm import LanguageLearner, LocalWeights
-from palestra.learners.lm_config import LoraPolicyConfig
-from palestra.losses.policy import clipped_policy_loss
-from palestra.rollouts.sources import EnvSource
-from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
+from palestra.runs.loop import Callback, restore_checkpoint, run_training
 from palestra.testing import tiny_lm
-from palestra.training.async_rollouts import AsyncTextTrainer
-from palestra.training.loop import Callback, restore_checkpoint, run_training
-from palestra.training.text import Stage, TextEval
-from palestra.types import TEAM, Sample
+from palestra.text.algorithms.sft import SFT
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.rollouts.sources import EnvSource
+from palestra.text.rollouts.tree_rollout import EpisodeRunner
+from palestra.text.training.async_rollouts import AsyncTextTrainer
+from palestra.text.training.trainer import Stage, TextEval
 
 
 class Slow(Whisper):

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.checkpoints import list_all_checkpoints
-from palestra.training.loop import run_training
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 NETS: dict[str, Any] = {
     "env": {"type": "simple_spread", "num_envs": 4, "max_cycles": 7},

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.engine.checkpoints import load_full_model
-from palestra.engine.models import Engine
+from palestra.core.config import validate
+from palestra.engine.bases.model import Engine
+from palestra.engine.training.checkpoints import load_full_model
 from palestra.runs import list_checkpoints, read_lines
+from palestra.text.config import TextConfig
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -7,15 +7,15 @@ import pytest
 from tolerances import LOGPROB_ATOL
 from training.test_async_rollouts import played, recorded
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.engine.scoring import answer_logprobs
-from palestra.rollouts.metrics import answers_of
-from palestra.rollouts.token_versions import answer_versions, token_staleness_metrics
+from palestra.core.config import dump, validate
+from palestra.core.types import Answer, Episode, Node, Sample
+from palestra.engine.sampling.scoring import answer_logprobs
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, run_training
-from palestra.types import Answer, Episode, Node, Sample
+from palestra.runs.loop import Callback, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.metrics import answers_of
+from palestra.text.rollouts.token_versions import answer_versions, token_staleness_metrics
 
 
 def config(base, update: str, **changes) -> TextConfig:

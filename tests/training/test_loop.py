@@ -11,16 +11,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 from toys import Whisper
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, override, parse, validate
+from palestra.core.config import dump, override, parse, validate
+from palestra.core.types import TEAM
 from palestra.evaluation.evaluate import evaluate
-from palestra.report.run_charts import plot_run
-from palestra.report.run_report import summary_table
-from palestra.rollouts.metrics import member_name
+from palestra.evaluation.report.run_charts import plot_run
+from palestra.evaluation.report.run_report import summary_table
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import Callback, Evaluation, restore_checkpoint, run_training
-from palestra.types import TEAM
+from palestra.runs.loop import Callback, Evaluation, restore_checkpoint, run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.metrics import member_name
 
 BAR = 0.85  # held-out success of a trained pair; chance is 1/4
 
@@ -219,7 +219,7 @@ def test_students_imitate_their_teachers(base, tmp_path):
 
 
 def query(role, observation, n):
-    from palestra.policies.base import Query
+    from palestra.text.policies.base import Query
 
     return Query(role, observation, n=n, seed=3)
 

@@ -11,8 +11,8 @@ from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
 import palestra
-from palestra.config.tree import to_yaml
-from palestra.engine.bases import resolve_base
+from palestra.core.config.tree import to_yaml
+from palestra.engine.bases.names import resolve_base
 from palestra.evaluation.target import find_target
 from palestra.evaluation.text import open_text_eval
 from palestra.runs import list_checkpoints, load_episodes

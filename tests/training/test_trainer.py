@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from palestra.rollouts.failures import RunFailed
+from palestra.core.failures import RunFailed
+from palestra.core.types import TEAM, Metrics
 from palestra.runs import Checkpoint, Run, list_checkpoints, read_lines
-from palestra.training.loop import Callback, Evaluation, RunProtocol, play_evals, restore_checkpoint, run_training
-from palestra.types import TEAM, Metrics
+from palestra.runs.loop import Callback, Evaluation, RunProtocol, play_evals, restore_checkpoint, run_training
 
 
 @dataclass

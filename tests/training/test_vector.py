@@ -15,11 +15,11 @@ import yaml
 from typer.testing import CliRunner
 from warm_processes import start_palestra
 
-from palestra.builders.vector import build_vector_run
-from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
-from palestra.config import validate
+from palestra.core.config import validate
 from palestra.runs import read_lines
+from palestra.vector.build.build import build_vector_run
+from palestra.vector.config import VectorConfig
 
 runner = CliRunner()
 

@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from palestra.policies.base import Query
-from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.web import chat_client
-from palestra.web.chat_client import Endpoint, EndpointError, complete
+from palestra.core.http import chat_client
+from palestra.core.http.chat_client import Endpoint, EndpointError, complete
+from palestra.text.policies.base import Query
+from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
 
 KEY = "sk-very-secret"
 FINE = {"choices": [{"message": {"role": "assistant", "content": "fine"}}]}

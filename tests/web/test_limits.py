@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from raw import answer, ask, connected, endless, head, many
 
-from palestra.web import server as bounds
-from palestra.web.bodies import MAX_DEPTH, read_json
-from palestra.web.calls import ChatCall
-from palestra.web.chat_server import ChatSession
-from palestra.web.completions import HTTP_LIMITS, ChatServer
+from palestra.core.http import server as bounds
+from palestra.core.http.bodies import MAX_DEPTH, read_json
+from palestra.core.http.calls import ChatCall
+from palestra.core.http.chat_server import ChatSession
+from palestra.core.http.completions import HTTP_LIMITS, ChatServer
 
 COMPLETE = "/v1/chat/completions"
 HELLO = json.dumps({"model": "a", "messages": [{"role": "user", "content": "hello"}]}).encode()

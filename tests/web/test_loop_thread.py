@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from palestra.web.loop_thread import LoopThread
+from palestra.core.http.loop_thread import LoopThread
 
 
 async def thread_name() -> str:
@@ -68,7 +68,7 @@ def test_open_loop_does_not_block_the_interpreters_exit() -> None:
     """A task that ignores its cancellation delays the exit by at most the exit timeout."""
     code = """
 import asyncio, time
-from palestra.web.loop_thread import LoopThread
+from palestra.core.http.loop_thread import LoopThread
 
 async def ignore_cancellation():
     try:

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 from browsers import launched
 
-from palestra.web.calls import ANY_KEY, ChatCall
-from palestra.web.chat_server import ChatSession
-from palestra.web.completions import ChatServer
+from palestra.core.http.calls import ANY_KEY, ChatCall
+from palestra.core.http.chat_server import ChatSession
+from palestra.core.http.completions import ChatServer
 
 HELLO = '{"model": "a", "messages": [{"role": "user", "content": "hello"}]}'
 SEND = """

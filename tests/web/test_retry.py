@@ -9,7 +9,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from palestra.web.retry import RetryPolicy, parse_retry_after
+from palestra.core.http.retry import RetryPolicy, parse_retry_after
 
 
 class Busy(Exception):

@@ -14,7 +14,7 @@ STUCK = "on_stop(lambda: None, {seconds}); print(flush=True)\nwhile True: pass" 
 
 
 def started(code: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", f"from palestra.web.server import on_stop; {code}"]
+    command = [sys.executable, "-c", f"from palestra.core.http.server import on_stop; {code}"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout

@@ -20,7 +20,7 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.workers.exact import ExactWorker, seats_by_player
+from palestra.populations.workers.exact import ExactWorker, seats_by_player
 
 SEATS = ("player_0", "player_1")
 UNIFORM = {"uniform": 1.0}

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import validate
-from palestra.policies.base import Query
-from palestra.policies.word_probabilities import word_probabilities
+from palestra.core.config import validate
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.tasks import (
     AssessResult,
@@ -25,7 +23,9 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker, _adapter, _by_odds
+from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker, _adapter, _by_odds
+from palestra.text.policies.base import Query
+from palestra.text.policies.word_probabilities import word_probabilities
 
 VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 TREE: dict[str, Any] = {

@@ -11,19 +11,19 @@ import pytest
 import torch
 from vector_toys import Push
 
-from palestra.algorithms.vector.ddpg import TD3
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.mat import MAT
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.sac import SAC
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, empty_step
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.policy_stack import NetPolicyConfig, read_frozen_member, read_policy
-from palestra.policies.frozen import NetMember, TableMember, UniformMember
-from palestra.tabular.game_tree import build_game_tree, uniform_policy
-from palestra.workers import member_loader
-from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, rules_of_env, write_table
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, empty_step
+from palestra.populations.tabular.game_tree import build_game_tree, uniform_policy
+from palestra.populations.workers import member_loader
+from palestra.populations.workers.member_loader import UNIFORM_MEMBER, MemberLoader, rules_of_env, write_table
+from palestra.vector.algorithms.ddpg import TD3
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_frozen_member, read_policy
+from palestra.vector.policies.frozen import NetMember, TableMember, UniformMember
 
 ENV = KuhnPoker(4)
 KUHN = rules_of_env({"type": "kuhn_poker", "num_envs": 4})

@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.sac import SAC
-from palestra.files import read_arrays
-from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.core.files import read_arrays
 from palestra.populations.payoffs import PayoffCell
+from palestra.populations.tabular.best_response import nash_conv
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
@@ -27,9 +23,13 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.tabular.best_response import nash_conv
-from palestra.workers.member_loader import write_table
-from palestra.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
+from palestra.populations.workers.member_loader import write_table
+from palestra.populations.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
+from palestra.vector.algorithms.a2c import A2C
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
 
 KUHN = {"type": "kuhn_poker", "num_envs": 64}
 SEATS = ("player_0", "player_1")

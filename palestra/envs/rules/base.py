@@ -1,7 +1,7 @@
 """Turn-based games as pure functions of immutable states, small enough to enumerate.
 
-The same rules serve exact solvers (`palestra.tabular`) and the text env (`envs/text/board_games.py`); the vector env of
-the same game gives the same information states.
+The same rules serve exact solvers (`palestra.populations.tabular`) and the text env (`envs/text/board_games.py`); the
+vector env of the same game gives the same information states.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Card and board games as text: each observation is the full information state, each action one word.
 
-The rules are shared with the exact solvers (`palestra.envs.rules`) and every information state is one observation, so
-the play of a language agent can be evaluated exactly.
+The rules are shared with the exact solvers (`palestra.envs.rules_by_env`) and every information state is one
+observation, so the play of a language agent can be evaluated exactly.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
+from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, OUTCOME_TERM, terms_info, total_rewards
-from palestra.envs.rules import CHANCE, TERMINAL, Rules
 from palestra.envs.rules.bargaining import BargainingRules
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 from palestra.envs.rules.connect_four import ConnectFourRules, ConnectFourState, line_heuristic
 from palestra.envs.rules.kuhn import KuhnRules
 from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.search import best_actions
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules, TicTacToeState
-from palestra.envs.text.answers import answer_words
-from palestra.envs.text.options import Rendering, RewardMode
-from palestra.types import Seat, Step
+from palestra.envs.support.answers import answer_words
+from palestra.envs.support.options import Rendering, RewardMode
 
 SEARCH_DEPTH = 4  # search depth of connect four's expert, in moves
 ANSWER_FORMAT = (

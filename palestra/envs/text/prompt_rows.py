@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
-from palestra.types import Seat, Step
 
 SEAT: Seat = "agent"
 HELD_OUT_SHARE = 0.1  # share of the different prompts in each of dev and test

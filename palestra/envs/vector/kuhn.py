@@ -6,10 +6,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.envs.vector.base import Discrete, empty_step
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import RNG_WORDS, random_below
-from palestra.jit import jit
+from palestra.core.accel.jit import jit
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS, random_below
+from palestra.envs.vector_base import Discrete, empty_step
 
 PASS, BET = 0, 1
 MAX_PLAYERS = 4

@@ -6,11 +6,11 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from palestra.envs.vector.base import Discrete, empty_step
+from palestra.core.accel.jit import jit
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS
 from palestra.envs.vector.kuhn import clear_games, deal_cards, store_final
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import RNG_WORDS
-from palestra.jit import jit
+from palestra.envs.vector_base import Discrete, empty_step
 
 FOLD, CALL, RAISE = 0, 1, 2
 DECK_SIZE = 6  # card // 2 is its rank

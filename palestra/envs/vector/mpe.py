@@ -17,8 +17,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, Entities, Space, empty_step
-from palestra.envs.vector.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
+from palestra.core.types import Seat
+from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
+from palestra.envs.batch.native import NativeEnv
 from palestra.envs.vector.mpe_physics import build_world, empty_world_arrays, step_arrays
 from palestra.envs.vector.mpe_rules import (
     advance_adversary,
@@ -30,8 +31,7 @@ from palestra.envs.vector.mpe_rules import (
     begin_spread,
     begin_tag,
 )
-from palestra.envs.vector.native import NativeEnv
-from palestra.types import Seat
+from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
 MOVES = ("nothing", "left", "right", "down", "up")
 NUM_MOVES = len(MOVES)

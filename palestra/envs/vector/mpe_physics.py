@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from palestra.envs.vector.base import Arrays, VectorStep
-from palestra.envs.vector.rng import RNG_WORDS, random_below, uniform
-from palestra.jit import jit, jit_inline
+from palestra.core.accel.jit import jit, jit_inline
+from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
+from palestra.envs.vector_base import Arrays, VectorStep
 
 _STEP = 0.1  # seconds
 _KEPT = 1 - 0.25  # share of the velocity that is kept per step

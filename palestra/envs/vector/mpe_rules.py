@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from palestra.core.accel.jit import jit
 from palestra.envs.vector.mpe_physics import (
     MPEStepArrays,
     World,
@@ -24,7 +25,6 @@ from palestra.envs.vector.mpe_physics import (
     write_state,
     write_vector,
 )
-from palestra.jit import jit
 
 
 @jit

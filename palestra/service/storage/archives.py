@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from palestra.engine.bases import model_without_weights
-from palestra.engine.lora import find_linear_layers, layer_shape
-from palestra.engine.peft_format import PEFT_PREFIX, check_plain_lora
-from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK
-from palestra.service.api.schemas.wire_model import BadRequest
+from palestra.engine.bases.names import model_without_weights
+from palestra.engine.lora.adapters import find_linear_layers, layer_shape
+from palestra.engine.training.peft_format import PEFT_PREFIX, check_plain_lora
+from palestra.service.wire.schemas.requests import MAX_EXACT_INT, MAX_RANK
+from palestra.service.wire.schemas.wire_model import BadRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TAR_BLOCK_BYTES = tarfile.BLOCKSIZE

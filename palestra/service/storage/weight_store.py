@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from palestra.files import TEMPORARY_PREFIX, atomic_folder
-from palestra.service.api.schemas.wire_model import BadRequest
+from palestra.core.files import TEMPORARY_PREFIX, atomic_folder
+from palestra.service.wire.schemas.weights import MANIFEST
+from palestra.service.wire.schemas.wire_model import BadRequest
 
-MANIFEST = "manifest.json"
 MIN_SWEEP_AGE_S = 600.0  # seconds for which a new folder is kept: its row may not be written yet
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")

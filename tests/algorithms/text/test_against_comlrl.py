@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
-from palestra.algorithms.text.grpo import GRPO
-from palestra.types import Answer, Episode, Node
+from palestra.core.config.presets import expand_preset
+from palestra.core.types import Answer, Episode, Node
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.algorithms.presets import TEXT_PRESETS
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("comlrl_1.4.3.jsonl").read_text().splitlines()]
 SEATS = ("a", "b")

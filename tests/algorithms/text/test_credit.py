@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from palestra.algorithms.text.credit import (
+from palestra.core.types import Answer, Step
+from palestra.envs.base import Env
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.credit.estimators import (
     batch_advantages,
     counterfactual_credit,
     credit_in_context,
@@ -19,10 +22,7 @@ from palestra.algorithms.text.credit import (
     shapley_credit,
     total_effect_index,
 )
-from palestra.algorithms.text.grpo import GRPO
-from palestra.envs.base import Env
-from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
-from palestra.types import Answer, Step
+from palestra.text.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 
 values = st.floats(-100, 100).map(lambda x: round(x, 3))
 shapes = arrays.array_shapes(min_dims=1, max_dims=4, max_side=3)

@@ -14,9 +14,9 @@ import pytest
 from actor_critic_runs import FixedValuesLearner, answer, credit_samples, play
 from losses.peer_cases import VERL, assert_equal_loss, draw, run_cases, trained_tokens
 
-from palestra.algorithms.text.grpo import GRPO, overlong_penalty
-from palestra.algorithms.text.ppo import PPO, adapt_kl_coef
-from palestra.types import Episode
+from palestra.core.types import Episode
+from palestra.text.algorithms.grpo import GRPO, overlong_penalty
+from palestra.text.algorithms.ppo import PPO, adapt_kl_coef
 
 pytestmark = [
     pytest.mark.peers,

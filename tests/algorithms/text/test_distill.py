@@ -9,22 +9,23 @@ import torch
 from samplers import serving
 from tolerances import LOGPROB_ATOL
 
-from palestra.algorithms.text.distill import Distill, distillation_loss
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.micro_batch import build_loss_inputs, micro_batches
-from palestra.engine.models import Engine
-from palestra.engine.scoring import answer_logprobs
-from palestra.engine.trainer import Trainer
-from palestra.losses.policy import LossInputs
-from palestra.policies.endpoint import EndpointConfig
-from palestra.policies.endpoint_scores import answer_logprobs_at
+from palestra.core.config import dump, validate
+from palestra.core.losses import LossInputs
+from palestra.core.types import Answer, Episode, Node, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.config import LoraConfig
+from palestra.engine.sampling.scoring import answer_logprobs
+from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches
+from palestra.engine.training.trainer import Trainer
 from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.runs.loop import run_training
 from palestra.testing import tiny_lm
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node, Sample
+from palestra.text.algorithms.distill import Distill, distillation_loss
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.policies.endpoint import EndpointConfig
+from palestra.text.policies.endpoint_scores import answer_logprobs_at
 
 
 class KnownTeacherLearner:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.algorithms.text.dpo import DPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
-from palestra.losses.preferences import preference_loss
+from palestra.core.config import dump, parse, validate
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.algorithms.dpo import DPO
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.losses import preference_loss
 
 names = count()
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.algorithms.text.gae import explained_variance, gae, standardise
-from palestra.nets import advantages as vectorised
+from palestra.text.credit.gae import explained_variance, gae, standardise
+from palestra.vector.nets import advantages as vectorised
 
 
 def row(*numbers):

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import Spoken
 
-from palestra.algorithms.text.credit import batch_spread, group_advantages
-from palestra.algorithms.text.grpo import GRPO, overlong_penalty
-from palestra.builders.text import with_max_length
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.engine.micro_batch import micro_batches
+from palestra.core.config import validate
+from palestra.core.losses import LOSSES, LossInputs
+from palestra.core.types import Answer, Episode, Node, Step
+from palestra.engine.training.micro_batch import micro_batches
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES, LossInputs
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.types import Answer, Episode, Node, Step
+from palestra.text.algorithms.grpo import GRPO, overlong_penalty
+from palestra.text.build.build import with_max_length
+from palestra.text.config import TextConfig
+from palestra.text.credit.estimators import batch_spread, group_advantages
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 names = count()
 

@@ -20,23 +20,24 @@ from actor_critic_runs import (
     whisper,
 )
 
-from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
-from palestra.algorithms.text.answer_critic import critic_input
-from palestra.algorithms.text.ppo import PPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
-from palestra.losses.policy import (
+from palestra.core.config import dump, parse, validate
+from palestra.core.config.presets import expand_preset
+from palestra.core.losses import (
     LossInputs,
     actor_critic_loss,
     clipped_policy_loss,
     policy_gradient_loss,
     value_function_loss,
 )
+from palestra.core.types import Answer, Node, Sample
 from palestra.runs import Run, list_checkpoints, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.text import update_learner
-from palestra.types import Answer, Node, Sample
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.answer_critic import critic_input
+from palestra.text.algorithms.ppo import PPO
+from palestra.text.algorithms.presets import TEXT_PRESETS
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.training.trainer import update_learner
 
 # a answers with two tokens, b with one, a with one; a's first answer earns 2.5 until its second, which earns 1
 TURNS = (

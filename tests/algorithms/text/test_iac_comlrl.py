@@ -16,13 +16,14 @@ import pytest
 import torch
 from tolerances import LOGPROB_ATOL
 
-from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
-from palestra.algorithms.text.ppo import PPO
-from palestra.builders.engines import Engines
-from palestra.learners.lm import LanguageLearner
-from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.learners.separate_critic import SeparateCriticWeights
-from palestra.types import Answer, Episode, Node
+from palestra.core.config.presets import expand_preset
+from palestra.core.types import Answer, Episode, Node
+from palestra.text.algorithms.ppo import PPO
+from palestra.text.algorithms.presets import TEXT_PRESETS
+from palestra.text.build.engines import Engines
+from palestra.text.learners.lm import LanguageLearner
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.learners.separate_critic import SeparateCriticWeights
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("comlrl_iac_1.4.3.jsonl").read_text().splitlines()]
 SEATS = ("a", "b")

@@ -6,16 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from palestra.algorithms.text.dpo import DPO
-from palestra.algorithms.text.kto import KTO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.losses.preferences import kto_loss
-from palestra.rollouts.dataset import DataConfig, read_data
+from palestra.core.config import dump, validate
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.algorithms.dpo import DPO
+from palestra.text.algorithms.kto import KTO
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.losses import kto_loss
+from palestra.text.rollouts.dataset import DataConfig, read_data
 
 
 def turn(values, said, prompt=(1, 2)):

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
-from palestra.algorithms.text.dpo import DPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
-from palestra.engine.micro_batch import build_loss_inputs, micro_batches
+from palestra.core.config import dump, validate
+from palestra.core.config.presets import expand_preset
+from palestra.core.types import Answer, Episode, Node
+from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.algorithms.dpo import DPO
+from palestra.text.algorithms.presets import TEXT_PRESETS
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 COMLRL = json.loads(Path(__file__).with_name("comlrl_madpo_1.4.3.json").read_text())
 SEATS = ("a", "b")

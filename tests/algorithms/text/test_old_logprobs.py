@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.learners.lm import LanguageLearner, LocalWeights
-from palestra.learners.lm_config import LoraPolicyConfig
+from palestra.core.types import Answer, Episode, Node
+from palestra.engine.bases.model import Engine
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
-from palestra.training.text import update_learner
-from palestra.types import Answer, Episode, Node
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import LoraPolicyConfig
+from palestra.text.training.trainer import update_learner
 
 GSPO = {
     "branch_at": "root",

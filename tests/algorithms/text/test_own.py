@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from toy_algorithms import Reinforce
 
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
+from palestra.core.config import dump, parse, validate
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
+from palestra.runs.loop import run_training
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
 
 OWN = {"type": "toy_algorithms:Reinforce", "baseline": 0.25}
 

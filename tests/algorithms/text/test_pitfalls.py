@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.base import add_reference_logprobs
-from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.micro_batch import build_loss_inputs, micro_batches, token_weight, trained_share
-from palestra.engine.sampler import Completion, SamplingConfig
+from palestra.core.losses import LOSSES, LossInputs, correct_mismatch
+from palestra.core.types import Answer, Episode, Node, Sample, Step
+from palestra.engine.sampling.request import Completion
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES, LossInputs, correct_mismatch
-from palestra.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
-from palestra.types import Answer, Episode, Node, Sample, Step
+from palestra.text.algorithms.base import add_reference_logprobs
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 
 names = count()
 

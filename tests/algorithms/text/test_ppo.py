@@ -20,18 +20,18 @@ from actor_critic_runs import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.algorithms.text.ppo import PPO, adapt_kl_coef
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, parse, validate
-from palestra.engine.micro_batch import micro_batches
-from palestra.engine.trainer import NO_REFERENCE_MESSAGE
-from palestra.losses.policy import LOSSES, LossInputs, actor_critic_loss, clipped_policy_loss
-from palestra.nets import advantages as vectorised
-from palestra.rollouts.tree_rollout import Branching
+from palestra.core.config import dump, parse, validate
+from palestra.core.losses import LOSSES, LossInputs, actor_critic_loss, clipped_policy_loss
+from palestra.engine.training.micro_batch import micro_batches
+from palestra.engine.training.trainer import NO_REFERENCE_MESSAGE
 from palestra.runs import Run, list_checkpoints, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.training.text import update_learner
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.ppo import PPO, adapt_kl_coef
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.tree_rollout import Branching
+from palestra.text.training.trainer import update_learner
+from palestra.vector.nets import advantages as vectorised
 
 TALK = (  # a answers with two tokens, b with one, a with one; alpha = 0.5
     ({"a": 2}, {"a": 1.0, "b": 100.0}, 0.0),  # a: 1. b is paid before its first answer: ignored
@@ -417,7 +417,7 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path):
 
 def test_remote_training_of_a_critic_is_refused(base):
     """Refused before any request to the server."""
-    client = pytest.importorskip("palestra.service.client.client")
+    client = pytest.importorskip("palestra.text.tinker.client")
     policy = whisper(base, steps=1).policies["guide"]
     with pytest.raises(ValueError, match="train without --engine"):
         client.RemoteEngines(None).build_learner("guide", policy, 0, critic=True)

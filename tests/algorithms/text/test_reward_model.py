@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.reward_model import RewardModel
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, load, validate
+from palestra.core.config import dump, load, validate
+from palestra.core.losses import LossInputs
+from palestra.core.types import TEAM, Answer, Episode, Node
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
-from palestra.losses.policy import LossInputs
-from palestra.losses.preferences import bradley_terry_loss
-from palestra.rollouts.learned_reward import LearnedRewardConfig, LearnedRewardSource
-from palestra.rollouts.tree_rollout import Branching
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.training.loop import restore_checkpoint, run_training
-from palestra.types import TEAM, Answer, Episode, Node
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.text.algorithms.reward_model import RewardModel
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.losses import bradley_terry_loss
+from palestra.text.rollouts.learned_reward import LearnedRewardConfig, LearnedRewardSource
+from palestra.text.rollouts.tree_rollout import Branching
 
 
 def said(ids, policy="agent@0"):

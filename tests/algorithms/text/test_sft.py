@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from toy_worlds import Dials
 
-from palestra.algorithms.text.sft import SFT, new_tokens
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import validate
-from palestra.losses.policy import LOSSES
-from palestra.rollouts.tree_rollout import Branching
-from palestra.training.text import update_learner
-from palestra.types import Answer, Episode, Node
+from palestra.core.config import validate
+from palestra.core.losses import LOSSES
+from palestra.core.types import Answer, Episode, Node
+from palestra.text.algorithms.sft import SFT, new_tokens
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.rollouts.tree_rollout import Branching
+from palestra.text.training.trainer import update_learner
 
 
 def ids(*numbers):

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from palestra.algorithms.text.credit import process_advantages, returns_to_go, turn_advantages
-from palestra.algorithms.text.grpo import GRPO
-from palestra.builders.text import build
-from palestra.builders.text_config import TextConfig
-from palestra.config import dump, validate
+from palestra.core.config import dump, validate
+from palestra.core.types import Answer, Episode, Node
 from palestra.runs import Run, read_lines
-from palestra.training.loop import run_training
-from palestra.types import Answer, Episode, Node
+from palestra.runs.loop import run_training
+from palestra.text.algorithms.grpo import GRPO
+from palestra.text.build.build import build
+from palestra.text.config import TextConfig
+from palestra.text.credit.estimators import process_advantages, returns_to_go, turn_advantages
 
 ROOT3 = 3**0.5
 

@@ -14,21 +14,22 @@ from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
 from vector_toys import Countdown, Cues, Push, Track, mean_return, ppo, train
 
-from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
-from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
+from palestra.core.types import RolloutBatch
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS, random_below
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.rng import RNG_WORDS, random_below
-from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
-from palestra.nets.heads import make_head
-from palestra.nets.layers import member_weights
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
+from palestra.parallel.process_group import GradientSync
+from palestra.vector.algorithms.a2c import A2C
+from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.vector.nets.heads import make_head
+from palestra.vector.nets.layers import member_weights
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 

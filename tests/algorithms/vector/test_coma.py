@@ -10,16 +10,16 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Track, mean_return, train
 
-from palestra.algorithms.vector.coma import COMA, COMALearner, counterfactual_advantages
-from palestra.envs.vector.base import VectorEnv
+from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.layers import member_weights
-from palestra.nets.on_device import RolloutTensors
-from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.envs.vector_base import VectorEnv
+from palestra.vector.algorithms.experimental.coma import COMA, COMALearner, counterfactual_advantages
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.layers import member_weights
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.policies.base import UniformVectorPolicy, VectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 Weights = dict[str, torch.Tensor]

@@ -10,16 +10,16 @@ import pytest
 import torch
 from vector_toys import Countdown, mean_return, train
 
-from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.base import Discrete, VectorEnv, VectorStep, empty_step
-from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.communication import Communication, mean_of_others
-from palestra.nets.layers import make_generators
-from palestra.nets.on_device import RolloutTensors
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Discrete, VectorEnv, VectorStep, empty_step
+from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.vector.nets.communication import Communication, mean_of_others
+from palestra.vector.nets.layers import make_generators
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 class Polls(VectorEnv):

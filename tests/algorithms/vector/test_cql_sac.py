@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from vector_toys import Countdown, Track, mean_return, train
 
-from palestra.algorithms.vector.cql_sac import CQLSAC
-from palestra.algorithms.vector.imitation import BC
-from palestra.envs.vector.base import Continuous, VectorEnv
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.losses.offline import sampled_soft_maximum
-from palestra.nets.continuous_heads import SquashedHead
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous, VectorEnv
+from palestra.vector.algorithms.experimental.cql_sac import CQLSAC
+from palestra.vector.algorithms.experimental.imitation import BC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.losses.offline import sampled_soft_maximum
+from palestra.vector.nets.continuous_heads import SquashedHead
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[32], lr=1e-2, max_grad_norm=10)
 

@@ -9,12 +9,12 @@ import torch
 from remembered import SMALL, constant, linear, made, moments, noise
 from vector_toys import Countdown, Cues, Track, mean_return, train
 
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.envs.vector.base import Continuous, Discrete
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleTag
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous, Discrete
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
 FAST = dict(learning_starts=500, batch_size=64, tau=0.02, rollout_length=4, gradient_steps=4, gamma=0.9)

@@ -11,18 +11,19 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, as_sequences
-from palestra.envs.vector.base import Continuous, MultiDiscrete, Space, VectorEnv
+from palestra.core.seeding import derive_seed
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import TwoStepGame
-from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, read_policy
-from palestra.nets.layers import member_weights
-from palestra.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.seeding import derive_seed
+from palestra.envs.vector_base import Continuous, MultiDiscrete, Space, VectorEnv
+from palestra.parallel.process_group import GradientSync
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, as_sequences
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.vector.nets.layers import member_weights
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}

@@ -10,11 +10,11 @@ import torch
 from remembered import made
 from vector_toys import Countdown
 
-from palestra.algorithms.vector.ddpg import TD3
-from palestra.algorithms.vector.sac import SAC
-from palestra.envs.vector.base import Continuous
-from palestra.nets.exploration_noise import CorrelatedNoise
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous
+from palestra.vector.algorithms.ddpg import TD3
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.nets.exploration_noise import CorrelatedNoise
+from palestra.vector.rollouts.rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
 

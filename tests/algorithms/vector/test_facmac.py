@@ -12,12 +12,12 @@ import torch
 from remembered import SMALL, constant, linear, made, moments, noise
 from vector_toys import Countdown, train
 
-from palestra.algorithms.vector.facmac import FACMAC
-from palestra.envs.vector.base import Continuous, Discrete
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.mixers import QMIXMixer, SeatValues
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous, Discrete
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.mixers import QMIXMixer, SeatValues
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
 BOTH = {"a": [0], "b": [1]}

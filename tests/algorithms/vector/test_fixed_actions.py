@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from vector_toys import Countdown, ppo
 
-from palestra.algorithms.vector.cql_sac import CQLSAC
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.imitation import BC, GAIL
-from palestra.algorithms.vector.iql import IQL
-from palestra.algorithms.vector.sac import SAC
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.base import Continuous, VectorStep
-from palestra.envs.vector.sync_vector import clip_actions
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.batch.sync_vector import clip_actions
+from palestra.envs.vector_base import Continuous, VectorStep
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.experimental.cql_sac import CQLSAC
+from palestra.vector.algorithms.experimental.imitation import BC, GAIL
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 FILE = "moves.parquet"
 ON: dict[str, Any] = {"rollout_length": 8}

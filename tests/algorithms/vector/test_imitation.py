@@ -13,15 +13,15 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
-from palestra.algorithms.vector.imitation import BC, GAIL, read_demonstrations
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import NetLearner
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
-from palestra.nets.heads import encode_actions, make_head
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
+from palestra.vector.algorithms.experimental.imitation import BC, GAIL, read_demonstrations
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
+from palestra.vector.nets.heads import encode_actions, make_head
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 

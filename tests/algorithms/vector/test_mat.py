@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from vector_toys import Countdown, Push, mean_return, ppo, train
 
-from palestra.algorithms.vector.mat import MAT, MATLearner
-from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
-from palestra.envs.vector.combat import Combat
+from palestra.environments.combat.env import Combat
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.layers import NetConfig, make_generators
-from palestra.nets.on_device import RolloutTensors
-from palestra.nets.transformer import MultiAgentTransformer
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.vector.algorithms.experimental.mat import MAT, MATLearner
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.vector.nets.layers import NetConfig, make_generators
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.nets.transformer import MultiAgentTransformer
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 SMALL = NetPolicyConfig(hidden=[8], activation="relu", lr=3e-3, attention_heads=2, attention_blocks=2)
 DIFFERENT = {"rollout_length": 8, "entropy_coef": 0.2}

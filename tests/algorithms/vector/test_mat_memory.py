@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.mat import MAT, MATLearner
-from palestra.envs.vector.base import Discrete, VectorEnv
-from palestra.learners.policy_stack import NetPolicyConfig, read_frozen_member, read_policy
-from palestra.nets.layers import Team, make_generators
-from palestra.nets.on_device import RolloutTensors
-from palestra.nets.transformer import MultiAgentTransformer
-from palestra.policies.mixture import IndependentSampler, Mixture
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.vector_base import Discrete, VectorEnv
+from palestra.vector.algorithms.experimental.mat import MAT, MATLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_frozen_member, read_policy
+from palestra.vector.nets.layers import Team, make_generators
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.nets.transformer import MultiAgentTransformer
+from palestra.vector.policies.mixture import IndependentSampler, Mixture
+from palestra.vector.rollouts.rollout import VectorRollout
 
 MEMORY = NetPolicyConfig(
     hidden=[8], activation="relu", lr=3e-3, attention_heads=2, attention_blocks=2, attention_type="retention"

@@ -11,18 +11,19 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.latents import LatentPolicy
-from palestra.algorithms.vector.maven import MAVEN, LatentHead, MAVENLearner
-from palestra.algorithms.vector.q_learning import as_sequences
-from palestra.algorithms.vector.qmix import MixingConfig, QMIXLearner
-from palestra.envs.vector.base import Discrete, VectorEnv
+from palestra.core.seeding import derive_seed
 from palestra.envs.vector.matrix import MStepGame
-from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, StackedAdam, read_policy
-from palestra.nets.mixers import SeatValues
-from palestra.nets.replay import ReplayBuffer
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.seeding import derive_seed
+from palestra.envs.vector_base import Discrete, VectorEnv
+from palestra.parallel.process_group import GradientSync
+from palestra.vector.algorithms.experimental.latents import LatentPolicy
+from palestra.vector.algorithms.experimental.maven import MAVEN, LatentHead, MAVENLearner
+from palestra.vector.algorithms.q_learning import as_sequences
+from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig, StackedAdam, read_policy
+from palestra.vector.nets.mixers import SeatValues
+from palestra.vector.nets.replay import ReplayBuffer
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}

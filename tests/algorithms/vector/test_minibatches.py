@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.algorithms.vector.minibatches import standardise
-from palestra.learners.policy_stack import single_process_sum
+from palestra.parallel.process_group import single_process_sum
+from palestra.vector.algorithms.minibatches import standardise
 
 
 def advantages(mean: float, deviation: float) -> tuple[Tensor, Tensor]:

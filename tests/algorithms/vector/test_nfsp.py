@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from vector_toys import train
 
-from palestra.algorithms.vector.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner
-from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.reservoir import Reservoir
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.tabular.best_response import nash_conv
-from palestra.tabular.game_tree import build_game_tree
-from palestra.workers.member_loader import MemberLoader, rules_of_env
+from palestra.envs.vector_base import VectorEnv
+from palestra.populations.tabular.best_response import nash_conv
+from palestra.populations.tabular.game_tree import build_game_tree
+from palestra.populations.workers.member_loader import MemberLoader, rules_of_env
+from palestra.vector.algorithms.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.reservoir import Reservoir
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[32], lr=3e-3, max_grad_norm=10)
 SEATS = ("player_0", "player_1")

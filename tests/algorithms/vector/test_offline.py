@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from vector_toys import Countdown, Cues, Track, mean_return, train
 
-from palestra.algorithms.vector.cql import CQL
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.imitation import BC
-from palestra.algorithms.vector.iql import IQL
-from palestra.envs.vector.base import Arrays, Discrete, VectorEnv, empty_step
-from palestra.envs.vector.native import NativeEnv
-from palestra.envs.vector.pettingzoo.games import PettingZooEnv
-from palestra.envs.vector.rng import RNG_WORDS, random_below
-from palestra.learners.nets import NetLearner
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.replay import TransitionBatch
-from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.rng import RNG_WORDS, random_below
+from palestra.envs.vector_base import Arrays, Discrete, VectorEnv, empty_step
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.cql import CQL
+from palestra.vector.algorithms.experimental.imitation import BC
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.replay import TransitionBatch
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2, max_grad_norm=10)
 SEATS = {"one": [0, 2], "two": [1, 3]}

@@ -15,29 +15,30 @@ import torch
 from pretended_device import DEVICE, PretendedDevice, pretended_device, waits_of
 from vector_toys import Countdown, ppo
 
-from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.coma import COMA
-from palestra.algorithms.vector.cql import CQL
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.facmac import FACMAC
-from palestra.algorithms.vector.imitation import BC, GAIL
-from palestra.algorithms.vector.iql import IQL
-from palestra.algorithms.vector.mat import MAT
-from palestra.algorithms.vector.maven import MAVEN
-from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.pqn import PQN
-from palestra.algorithms.vector.qmix import QMIX
-from palestra.algorithms.vector.sac import SAC
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.nets import AlgorithmConfig, NetLearner
-from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.training.gradient_sync import SharedMemoryAllReduce
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.parallel.process_group import GradientSync
+from palestra.parallel.shared_memory import SharedMemoryAllReduce
+from palestra.vector.algorithms.a2c import A2C
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.coma import COMA
+from palestra.vector.algorithms.experimental.cql import CQL
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.algorithms.experimental.imitation import BC, GAIL
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.experimental.maven import MAVEN
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.pqn import PQN
+from palestra.vector.algorithms.qmix import QMIX
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 ALL = ("one", "two")
 STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}

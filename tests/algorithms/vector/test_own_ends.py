@@ -9,29 +9,29 @@ import pytest
 import torch
 from vector_toys import ppo
 
-from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.actor_critic import ActorCriticLearner
-from palestra.algorithms.vector.coma import COMA, COMALearner
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.facmac import FACMAC
-from palestra.algorithms.vector.mat import MAT
-from palestra.algorithms.vector.maven import MAVEN
-from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.pqn import PQN, PQNLearner
-from palestra.algorithms.vector.q_learning import QLearner
-from palestra.algorithms.vector.qmix import QMIX
-from palestra.algorithms.vector.sac import SAC
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.pettingzoo.games import PettingZooEnv
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.on_device import RolloutTensors
-from palestra.nets.replay import ReplayBuffer
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.failures import RunFailed
+from palestra.core.types import RolloutBatch
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+from palestra.envs.vector_check import check_vector_env
+from palestra.vector.algorithms.a2c import A2C
+from palestra.vector.algorithms.actor_critic import ActorCriticLearner
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.coma import COMA, COMALearner
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.experimental.maven import MAVEN
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.pqn import PQN, PQNLearner
+from palestra.vector.algorithms.q_learning import QLearner
+from palestra.vector.algorithms.qmix import QMIX
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.nets.replay import ReplayBuffer
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 ON: dict[str, Any] = {"rollout_length": 10, "gamma": 0.99}
 OFF: dict[str, Any] = {

@@ -10,16 +10,16 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.pqn import PQN, PQNLearner
-from palestra.builders.vector_config import VectorConfig
-from palestra.envs.vector.base import Continuous, VectorEnv
+from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import TwoStepGame
-from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.dense import LayerNorm
-from palestra.nets.on_device import RolloutTensors
-from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.envs.vector_base import Continuous, VectorEnv
+from palestra.vector.algorithms.pqn import PQN, PQNLearner
+from palestra.vector.config import VectorConfig
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.vector.nets.dense import LayerNorm
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.policies.base import UniformVectorPolicy, VectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2, activation="relu", max_grad_norm=10)
 

@@ -15,19 +15,20 @@ import pytest
 import yaml
 from vector_toys import Cues
 
-from palestra.algorithms.vector.cql import CQL
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.facmac import FACMAC
-from palestra.algorithms.vector.imitation import BC
-from palestra.algorithms.vector.iql import IQL
-from palestra.algorithms.vector.sac import SAC
-from palestra.files import read_arrays, write_arrays
-from palestra.learners.policy_stack import GradientSync, NetPolicyConfig
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.core.files import read_arrays, write_arrays
+from palestra.parallel.process_group import GradientSync
+from palestra.parallel.shared_memory import ProcessRank, start_processes, stop_processes
 from palestra.runs import read_lines
-from palestra.training.gradient_sync import ProcessRank, start_processes, stop_processes
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.experimental.cql import CQL
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.algorithms.experimental.imitation import BC
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout
 
 SCRIPT = Path(sys.executable).parent / "palestra"
 OFFLINE: dict[str, Any] = {"iql": IQL, "cql": CQL, "bc": BC}

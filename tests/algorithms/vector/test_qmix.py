@@ -10,17 +10,17 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, mean_return, train
 
-from palestra.algorithms.vector.q_learning import as_sequences
-from palestra.algorithms.vector.qmix import QMIX, QMIXLearner
-from palestra.envs.vector.base import Continuous, VectorEnv
+from palestra.core.seeding import derive_seed
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.mixers import SeatValues
-from palestra.nets.replay import ReplayBuffer, TransitionBatch
-from palestra.nets.sequence_replay import SequenceReplay
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.seeding import derive_seed
+from palestra.envs.vector_base import Continuous, VectorEnv
+from palestra.vector.algorithms.q_learning import as_sequences
+from palestra.vector.algorithms.qmix import QMIX, QMIXLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.mixers import SeatValues
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.sequence_replay import SequenceReplay
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}

@@ -9,10 +9,10 @@ import torch
 from remembered import constant, made, moments, noise
 from vector_toys import Countdown, Cues, Track, mean_return, train
 
-from palestra.algorithms.vector.sac import SAC
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.losses.critics import (
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.losses.critics import (
     actor_loss,
     critic_loss,
     expected_soft_value,
@@ -20,8 +20,8 @@ from palestra.losses.critics import (
     td_target,
     temperature_loss,
 )
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
 FAST = dict(learning_starts=500, batch_size=64, tau=0.02, rollout_length=4, gradient_steps=4, gamma=0.9)

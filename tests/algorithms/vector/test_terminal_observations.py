@@ -12,27 +12,27 @@ import pytest
 import torch
 from vector_toys import Countdown, ppo
 
-from palestra.algorithms.vector.coma import COMA
-from palestra.algorithms.vector.cql import CQL
-from palestra.algorithms.vector.cql_sac import CQLSAC
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.facmac import FACMAC
-from palestra.algorithms.vector.iql import IQL
-from palestra.algorithms.vector.mat import MAT
-from palestra.algorithms.vector.maven import MAVEN
-from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.pqn import PQN
-from palestra.algorithms.vector.qmix import QMIX
-from palestra.algorithms.vector.sac import SAC
-from palestra.algorithms.vector.team_mixing import mix_values
-from palestra.algorithms.vector.trpo import TRPO
-from palestra.envs.vector.base import Continuous, VectorStep
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.mixers import SeatValues
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_episodes import record_vector_episodes
-from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
+from palestra.envs.vector_base import Continuous, VectorStep
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.coma import COMA
+from palestra.vector.algorithms.experimental.cql import CQL
+from palestra.vector.algorithms.experimental.cql_sac import CQLSAC
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.experimental.maven import MAVEN
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.pqn import PQN
+from palestra.vector.algorithms.qmix import QMIX
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.algorithms.team_mixing import mix_values
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.nets.mixers import SeatValues
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.episodes import record_vector_episodes
+from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
 
 OFF: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 4, "batch_size": 32, "learning_starts": 1}
 OFFLINE: dict[str, Any] = {"gradient_steps": 4, "batch_size": 32}

@@ -14,18 +14,19 @@ from torch.distributions import Categorical, Normal
 from torch.distributions import kl_divergence as torch_kl_divergence
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
-from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
-from palestra.algorithms.vector.trpo import TRPO, TRPOLearner
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.core.config.presets import expand_preset
+from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import PAYOFFS, MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack
-from palestra.nets.heads import CategoricalHead, GaussianHead, MultiCategoricalHead, kl_divergence
-from palestra.nets.natural_gradient import conjugate_gradient, dot, fisher_product
-from palestra.nets.on_device import RolloutTensors
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.vector.algorithms.experimental.trpo import TRPO, TRPOLearner
+from palestra.vector.algorithms.presets import VECTOR_PRESETS
+from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack
+from palestra.vector.nets.heads import CategoricalHead, GaussianHead, MultiCategoricalHead, kl_divergence
+from palestra.vector.nets.natural_gradient import conjugate_gradient, dot, fisher_product
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 SMALL = NetPolicyConfig(hidden=[3], lr=1e-2)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, ppo, train
 
-from palestra.algorithms.vector.actor_critic import ActorCriticLearner
-from palestra.algorithms.vector.ppo import PPO
-from palestra.envs.vector.base import VectorStep
-from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.losses.critics import value_loss
-from palestra.nets.normalise import rescale_outputs
-from palestra.nets.on_device import RolloutTensors
-from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.types import RolloutBatch
+from palestra.core.types import RolloutBatch
+from palestra.envs.vector_base import VectorStep
+from palestra.vector.algorithms.actor_critic import ActorCriticLearner
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.losses.critics import value_loss
+from palestra.vector.nets.normalise import rescale_outputs
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from vector_toys import train
 
-from palestra.algorithms.vector.coma import COMA
-from palestra.algorithms.vector.ddpg import DDPG
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.qmix import QMIX
-from palestra.envs.vector.combat import Combat
+from palestra.environments.combat.env import Combat
 from palestra.envs.vector.mpe import SimpleAdversary
-from palestra.learners.policy_stack import MAX_NORMALISED_INPUT, NetPolicyConfig
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.vector.algorithms.ddpg import DDPG
+from palestra.vector.algorithms.experimental.coma import COMA
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.qmix import QMIX
+from palestra.vector.learners.policy_stack import MAX_NORMALISED_INPUT, NetPolicyConfig
+from palestra.vector.rollouts.rollout import VectorRollout
 
 ALGORITHMS = [
     PPO(critic="central", rollout_length=8),

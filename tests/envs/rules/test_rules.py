@@ -10,26 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.envs.rules import (
-    BargainingRules,
-    KuhnRules,
-    LeducRules,
-    LiarsDiceRules,
-    Rules,
-    TicTacToeRules,
-    rules_for_env,
-)
-from palestra.envs.rules.bargaining import BargainingState
-from palestra.envs.rules.base import CHANCE, TERMINAL
-from palestra.envs.rules.kuhn import BET, PASS
-from palestra.envs.rules.leduc import CALL, FOLD, RAISE
-from palestra.envs.vector.base import VectorEnv
-from palestra.envs.vector.check import random_actions
+from palestra.envs.adapters.openspiel import OpenSpielRules
+from palestra.envs.rules.bargaining import BargainingRules, BargainingState
+from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
+from palestra.envs.rules.kuhn import BET, PASS, KuhnRules
+from palestra.envs.rules.leduc import CALL, FOLD, RAISE, LeducRules
+from palestra.envs.rules.liars_dice import LiarsDiceRules
+from palestra.envs.rules.tic_tac_toe import TicTacToeRules
+from palestra.envs.rules_by_env import rules_for_env
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.liars_dice import LiarsDice
-from palestra.envs.vector.openspiel import OpenSpielRules
-from palestra.tabular.game_tree import build_game_tree
+from palestra.envs.vector_base import VectorEnv
+from palestra.envs.vector_check import random_actions
+from palestra.populations.tabular.game_tree import build_game_tree
 
 OURS: list[tuple[Rules[Any], str]] = [
     (KuhnRules(), "kuhn_poker"),

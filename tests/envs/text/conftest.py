@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palestra.envs.text.code.test_runner import ProgramTestRunner
+from palestra.environments.code.test_runner import ProgramTestRunner
 from palestra.sandbox import client, open_sandbox
 
 if TYPE_CHECKING:
-    from palestra.envs.text.code.env import CoderTester
+    from palestra.environments.code.env import CoderTester
 
 
 @pytest.fixture
@@ -31,6 +31,6 @@ def add(tmp_path: Path) -> partial[CoderTester]:
     """The env with one problem, `add`."""
     from toy_code import ADD, write  # not above: it loads pyarrow, which the venv of OpenEnv's tests does not have
 
-    from palestra.envs.text.code.env import CoderTester
+    from palestra.environments.code.env import CoderTester
 
     return partial(CoderTester, source=write(tmp_path / "add.jsonl", ADD), split="all")

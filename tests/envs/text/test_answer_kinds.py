@@ -15,9 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from palestra.envs.text.math.answer_extraction import answers_equal_text
-from palestra.envs.text.math.env import Math
-from palestra.envs.text.math.grading import CORRECT, AnswerGrade, grade_answer, grade_directly
+from palestra.environments.math.answer_extraction import answers_equal_text
+from palestra.environments.math.env import Math
+from palestra.environments.math.grading import CORRECT, AnswerGrade, grade_answer, grade_directly
 
 # family, question, right answer, variants of it, others
 ANSWERS: list[tuple[str, str, str, list[str], list[str]]] = [

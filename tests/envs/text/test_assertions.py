@@ -10,11 +10,11 @@ import pytest
 from toy_code import play, scripted_pair
 from toy_programs import failures, try_program
 
-from palestra.envs.text.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
-from palestra.envs.text.code.env import CoderTester
-from palestra.envs.text.code.files import load_programs
-from palestra.envs.text.code.programs import ProgramProblem
-from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
+from palestra.environments.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
+from palestra.environments.code.env import CoderTester
+from palestra.environments.code.files import load_programs
+from palestra.environments.code.programs import ProgramProblem
+from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 
 PROMPT = "from typing import List\nimport math\n\n\ndef shift(s: str):\n    return s[1:] + s[:1]\n\n"
 
@@ -204,7 +204,7 @@ def test_assertions_without_the_function_are_refused(
 def test_stateful_assertions_are_separated_correctly(
     lab: ProgramTestRunner, test: str, passes: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("palestra.envs.text.code.test_runner.MAX_CALL_ROUNDS", 3)
+    monkeypatch.setattr("palestra.environments.code.test_runner.MAX_CALL_ROUNDS", 3)
     code = ProgramSpec("def f(x):\n    return x + 1", "assertion", "f")
     if passes is None:
         with pytest.raises(ValueError, match="bytes of arguments"):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from toy_code import ADD, GOOD, play, scripted_pair, write
 
-from palestra.envs.text.code import env as code
-from palestra.envs.text.code.env import CoderTester
-from palestra.policies.base import Query
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.core.types import Episode, Step
+from palestra.environments.code import env as code
+from palestra.environments.code.env import CoderTester
 from palestra.sandbox import Sandbox, client
-from palestra.types import Episode, Step
+from palestra.text.policies.base import Query
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 pytestmark = pytest.mark.usefixtures("sandboxed")
 

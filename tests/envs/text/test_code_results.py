@@ -14,12 +14,12 @@ import pytest
 from toy_code import ADD, play, scripted_pair, write
 from toy_programs import try_program
 
-from palestra.envs.text.code import test_runner
-from palestra.envs.text.code.answers import read_test
-from palestra.envs.text.code.env import CoderTester, _lab
-from palestra.envs.text.code.results import NO_VALUE, matches_literal, outputs_equal, parse_encoding, to_python_text
-from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
-from palestra.types import Step
+from palestra.core.types import Step
+from palestra.environments.code import test_runner
+from palestra.environments.code.answers import read_test
+from palestra.environments.code.env import CoderTester, _lab
+from palestra.environments.code.results import NO_VALUE, matches_literal, outputs_equal, parse_encoding, to_python_text
+from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 
 MIB = 2**20
 STEP = 2**61 - 1  # all multiples have the same hash

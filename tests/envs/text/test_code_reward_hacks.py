@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from toy_code import ADD, play, scripted_pair, write
 
-from palestra.envs.text.code.env import CoderTester
-from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
+from palestra.environments.code.env import CoderTester
+from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 from palestra.sandbox import ResourceLimits
 
 LIMITS = ResourceLimits(wall=5, cpu=5, memory=128 * 2**20, disk=16 * 2**20)

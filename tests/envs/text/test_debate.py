@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from toy_debates import expert, play
 
+from palestra.environments.debate.arguments import SIDES
+from palestra.environments.debate.env import Debate
+from palestra.environments.debate.judge_endpoint import EndpointJudge
+from palestra.environments.debate.topics import TOPICS_FILE, TopicEntry, draw_file_topic, draw_synthetic_topic
 from palestra.envs import check_env, validate_env_options
-from palestra.envs.text.debate.arguments import SIDES
-from palestra.envs.text.debate.env import Debate
-from palestra.envs.text.debate.judge_endpoint import EndpointJudge
-from palestra.envs.text.debate.topics import TOPICS_FILE, TopicEntry, draw_file_topic, draw_synthetic_topic
-from palestra.envs.text.splits import SPLIT_SHARES, split_of_text
+from palestra.envs.support.splits import SPLIT_SHARES, split_of_text
 
 DRILLS = {"source": "drills", "rendering": "compact"}
 WORDS = ("claim", "because", "against", "so", "yes", "no", "r1", "r2", "r3", "r4", "P1", "C1", "pro", "con", "####")

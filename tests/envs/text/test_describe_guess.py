@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from palestra.chat import Chat
-from palestra.envs import check_env
-from palestra.envs.text.guessing.describe import (
+from palestra.core.chat import Chat
+from palestra.environments.guessing.describe import (
     DESCRIPTIONS,
     DescribeGuess,
     draw_instance,
@@ -14,7 +13,8 @@ from palestra.envs.text.guessing.describe import (
     named_choice,
     names_thing,
 )
-from palestra.envs.text.splits import split_of_text
+from palestra.envs import check_env
+from palestra.envs.support.splits import split_of_text
 
 
 def test_episode_by_hand():

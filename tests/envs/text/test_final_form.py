@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from palestra.envs.text.math import final_form
-from palestra.envs.text.math.grading import grade_answer, grade_directly
-from palestra.envs.text.math.plain_numbers import parse_plain_number
+from palestra.environments.math import final_form
+from palestra.environments.math.grading import grade_answer, grade_directly
+from palestra.environments.math.plain_numbers import parse_plain_number
 
 # answer, right answer
 NUMBERS = [

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from palestra.environments.guessing.env import GuessingGame, GuessNumber
+from palestra.environments.guessing.twenty_questions import TABLE_FILE, TwentyQuestions, read_table
 from palestra.envs import check_env
-from palestra.envs.text.guessing.env import GuessingGame, GuessNumber
-from palestra.envs.text.guessing.twenty_questions import TABLE_FILE, TwentyQuestions, read_table
-from palestra.envs.text.splits import SPLIT_SHARES
+from palestra.envs.support.splits import SPLIT_SHARES
 
 NUMBERS: list[dict[str, Any]] = [
     {},

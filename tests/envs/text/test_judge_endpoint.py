@@ -13,13 +13,13 @@ from email.utils import formatdate
 import pytest
 from toy_debates import Endpoint, Reply, debate_in, endpoint, expert, play, playing
 
+from palestra.core.http.chat_client import EndpointError
+from palestra.environments.debate import verdict_cache
+from palestra.environments.debate.env import Debate
+from palestra.environments.debate.judge_endpoint import EndpointJudge, read_scores
 from palestra.envs import check_env
-from palestra.envs.text.debate import verdict_cache
-from palestra.envs.text.debate.env import Debate
-from palestra.envs.text.debate.judge_endpoint import EndpointJudge, read_scores
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-from palestra.web.chat_client import EndpointError
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 KEY = "sk-very-secret-4711"
 
@@ -314,7 +314,7 @@ def test_disk_cache_survives_the_process(tmp_path, monkeypatch):
             "import asyncio, random\n"
             "from palestra.envs import make_env\n"
             "async def go():\n"
-            f"    env = make_env('palestra.envs.text.debate.env:Debate', source='drills', rounds=1, judge=dict(\n"
+            f"    env = make_env('palestra.environments.debate.env:Debate', source='drills', rounds=1, judge=dict(\n"
             f"        url={server.url!r}, model='toy-judge', cache={str(cache)!r}))\n"
             "    step = env.reset(0)\n"
             "    while not step.done:\n"

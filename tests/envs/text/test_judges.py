@@ -7,12 +7,12 @@ import random
 import pytest
 from toy_debates import expert, play
 
+from palestra.environments.debate.argument_parser import parse_argument
+from palestra.environments.debate.arguments import Argument, Fact, Topic, content_words
+from palestra.environments.debate.env import Debate
+from palestra.environments.debate.judges import RuleJudge, ScoreWeights, Speech, read_verdict, repetition_rate
+from palestra.environments.debate.topics import FACT_TOKENS
 from palestra.envs import make_env
-from palestra.envs.text.debate.argument_parser import parse_argument
-from palestra.envs.text.debate.arguments import Argument, Fact, Topic, content_words
-from palestra.envs.text.debate.env import Debate
-from palestra.envs.text.debate.judges import RuleJudge, ScoreWeights, Speech, read_verdict, repetition_rate
-from palestra.envs.text.debate.topics import FACT_TOKENS
 
 DRILL = Topic(
     "c1", (Fact("r1", "r1", "pro"), Fact("r7", "r7", "pro"), Fact("r3", "r3", "con"), Fact("r9", "r9", "con"))
@@ -216,10 +216,10 @@ def test_weights_are_options():
     only = ScoreWeights(structure=0, evidence=1, rebuttal=0, repetition=0)
     speeches = scores(DRILL, "r1 r7", "claim r3 because r9 against r1 so no", weights=only)
     assert [s.parts.worth for s in speeches] == [1.0, 1.0]
-    env = make_env("palestra.envs.text.debate.env:Debate", weights={"evidence": 0.5})
+    env = make_env("palestra.environments.debate.env:Debate", weights={"evidence": 0.5})
     assert env.weights == ScoreWeights(evidence=0.5)
     with pytest.raises(ValueError, match="no side could ever win"):
-        make_env("palestra.envs.text.debate.env:Debate", weights={"structure": 0, "evidence": 0, "rebuttal": 0})
+        make_env("palestra.environments.debate.env:Debate", weights={"structure": 0, "evidence": 0, "rebuttal": 0})
 
 
 # ---- verdicts

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from palestra.envs.text.math import grader_client
-from palestra.envs.text.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
-from palestra.envs.text.math.env import Math
-from palestra.envs.text.math.grader_client import GraderClient
-from palestra.envs.text.math.grading import CORRECT, INCORRECT, UNREADABLE, AnswerGrade, grade_answer, grade_directly
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.environments.math import grader_client
+from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
+from palestra.environments.math.env import Math
+from palestra.environments.math.grader_client import GraderClient
+from palestra.environments.math.grading import CORRECT, INCORRECT, UNREADABLE, AnswerGrade, grade_answer, grade_directly
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 HANG = "(x+1)^{99999}"  # sympy would expand it
 GOLD = "2\\sqrt{2}"  # not a plain number, so math-verify grades it
@@ -284,8 +284,8 @@ def test_repeatedly_dying_graders_are_given_up(graders):
 def test_graders_end_with_their_parent():
     code = f"""
 import asyncio, os, signal, time
-from palestra.envs.text.math.grader_client import MATH_GRADER
-from palestra.envs.text.math.grading import grade_answer
+from palestra.environments.math.grader_client import MATH_GRADER
+from palestra.environments.math.grading import grade_answer
 
 async def main():
     asked = asyncio.create_task(grade_answer({HANG!r}, {GOLD!r}, cpu_limit_s=30.0))

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
+from palestra.environments.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
+from palestra.environments.math.env import Math
+from palestra.environments.math.generate import PROBLEM_GENERATORS
+from palestra.environments.math.grading import CORRECT, UNREADABLE, grade_directly
+from palestra.environments.math.problem import Problem
+from palestra.environments.math.qa_files import load_problems
+from palestra.environments.math.tool import arithmetic_output, extract_program, run_program
 from palestra.envs import check_env
-from palestra.envs.text.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
-from palestra.envs.text.math.env import Math
-from palestra.envs.text.math.generate import PROBLEM_GENERATORS
-from palestra.envs.text.math.grading import CORRECT, UNREADABLE, grade_directly
-from palestra.envs.text.math.problem import Problem
-from palestra.envs.text.math.qa_files import load_problems
-from palestra.envs.text.math.tool import arithmetic_output, extract_program, run_program
 from palestra.sandbox import open_sandbox
 
 SUM = Problem("Work out 12 + 7 * 2.", "26", "12 + 7 * 2", "12+7*2", "arithmetic", needs_computation=True)

@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 
-from palestra.chat import Chat
+from palestra.core.chat import Chat
+from palestra.environments.math.relay import MathRelay, Signs, relay_story, seat_question
+from palestra.environments.math.review import last_number
 from palestra.envs import check_env
-from palestra.envs.text.math.relay import MathRelay, Signs, relay_story, seat_question
-from palestra.envs.text.math.review import last_number
-from palestra.envs.text.splits import Split
+from palestra.envs.support.splits import Split
 
 NUMBER = re.compile(r"\d+")
 LESS = re.compile(r"loses|gives \d+ to|get off|run away|spends")

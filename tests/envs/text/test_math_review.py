@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from palestra.chat import Chat
+from palestra.core.chat import Chat
+from palestra.environments.math.grading import CORRECT, grade_directly
+from palestra.environments.math.problem_source import ProblemSource
+from palestra.environments.math.review import MathReview, last_number
 from palestra.envs import check_env
-from palestra.envs.text.math.grading import CORRECT, grade_directly
-from palestra.envs.text.math.problem_source import ProblemSource
-from palestra.envs.text.math.review import MathReview, last_number
-from palestra.envs.text.splits import split_of_text
+from palestra.envs.support.splits import split_of_text
 
 
 def test_episode_by_hand():

@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from palestra.envs.text.math.env import Math
-from palestra.envs.text.math.problem import Problem
-from palestra.envs.text.math.reasoning import _entry, reasoning_problem
+from palestra.environments.math.env import Math
+from palestra.environments.math.problem import Problem
+from palestra.environments.math.reasoning import _entry, reasoning_problem
 
 SUM = Problem("Work out 12 / 4 + 39.", "42", "12 / 4 + 39", "12//4+39", "sum", needs_computation=True)
 BOUND = Problem("Solve for x: 2x > 7.", "x > 7/2", "2x > 7", "'x > 7/2'", "bound", needs_computation=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
-from palestra.envs.text.adapters.openenv import OpenEnv
+from palestra.envs.adapters.openenv import OpenEnv
 
 Reply = Callable[[int, str], dict[str, Any]]  # from the number of the session and the type of the message
 

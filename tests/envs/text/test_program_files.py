@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 from toy_programs import failures, try_program
 
-from palestra.envs.text.code.files import load_programs
-from palestra.envs.text.code.programs import ProgramProblem
-from palestra.envs.text.code.test_runner import ProgramTest, ProgramTestRunner
+from palestra.environments.code.files import load_programs
+from palestra.environments.code.programs import ProgramProblem
+from palestra.environments.code.test_runner import ProgramTest, ProgramTestRunner
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/x",
@@ -227,6 +227,6 @@ def test_deep_json_is_refused_with_its_row(tmp_path: Path, column: str) -> None:
 
 
 def test_hidden_tests_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.envs.text.code.files.MAX_UNPACKED_BYTES", 10_000)
+    monkeypatch.setattr("palestra.environments.code.files.MAX_UNPACKED_BYTES", 10_000)
     with pytest.raises(ValueError, match="more than 10000 bytes"):
         load(tmp_path, LIVE_STDIN | {"private_test_cases": packed("x" * 10**6)})

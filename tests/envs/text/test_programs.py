@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from toy_programs import failures, try_program
 
-from palestra.envs.text.code.files import BUILT_IN_PROGRAMS, load_programs
-from palestra.envs.text.code.harness import encode_value
-from palestra.envs.text.code.programs import select_problems
-from palestra.envs.text.code.results import (
+from palestra.environments.code.files import BUILT_IN_PROGRAMS, load_programs
+from palestra.environments.code.harness import encode_value
+from palestra.environments.code.programs import select_problems
+from palestra.environments.code.results import (
     NO_VALUE,
     matches_literal,
     outputs_equal,
@@ -20,14 +20,14 @@ from palestra.envs.text.code.results import (
     parse_literal,
     to_python_text,
 )
-from palestra.envs.text.code.synthetic_programs import (
+from palestra.environments.code.synthetic_programs import (
     SyntheticProgram,
     all_synthetic_programs,
     draw_synthetic_program,
     synthetic_problem,
 )
-from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTestResult, ProgramTestRunner
-from palestra.envs.text.splits import split_of_text
+from palestra.environments.code.test_runner import ProgramSpec, ProgramTestResult, ProgramTestRunner
+from palestra.envs.support.splits import split_of_text
 from palestra.sandbox import ResourceLimits
 
 # ---- shipped problems

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.envs.text.math import confinement, evaluated_tasks, grader_client, grader_process
-from palestra.envs.text.math.answer_syntax import evaluate_exact, parse_formula, parse_value
-from palestra.envs.text.math.grading import INCORRECT, UNREADABLE, AnswerGrade
-from palestra.envs.text.math.reasoning import _dataset, _entry, check_tasks, grade_reasoning, reasoning_problem
+from palestra.environments.math import confinement, evaluated_tasks, grader_client, grader_process
+from palestra.environments.math.answer_syntax import evaluate_exact, parse_formula, parse_value
+from palestra.environments.math.grading import INCORRECT, UNREADABLE, AnswerGrade
+from palestra.environments.math.reasoning import _dataset, _entry, check_tasks, grade_reasoning, reasoning_problem
 
 EVALUATING = [*evaluated_tasks.DIRECT_SCORERS, *evaluated_tasks.SYMBOLIC_TASKS]
 CONFINED = pytest.mark.skipif(confinement.unavailable_reason() is not None, reason="judges cannot be confined here")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from palestra.envs.text.safe_eval import AllowedParts, NotAllowed, safe_eval
+from palestra.envs.support.safe_eval import AllowedParts, NotAllowed, safe_eval
 
 
 def below_100(number: Any) -> Any:

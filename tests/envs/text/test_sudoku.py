@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from palestra.envs import check_env
-from palestra.envs.text.splits import SPLIT_SHARES, split_of_text
-from palestra.envs.text.sudoku import canonical
-from palestra.envs.text.sudoku import env as sudoku
-from palestra.envs.text.sudoku.canonical import Puzzle, canonical_text, cell_permutations, draw_puzzle, line_orders
-from palestra.envs.text.sudoku.env import Sudoku
-from palestra.envs.text.sudoku.solver import (
+from palestra.environments.sudoku import canonical
+from palestra.environments.sudoku import env as sudoku
+from palestra.environments.sudoku.canonical import Puzzle, canonical_text, cell_permutations, draw_puzzle, line_orders
+from palestra.environments.sudoku.env import Sudoku
+from palestra.environments.sudoku.solver import (
     BOXES,
     find_solutions,
     forced_cells,
@@ -22,7 +20,9 @@ from palestra.envs.text.sudoku.solver import (
     remove_clues,
     violated_units,
 )
-from palestra.envs.text.sudoku.text import read_cells
+from palestra.environments.sudoku.text import read_cells
+from palestra.envs import check_env
+from palestra.envs.support.splits import SPLIT_SHARES, split_of_text
 
 # 1 2 | 3 4
 # 3 4 | 1 2

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from palestra.chat import Chat, parse_tool_call
+from palestra.core.chat import Chat, parse_tool_call
+from palestra.environments.tools.review import PlaceLibrary, ToolReview, draw_question, is_right, render, run_call
+from palestra.environments.tools.synthetic_world import PLACE_NAMES
 from palestra.envs import check_env
-from palestra.envs.text.splits import split_of_text
-from palestra.envs.text.tools.review import PlaceLibrary, ToolReview, draw_question, is_right, render, run_call
-from palestra.envs.text.tools.synthetic_world import PLACE_NAMES
+from palestra.envs.support.splits import split_of_text
 
 SEED = 3
 RIGHT = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from palestra.chat import ToolCall
-from palestra.envs.text.tools import timeouts
-from palestra.envs.text.tools.calculator import calculator, evaluate
-from palestra.envs.text.tools.library import (
+from palestra.core.chat import ToolCall
+from palestra.environments.tools import timeouts
+from palestra.environments.tools.calculator import calculator, evaluate
+from palestra.environments.tools.library import (
     BUILT_IN_CORPUS,
     Document,
     DocumentIndex,
@@ -27,8 +27,8 @@ from palestra.envs.text.tools.library import (
     read_documents,
     search_tool,
 )
-from palestra.envs.text.tools.repl import MAX_CELLS, python_tool
-from palestra.envs.text.tools.tool_state import (
+from palestra.environments.tools.repl import MAX_CELLS, python_tool
+from palestra.environments.tools.tool_state import (
     FILE_TOOLS,
     MAX_FILES,
     MAX_TOTAL_CHARS,
@@ -36,7 +36,7 @@ from palestra.envs.text.tools.tool_state import (
     ToolState,
     normalize_path,
 )
-from palestra.envs.text.tools.toolbox import Toolbox, make_tool
+from palestra.environments.tools.toolbox import Toolbox, make_tool
 from palestra.sandbox import open_sandbox
 
 

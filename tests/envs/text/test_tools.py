@@ -13,19 +13,19 @@ from itertools import pairwise
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from palestra.chat import Chat, messages_after, render_message, tool_calls_of
+from palestra.core.chat import Chat, messages_after, render_message, tool_calls_of
+from palestra.environments.tools.env import FOUND_REWARD, INVALID_PENALTY, NOTE_REWARD, VALID_CALLS_REWARD, Tools
+from palestra.environments.tools.library import BUILT_IN_CORPUS, open_index
+from palestra.environments.tools.synthetic_world import PLACE_NAMES, SyntheticLibrary
+from palestra.environments.tools.tasks import TASK_KINDS, is_correct
 from palestra.envs import make_env
 from palestra.envs.base import check_env
-from palestra.envs.text.splits import SPLIT_SHARES
-from palestra.envs.text.tools.env import FOUND_REWARD, INVALID_PENALTY, NOTE_REWARD, VALID_CALLS_REWARD, Tools
-from palestra.envs.text.tools.library import BUILT_IN_CORPUS, open_index
-from palestra.envs.text.tools.synthetic_world import PLACE_NAMES, SyntheticLibrary
-from palestra.envs.text.tools.tasks import TASK_KINDS, is_correct
-from palestra.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
-from palestra.policies.scripted import ExpertPolicy, ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.envs.support.splits import SPLIT_SHARES
 from palestra.sandbox import open_sandbox
 from palestra.testing import tiny_tokenizer
+from palestra.text.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
+from palestra.text.policies.scripted import ExpertPolicy, ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 LIGHT = ["lookup", "compute", "lookup_compute", "files"]  # all but python, which starts a process per call
 
@@ -36,7 +36,7 @@ def tools(**options):
         open_sandbox()
     except ValueError:
         options["unsafe"] = True
-    return make_env("palestra.envs.text.tools.env:Tools", **options)
+    return make_env("palestra.environments.tools.env:Tools", **options)
 
 
 def tool_call(name, **arguments):

@@ -13,13 +13,13 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from palestra.chat import Chat
+from palestra.core.chat import Chat
 from palestra.envs import make_env
+from palestra.envs.adapters.workflow import Workflow
 from palestra.envs.base import check_env
-from palestra.envs.text.adapters.workflow import Workflow
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import load_episodes, to_table
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 PAIR = ["guide", "walker"]
 TESTS = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from palestra.envs.vector.overcooked import Overcooked
+from palestra.environments.overcooked.env import Overcooked
 
 LAYOUTS = {  # by JaxMARL's names
     "cramped_room": "cramped_room",

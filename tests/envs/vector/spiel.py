@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyspiel
 
-from palestra.envs.vector.base import VectorEnv, VectorStep
+from palestra.envs.vector_base import VectorEnv, VectorStep
 
 
 class Mirror:

@@ -8,12 +8,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from palestra.envs.vector.base import Discrete
-from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.combat import Combat
-from palestra.envs.vector.combat_maps import FULL_HEALTH, FULL_SHIELD, MAPS, RELOAD, TYPE_BIT, CombatMap
-from palestra.envs.vector.combat_start import COOLDOWN, HEALTH, SHIELD, X, Y
-from palestra.envs.vector.pettingzoo.export import to_parallel
+from palestra.environments.combat.env import Combat
+from palestra.environments.combat.maps import FULL_HEALTH, FULL_SHIELD, MAPS, RELOAD, TYPE_BIT, CombatMap
+from palestra.environments.combat.start import COOLDOWN, HEALTH, SHIELD, X, Y
+from palestra.envs.adapters.pettingzoo.export import to_parallel
+from palestra.envs.vector_base import Discrete
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 STOP, EAST, ATTACK = 1, 4, 6
 

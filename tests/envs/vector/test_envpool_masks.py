@@ -40,15 +40,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes an EnvPoolEnv of 2 games of a given action space and mask."""
     package: Any = ModuleType("envpool")
     monkeypatch.setitem(sys.modules, "envpool", package)
-    monkeypatch.delitem(sys.modules, "palestra.envs.vector.envpool", raising=False)
-    from palestra.envs.vector.envpool import EnvPoolEnv
+    monkeypatch.delitem(sys.modules, "palestra.envs.adapters.envpool", raising=False)
+    from palestra.envs.adapters.envpool import EnvPoolEnv
 
     def made(action_space: spaces.Space[Any], mask: Any, shown: Any = None) -> EnvPoolEnv:
         package.make_gymnasium = lambda id, num_envs, env_seed: Pool(num_envs, action_space, mask, shown)
         return EnvPoolEnv(2, id="Toy-v0")
 
     yield made
-    sys.modules.pop("palestra.envs.vector.envpool")
+    sys.modules.pop("palestra.envs.adapters.envpool")
 
 
 @pytest.mark.parametrize(

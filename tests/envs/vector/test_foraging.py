@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from lbforaging.foraging.environment import ForagingEnv  # type: ignore[import-untyped]
 
-from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.foraging import Foraging
+from palestra.environments.foraging.env import Foraging
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 VARIANTS: list[dict[str, Any]] = [
     {},

@@ -12,9 +12,7 @@ import pytest
 from gymnasium import spaces
 from mortal_games import Trio
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
-from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.gymnasium import (
+from palestra.envs.adapters.gymnasium import (
     GymnasiumEnv,
     GymnasiumGame,
     action_decoder,
@@ -22,7 +20,9 @@ from palestra.envs.vector.gymnasium import (
     obs_encoder,
     split_action_mask,
 )
-from palestra.envs.vector.sync_vector import SyncVectorEnv, episode_seed
+from palestra.envs.batch.sync_vector import SyncVectorEnv, episode_seed
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 
 @pytest.mark.parametrize(

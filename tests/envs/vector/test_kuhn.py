@@ -10,8 +10,8 @@ import pyspiel
 import pytest
 from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
-from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.kuhn import BET, KuhnPoker
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 JACK, QUEEN, KING = 0, 1, 2
 FIRST = {(JACK, ""): 0, (QUEEN, ""): 0, (KING, ""): 0, (JACK, "pb"): 0, (QUEEN, "pb"): 1 / 3, (KING, "pb"): 1}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
-from palestra.envs.vector.base import VectorStep
-from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
+from palestra.envs.vector_base import VectorStep
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 
 def test_ten_thousand_games_equal_openspiel() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
-from palestra.envs.vector.base import VectorStep
-from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.liars_dice import LiarsDice
+from palestra.envs.vector_base import VectorStep
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 
 def mirrored(games: int, dice: int, faces: int) -> Mirror:

@@ -9,8 +9,8 @@ import numpy as np
 import pyspiel
 import pytest
 
-from palestra.envs.vector.check import check_vector_env
 from palestra.envs.vector.matrix import MatrixGame, MStepGame, TwoStepGame
+from palestra.envs.vector_check import check_vector_env
 
 THEIRS = {
     "rock_paper_scissors": "matrix_rps",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.envs.vector.base import VectorEnv, VectorStep
-from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.mpe import SimpleAdversary, SimpleSpeakerListener, SimpleSpread, SimpleTag
+from palestra.envs.vector_base import VectorEnv, VectorStep
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of pygame, which mpe2 draws with

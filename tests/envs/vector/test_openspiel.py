@@ -9,9 +9,9 @@ import pyspiel
 import pytest
 
 import palestra as pl
-from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.openspiel import OpenSpielEnv, OpenSpielGame
-from palestra.envs.vector.sync_vector import SyncVectorEnv
+from palestra.envs.adapters.openspiel import OpenSpielEnv, OpenSpielGame
+from palestra.envs.batch.sync_vector import SyncVectorEnv
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,8 @@ import pytest
 from envs.vector.overcooked_games import LAYOUTS, RECORDED, Recording, read_recordings, replay
 
 import palestra as pl
-from palestra.envs.vector.base import VectorStep
-from palestra.envs.vector.canvas import GREEN, RED
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.overcooked import AMBER, Overcooked
-from palestra.envs.vector.overcooked_rules import (
+from palestra.environments.overcooked.env import AMBER, Overcooked
+from palestra.environments.overcooked.rules import (
     DOWN,
     INTERACT,
     LEFT,
@@ -34,6 +31,9 @@ from palestra.envs.vector.overcooked_rules import (
     UP,
     URGENT,
 )
+from palestra.envs.batch.canvas import GREEN, RED
+from palestra.envs.vector_base import VectorStep
+from palestra.envs.vector_check import check_vector_env
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from toy_games import Counting
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
-from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.adapters.pettingzoo.export import to_aec, to_parallel
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv, load_game, strip_check_wrappers
+from palestra.envs.batch.sync_vector import SingleStep, SyncVectorEnv, VectorEnvSpec, episode_seed
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import MatrixGame
-from palestra.envs.vector.pettingzoo.export import to_aec, to_parallel
-from palestra.envs.vector.pettingzoo.games import PettingZooEnv, load_game, strip_check_wrappers
-from palestra.envs.vector.sync_vector import SingleStep, SyncVectorEnv, VectorEnvSpec, episode_seed
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 # the package imports itself under its old name
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):

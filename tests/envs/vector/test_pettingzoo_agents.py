@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 from mortal_games import Parting, PartingTurns
 
-from palestra.envs.vector.pettingzoo.games import AECGame, ParallelGame
-from palestra.envs.vector.sync_vector import SyncVectorEnv
+from palestra.envs.adapters.pettingzoo.games import AECGame, ParallelGame
+from palestra.envs.batch.sync_vector import SyncVectorEnv
 
 
 class Returns(Parting):

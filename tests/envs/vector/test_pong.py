@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.envs.vector.base import Discrete
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.pong import Pong
+from palestra.environments.pong.env import Pong
+from palestra.envs.vector_base import Discrete
+from palestra.envs.vector_check import check_vector_env
 
 STAY, UP, DOWN = 0, 1, 2
 Player = Callable[[Pong, int], np.ndarray]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from palestra.envs.vector.rng import next_uint64, random_below, seed_streams, uniform
+from palestra.envs.batch.rng import next_uint64, random_below, seed_streams, uniform
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**40])

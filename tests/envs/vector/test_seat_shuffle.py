@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from palestra.environments.pong.env import Pong
 from palestra.envs import check_env
+from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.mpe import SimpleAdversary
-from palestra.envs.vector.pettingzoo.games import PettingZooEnv
-from palestra.envs.vector.pong import Pong
-from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
-from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.vector.policies.base import UniformVectorPolicy
+from palestra.vector.rollouts.rollout import VectorRollout
 
 
 def test_env_passes_the_env_check() -> None:

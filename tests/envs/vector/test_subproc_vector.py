@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from toy_games import Counting, Falls, Unmakable
 
-from palestra.envs.vector.base import VectorStep
-from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.subproc_vector import PackageVectorEnv, SubprocVectorEnv
-from palestra.envs.vector.sync_vector import SyncVectorEnv
+from palestra.envs.batch.subproc_vector import PackageVectorEnv, SubprocVectorEnv
+from palestra.envs.batch.sync_vector import SyncVectorEnv
+from palestra.envs.vector_base import VectorStep
+from palestra.envs.vector_check import check_vector_env, random_actions
 
 SHARED = Path("/dev/shm")
 
@@ -209,7 +209,7 @@ def test_package_env_runs_in_process_or_subprocesses() -> None:
 PARENT = """
 import signal
 import numpy as np
-from palestra.envs.vector.subproc_vector import SubprocVectorEnv
+from palestra.envs.batch.subproc_vector import SubprocVectorEnv
 from toy_games import Counting
 
 if __name__ == "__main__":

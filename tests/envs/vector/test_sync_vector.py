@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from toy_games import Counting
 
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.sync_vector import SyncVectorEnv, VectorEnvSpec, clip_actions, episode_seed
+from palestra.envs.batch.sync_vector import SyncVectorEnv, VectorEnvSpec, clip_actions, episode_seed
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete
+from palestra.envs.vector_check import check_vector_env
 
 
 def test_sync_env_passes_the_vector_env_check() -> None:
@@ -74,7 +74,7 @@ def test_games_are_saved_by_their_actions() -> None:
 
 def test_long_games_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Games of more than 5 steps here: a game of 5 ends with its fifth, one of 7 continues."""
-    monkeypatch.setattr("palestra.envs.vector.sync_vector.MAX_REPLAY_STEPS", 5)
+    monkeypatch.setattr("palestra.envs.batch.sync_vector.MAX_REPLAY_STEPS", 5)
     short, long = SyncVectorEnv(Counting, 1), SyncVectorEnv(Counting, 1)
     short.reset(np.array([5]))
     long.reset(np.array([7]))

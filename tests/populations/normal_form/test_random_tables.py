@@ -9,8 +9,8 @@ from open_spiel.python.algorithms import projected_replicator_dynamics as spiel_
 from open_spiel.python.algorithms import regret_matching as spiel_regrets
 from open_spiel.python.egt import alpharank as spiel_ranks
 
-from palestra.populations import solvers
 from palestra.populations.normal_form.payoff_tensors import cce_gains, ce_gains, joint_distribution, marginals
+from palestra.populations.plans import solvers
 
 MAX_GAIN = 1e-6  # in units of payoffs whose largest is about 1 to 3
 CHUNK = 50  # tables of one test

@@ -7,11 +7,11 @@ two tokens, "r2 c3": small models learn such factorised coordinates far faster t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from palestra.envs.text.answers import answer_words
+from palestra.envs.support.answers import answer_words
 
 DIRECTIONS = ("up", "down", "left", "right")
 OPPOSITE = (1, 0, 3, 2)
@@ -67,24 +67,6 @@ def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[in
                 far[cell] = far[at] + 1
                 queue.append(cell)
     return far
-
-
-@cache
-def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the 8 rotations and reflections of a square, each a tuple `image[cell]` of `size * size` cells."""
-    last = size - 1
-    images: list[Callable[[int, int], tuple[int, int]]] = [
-        lambda r, c: (r, c),
-        lambda r, c: (c, last - r),
-        lambda r, c: (last - r, last - c),
-        lambda r, c: (last - c, r),
-        lambda r, c: (r, last - c),
-        lambda r, c: (last - r, c),
-        lambda r, c: (c, r),
-        lambda r, c: (last - c, last - r),
-    ]
-    places = [[image(r, c) for r in range(size) for c in range(size)] for image in images]
-    return tuple(tuple(r * size + c for r, c in cells) for cells in places)
 
 
 @cache

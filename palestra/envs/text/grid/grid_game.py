@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
-from palestra.envs.text.options import BoardRendering, RewardMode, check_range
-from palestra.types import Seat, Step
 
 SOLVED_REWARD = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it
 UNREADABLE_PENALTY = 0.1  # local penalty for an answer that cannot be read

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from palestra.envs.support.options import BoardRendering, RewardMode, check_range
+from palestra.envs.support.splits import Split, draw_layout
 from palestra.envs.text.grid.grid import (
     Grid,
     cell_names,
@@ -26,8 +28,6 @@ from palestra.envs.text.grid.grid import (
     reachable,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
-from palestra.envs.text.options import BoardRendering, RewardMode, check_range
-from palestra.envs.text.splits import Split, draw_layout
 
 RULES_TEXT = (
     "You play Plan-Path: a walker (@) must reach the goal (G) on a square board of cells. Rows count down from 0 at "

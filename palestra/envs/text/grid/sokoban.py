@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from palestra.envs.support.options import BoardRendering, RewardMode, check_range
+from palestra.envs.support.splits import Split, draw_layout
 from palestra.envs.text.grid import sokoban_solver as rules
 from palestra.envs.text.grid.grid import (
     DIRECTIONS,
@@ -22,8 +24,6 @@ from palestra.envs.text.grid.grid import (
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
 from palestra.envs.text.grid.sokoban_solver import SokobanState
-from palestra.envs.text.options import BoardRendering, RewardMode, check_range
-from palestra.envs.text.splits import Split, draw_layout
 
 MAX_BOXES = 4
 RULES_TEXT = (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from palestra.envs import check_env
-from palestra.envs.text.adapters.openenv import OpenEnv
+from palestra.envs.adapters.openenv import OpenEnv
 
 pytestmark = pytest.mark.peers
 SERVER = Path(__file__).with_name("openenv_server.py")

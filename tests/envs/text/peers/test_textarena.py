@@ -11,7 +11,7 @@ import pytest
 import textarena
 
 from palestra.envs import check_env
-from palestra.envs.text.adapters.textarena import EliminatedPlayers, TextArena
+from palestra.envs.adapters.textarena import EliminatedPlayers, TextArena
 
 pytestmark = pytest.mark.peers
 

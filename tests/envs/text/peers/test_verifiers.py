@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from palestra.chat import Chat
+from palestra.core.chat import Chat
 from palestra.envs import check_env
-from palestra.envs.text.adapters.verifiers import Verifiers
-from palestra.envs.text.splits import SPLIT_SHARES
-from palestra.policies.scripted import ScriptedPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.envs.adapters.verifiers import Verifiers
+from palestra.envs.support.splits import SPLIT_SHARES
+from palestra.text.policies.scripted import ScriptedPolicy
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 pytestmark = pytest.mark.peers
 WORDS = 27  # of the toy task set

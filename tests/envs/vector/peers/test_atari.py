@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 with warnings.catch_warnings(action="ignore"):
-    from palestra.envs.vector.atari import AtariEnv, AtariGame, area_resize_weights
-    from palestra.envs.vector.base import Discrete
-    from palestra.envs.vector.check import check_vector_env, random_actions
+    from palestra.envs.adapters.atari import AtariEnv, AtariGame, area_resize_weights
+    from palestra.envs.vector_base import Discrete
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = pytest.mark.peers
 

@@ -11,9 +11,9 @@ import pytest
 with warnings.catch_warnings(action="ignore"):
     import envpool
 
-    from palestra.envs.vector.base import Continuous, Discrete
-    from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.envpool import EnvPoolEnv
+    from palestra.envs.adapters.envpool import EnvPoolEnv
+    from palestra.envs.vector_base import Continuous, Discrete
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")]
 

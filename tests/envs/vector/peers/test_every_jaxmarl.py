@@ -10,8 +10,8 @@ import pytest
 with warnings.catch_warnings(action="ignore"):
     from jaxmarl.registration import registered_envs
 
-    from palestra.envs.vector.check import check_vector_env
-    from palestra.envs.vector.jaxmarl import JaxMarlEnv
+    from palestra.envs.adapters.jaxmarl import JaxMarlEnv
+    from palestra.envs.vector_check import check_vector_env
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -16,8 +16,8 @@ with warnings.catch_warnings(action="ignore"):
     from pettingzoo.env_registry.registration import aec_registry, parallel_registry
     from pettingzoo.utils.all_modules import all_environments
 
-    from palestra.envs.vector.check import check_vector_env
-    from palestra.envs.vector.pettingzoo.games import PettingZooEnv
+    from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+    from palestra.envs.vector_check import check_vector_env
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -13,8 +13,8 @@ from random_play import play_at_random
 with warnings.catch_warnings(action="ignore"):
     import vmas
 
-    from palestra.envs.vector.check import check_vector_env
-    from palestra.envs.vector.vmas import VmasEnv
+    from palestra.envs.adapters.vmas import VmasEnv
+    from palestra.envs.vector_check import check_vector_env
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -11,10 +11,10 @@ import pytest
 with warnings.catch_warnings(action="ignore"):
     import gymnasium
 
-    from palestra.envs.vector.base import Continuous, Discrete
-    from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.highway import HighwayEnv
-    from palestra.envs.vector.sync_vector import episode_seed
+    from palestra.envs.adapters.highway import HighwayEnv
+    from palestra.envs.batch.sync_vector import episode_seed
+    from palestra.envs.vector_base import Continuous, Discrete
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = pytest.mark.peers
 FEW = {"initial_vehicle_count": 2, "spawn_probability": 0.0, "simulation_frequency": 5}

@@ -14,10 +14,10 @@ with warnings.catch_warnings(action="ignore"):
     import jaxmarl
     from jaxmarl.environments import spaces
 
-    from palestra.envs.vector import jaxmarl as adapter
-    from palestra.envs.vector.base import Continuous, Discrete
-    from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.jaxmarl import CompiledEnv, JaxMarlEnv
+    from palestra.envs.adapters import jaxmarl as adapter
+    from palestra.envs.adapters.jaxmarl import CompiledEnv, JaxMarlEnv
+    from palestra.envs.vector_base import Continuous, Discrete
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = pytest.mark.peers
 

@@ -12,10 +12,10 @@ import pytest
 with warnings.catch_warnings(action="ignore"):
     from gymnasium_robotics import mamujoco_v1
 
-    from palestra.envs.vector.base import Continuous
-    from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.pettingzoo.games import PettingZooEnv
-    from palestra.envs.vector.sync_vector import episode_seed
+    from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
+    from palestra.envs.batch.sync_vector import episode_seed
+    from palestra.envs.vector_base import Continuous
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -11,8 +11,8 @@ with warnings.catch_warnings(action="ignore"):
     from envs.vector.overcooked_games import LAYOUTS, RECORDED, read_recordings, replay
     from envs.vector.overcooked_jaxmarl import record
 
-    from palestra.envs.vector.jaxmarl import JaxMarlEnv
-    from palestra.envs.vector.overcooked import Overcooked
+    from palestra.environments.overcooked.env import Overcooked
+    from palestra.envs.adapters.jaxmarl import JaxMarlEnv
 
 pytestmark = pytest.mark.peers
 

@@ -11,10 +11,10 @@ import pytest
 with warnings.catch_warnings(action="ignore"):
     import vmas
 
-    from palestra.envs.vector.base import Continuous, Discrete
-    from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.sync_vector import combine_seeds
-    from palestra.envs.vector.vmas import VmasEnv
+    from palestra.envs.adapters.vmas import VmasEnv
+    from palestra.envs.batch.sync_vector import combine_seeds
+    from palestra.envs.vector_base import Continuous, Discrete
+    from palestra.envs.vector_check import check_vector_env, random_actions
 
 pytestmark = pytest.mark.peers
 

@@ -1,0 +1,203 @@
+"""Writes the model card of a published agent: its base, its results, its training, and how to load it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from palestra.api.agents.trained_agent import TrainedAgent, read_adapter_config
+from palestra.core.config import Tree, hide_credentials, load
+from palestra.core.files import read_bytes, read_lines
+from palestra.engine.bases.names import SHIPPED_BASES_DIR
+from palestra.engine.bases.packaged_bases import PACKAGED_BASES
+from palestra.runs.headline import algorithm_label, total_steps
+from palestra.runs.series import group_lines, success_interval
+from palestra.runs.settings import read_meta
+
+HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: str) -> str:
+    """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
+    header."""
+    tree = load(agent.run / "config.yaml") if agent.run else {}
+    evals = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
+    past_evals = {name: _until(lines, agent.step) for name, lines in evals.items()}
+    head = _front(agent, base, licence, tree, {name: lines for name, lines in past_evals.items() if lines})
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+        f"# {agent.name}",
+        _what(agent, base, tree),
+        *_results(past_evals),
+        *_trained(agent, tree),
+        "## How to load it",
+        _loading(agent, base, folder),
+        "## License",
+        _licence(agent, base, licence),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _until(lines: list[Tree], step: int | None) -> list[Tree]:
+    """Returns the lines of an evaluation that were written before or at the step of the weights."""
+    return [line for line in lines if step is None or line["step"] < step]
+
+
+def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, evals: dict[str, list[Tree]]) -> Tree:
+    """Returns the YAML header as a tree. The base is left out if it is not a repository of the hub."""
+    hub = base if HUB_REPO.fullmatch(base) else None
+    adapter = agent.kind == "adapter"
+    head: Tree = {"base_model": hub} if hub else {}
+    if agent.kind != "network":
+        head |= {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    tags = ["palestra", "reinforcement-learning", "multi-agent", *(["lora"] if adapter else [])]
+    tags += [*_envs(tree), *_learns(agent, tree).split(", then ")]
+    head["tags"] = list(dict.fromkeys(filter(None, tags))) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
+    if licence:
+        head["license"] = licence
+    if results := [result for name, lines in evals.items() for result in _index(name, lines[-1], tree)]:
+        head["model-index"] = [{"name": agent.name, "results": results}]
+    return head
+
+
+def _envs(tree: Tree) -> list[str]:
+    """Returns the types of a run's envs."""
+    return [str(part["type"]) for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if "type" in part]
+
+
+def _learns(agent: TrainedAgent, tree: Tree) -> str:
+    """Returns the names of the algorithms that the agent was trained by, up to its step; "" if unknown."""
+    return str((tree.get("population") or {}).get("type") or algorithm_label(tree, agent.step))
+
+
+def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
+    """Returns an evaluation as entries of the hub's model-index."""
+    values = [(key, line[key]) for key in ("success", "return") if line.get(key) is not None]
+    data = {"name": name, "type": (_envs(tree) or ["env"])[0]}
+    task = {"type": "reinforcement-learning"}
+    return [{"task": task, "dataset": data, "metrics": [{"type": k, "value": round(v, 4)}]} for k, v in values]
+
+
+def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
+    kind = {"adapter": f"A LoRA adapter for {_named(base)}", "model": f"A language model, trained from {_named(base)}"}
+    what = kind.get(agent.kind, "A small network that plays a vectorised game")
+    env, learns = ", ".join(_envs(tree)), _learns(agent, tree)
+    trained = f", trained in {env} by {learns}" if env else ""
+    return f"{what}{trained} with palestra. Its name there is `{agent.versioned}`: {agent.version} updates."
+
+
+def _named(base: str) -> str:
+    if base in PACKAGED_BASES:
+        return f"`{base}`, of the package {PACKAGED_BASES[base].module}"
+    return (
+        f"`{base}`, which ships with palestra"
+        if _is_known(base)
+        else f"`{Path(base).name if base[:1] in './~' else base}`"
+    )
+
+
+def _is_known(base: str) -> bool:
+    """True for a name that `resolve_base` resolves without a hub."""
+    return base in PACKAGED_BASES or ("/" not in base and (SHIPPED_BASES_DIR / base).is_dir())
+
+
+def _results(evals: dict[str, list[Tree]]) -> list[str]:
+    """Returns the section of evaluation results, before training and at the saved step; empty without any."""
+    rows = [_row(name, lines) for name, lines in evals.items() if lines]
+    if not rows:
+        return []
+    head = "| evaluation | episodes | metric | before training | this agent |\n|---|---:|---|---:|---:|"
+    note = (
+        "Held-out episodes, with the policies at the seats that the config below gives. Success has its 95 % Wilson "
+        "interval; returns have half the width of their normal 95 % interval where it was recorded."
+    )
+    return ["## Results", "\n".join([head, *[row for own in rows for row in own]]), note]
+
+
+def _row(name: str, lines: list[Tree]) -> list[str]:
+    first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
+    columns: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
+    columns += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
+    columns += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
+    head = f"| {_cell(name)} | {last['episodes']:.0f} |"
+    return [
+        f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
+        for key, format_value in columns
+    ]
+
+
+def _own(seat: str, line: Tree) -> str:
+    value, half = line["returns"].get(seat), line.get("returns_ci95", {}).get(seat)
+    return "-" if value is None else f"{value:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
+    """Returns the section with steps, seed, versions and the whole config; empty for an agent without a run."""
+    if agent.run is None:
+        return []
+    meta = read_meta(agent.run)
+    facts = [f"- seed {meta.get('seed', tree.get('seed', 0))}"]
+    steps = total_steps(tree)
+    facts += [f"- saved after {agent.step} of {steps} steps"] if agent.step and steps else []
+    facts += [f"- {name} {meta[name]}" for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
+    facts += [f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`"] if meta.get("command") else []
+    text = read_bytes(agent.run / "config.yaml").decode().rstrip()
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    config = f"<details><summary>The whole config</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"
+    return ["## How it was trained", "\n".join(facts), config]
+
+
+def _command(words: list[str]) -> str:
+    """Returns the command line, without the folder of the executable."""
+    return hide_credentials(shlex.join([Path(words[0]).name, *words[1:]])).replace("`", "'")
+
+
+def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
+    if agent.kind == "network":
+        return (
+            "As a policy in a config of palestra:\n\n```yaml\npolicies:\n"
+            f"  rival: {{type: frozen, path: {folder}}}\n```"
+        )
+    shipped = _is_known(base)
+    where = f'resolve_base("{base}")' if shipped else f'"{base}"'
+    serve = f"With palestra, behind an OpenAI-compatible endpoint:\n\n```bash\npalestra serve-agent {folder}\n```"
+    if agent.kind == "model":
+        code = f'from transformers import pipeline\n\npipe = pipeline("text-generation", "{folder}")'
+        vllm = f"```bash\nvllm serve {folder}\n```"
+        return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
+    about = read_adapter_config(agent.folder)
+    rank = max([about.r, *(about.rank_pattern or {}).values()])
+    first = "from palestra.engine.bases.model import resolve_base  # finds a base by its name\n" if shipped else ""
+    code = (
+        f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{folder}")'
+    )
+    code_of_base = f"from palestra.engine.bases.model import resolve_base as r; print(r('{base}'))"
+    served = f'"$(python -c "{code_of_base}")"'
+    vllm = (
+        f"vllm serve {served if shipped else base} --enable-lora --max-lora-rank {_vllm_rank(rank)} "
+        f"--lora-modules {agent.name}={folder}"
+    )
+    return f"With `peft`:\n\n```python\n{code}\n```\n\nWith vLLM:\n\n```bash\n{vllm}\n```\n\n{serve}"
+
+
+def _vllm_rank(rank: int) -> int:
+    """Returns the smallest LoRA rank that vLLM supports and that is at least `rank`."""
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def _licence(agent: TrainedAgent, base: str, licence: str | None) -> str:
+    if licence:
+        return f"These weights: {licence}. The base has a license of its own." if base else f"These weights: {licence}."
+    rest = " Weights derived from a base remain under that base's license." if base else ""
+    return f"None was stated when these weights were published.{rest}"

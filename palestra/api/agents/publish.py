@@ -1,0 +1,93 @@
+"""Publishes a trained agent as a folder: weights that `peft`, `transformers` and vLLM read, and a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from palestra.api.agents.model_card import model_card
+from palestra.api.agents.trained_agent import AGENT_FILE, TrainedAgent
+from palestra.core.files import atomic_folder, read_json
+from palestra.engine.bases.model import Engine
+from palestra.engine.bases.names import resolve_base
+from palestra.engine.bases.pretrained import load_config
+from palestra.engine.forward.quantized import round_to_quantized
+from palestra.engine.lora.adapters import add_to_weight
+from palestra.engine.training.peft_format import load_adapter
+
+# Training state: not published.
+TRAINING_FILES = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")
+
+
+def publish(
+    agent: TrainedAgent, out: Path, *, merge: bool = False, base_name: str | None = None, licence: str | None = None
+) -> None:
+    """Writes `agent` with a model card to the new folder `out`.
+
+    `merge` adds an adapter to its base and writes the whole model. `base_name` replaces the base's name in the
+    published files, for bases that were a local folder in training; the run's config on the card is quoted as it was.
+    Raises ValueError if `out` exists, or if `merge` is set and the agent is not an adapter.
+    """
+    if out.exists():
+        raise ValueError(f"{out} already exists: name a new folder, or remove that one")
+    if merge and agent.kind != "adapter":
+        raise ValueError(f"{agent.name} is a {agent.kind}: only an adapter is merged into its base; leave out --merge")
+
+    def write(folder: Path) -> None:
+        if merge:
+            save_merged(agent, folder)
+        else:
+            copy_weights(agent, folder, base_name)
+        settings = agent.lm_settings | ({"base": base_name} if base_name and agent.kind != "network" else {})
+        kept = replace(agent, lm_settings=settings)
+        if merge:  # a merged model has the weights as they were dequantised
+            kept = replace(kept, kind="model", folder=out, lm_settings=settings | {"quantize": None})
+        if agent.kind != "network":
+            (folder / AGENT_FILE).write_text(json.dumps(kept.metadata(), indent=2, ensure_ascii=False) + "\n")
+        card = model_card(kept, base=settings.get("base", ""), licence=licence, folder=out.name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    atomic_folder(out, write)
+
+
+def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:
+    """Copies the weight files, without training state; sets an adapter's base to `base_name` if given."""
+    kept = (*TRAINING_FILES[:-1], "reference") if agent.kind == "network" else (*TRAINING_FILES, "reference")
+    for path in agent.folder.iterdir():
+        if path.is_file() and path.name not in kept:
+            shutil.copyfile(path, folder / path.name)
+    if agent.kind == "adapter" and base_name:
+        config = read_json(folder / "adapter_config.json", dict)
+        config["base_model_name_or_path"] = base_name
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def save_merged(agent: TrainedAgent, folder: Path) -> None:
+    """Writes the base model with the adapter added. The sum is computed in float32 and stored in the base's dtype. An
+    adapter that was trained on a quantised base is added to the weights that it was trained on, dequantised.
+
+    Raises ValueError for an adapter on an output layer that is tied to the embeddings: merging would change both.
+    """
+    base = agent.lm_settings["base"]
+    engine = Engine.load(base, device="cpu", dtype="float32")
+    adapter = load_adapter(agent.folder, engine)
+    head = engine.model.get_output_embeddings()
+    if engine.model.config.tie_word_embeddings and any(engine.linear_layers[name] is head for name in adapter.weights):
+        raise ValueError(f"{agent.name} adapts the output layer of {base}, which shares its weights: publish unmerged")
+    if not adapter.mergeable:
+        raise ValueError(
+            f"{agent.name} has weights other than pairs of matrices on linear layers (DoRA, adapted experts or modules "
+            "trained in full): publish it unmerged, or merge it with peft"
+        )
+    if kind := agent.lm_settings.get("quantize"):
+        round_to_quantized(engine.model, kind)
+    with torch.no_grad():
+        for name, (a, b) in adapter.weights.items():
+            add_to_weight(engine.linear_layers[name], adapter.scale_of(name) * (b @ a))
+    kept = getattr(load_config(resolve_base(base)), "dtype", None) or torch.float32
+    engine.model.to(kept).save_pretrained(folder)
+    engine.tokenizer.save_pretrained(folder)

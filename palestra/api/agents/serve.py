@@ -1,0 +1,248 @@
+"""Serves trained agents through OpenAI-compatible chat completions; agents with the same base share one copy of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from palestra.api.agents.trained_agent import TrainedAgent, load_policy
+from palestra.core.chat import Chat, Json, to_template_message, with_system
+from palestra.core.config import validate
+from palestra.core.http.calls import ANY_KEY, ChatCall, ChatReply
+from palestra.core.http.chat_server import ChatSession
+from palestra.core.http.completions import DRAIN_TIMEOUT_S, HTTP_LIMITS, ChatServer
+from palestra.core.http.server import FORCED_EXIT_DELAY_S, on_stop
+from palestra.engine.bases.model import Engine
+from palestra.engine.sampling.request import Request, max_chars_per_token, max_positions
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.text.build.engines import Engines
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+
+MAX_REQUESTS = 512  # concurrent requests
+CACHED_CHATS = 256  # conversations whose tokens are cached
+MAX_CACHED_CHARS = 2**16  # longest conversation, in characters, whose tokens are cached
+COUNT_CHUNK_CHARS = 2**16  # characters tokenised at once when counting
+CHARS_PER_TOKEN = 8  # conversations with more characters per token of the context are first counted chunk by chunk
+# Raised by chat templates for unexpected messages.
+TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, RecursionError)
+TOKENIZER_THREAD = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are not thread-safe
+
+
+def serve_agents(
+    agents: Sequence[TrainedAgent],
+    host: str,
+    port: int,
+    api_key: str | None,
+    device: str,
+    print_line: Callable[[str], None],
+    hosts: Sequence[str] = (),
+) -> None:
+    """Answers requests until SIGTERM or Ctrl-C, then finishes those in progress. `api_key` (None: any) is the API key
+    that every request needs; `hosts` are allowed host names on loopback.
+
+    Raises ValueError if two agents have the same name, an agent is a network, or the address is taken.
+    """
+    names = [agent.name for agent in agents]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two agents are called {twice}: serve them at two ports")
+    engines = Engines(device, max_num_seqs=64)
+    desks = {agent.name: ServedAgent(agent, engines) for agent in agents}
+    server = ChatServer(host, port, hosts=hosts, limits=replace(HTTP_LIMITS, max_requests=MAX_REQUESTS))
+    asyncio.run(_serve(desks, server, api_key, print_line))
+
+
+async def _serve(
+    desks: dict[str, ServedAgent], server: ChatServer, key: str | None, say: Callable[[str], None]
+) -> None:
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S)
+
+    def deliver(asked: ChatCall) -> None:  # runs on the server's thread; policies run on this one
+        _passed_on(asyncio.run_coroutine_threadsafe(desks[asked.model].answer(asked), loop), asked.answer)
+
+    ChatSession(list(desks), deliver, server=server, key=key or ANY_KEY)
+    say(f"{', '.join(desk.agent.versioned for desk in desks.values())} at {server.url}")
+    await over.wait()
+    await asyncio.to_thread(server.close)
+
+
+def _passed_on(source: Future[ChatReply], to: Future[str | ChatReply]) -> None:
+    """Copies the outcome of `source` to `to`; cancelling `to` cancels `source`."""
+
+    def done(source: Future[ChatReply]) -> None:
+        if to.cancelled() or source.cancelled():
+            return
+        error = source.exception()
+        to.set_exception(error) if error else to.set_result(source.result())
+
+    source.add_done_callback(done)
+    to.add_done_callback(lambda to: source.cancel() if to.cancelled() else None)
+
+
+class ServedAgent:
+    """Serves one agent, with the settings it was trained with unless the request overrides them."""
+
+    def __init__(self, agent: TrainedAgent, engines: Engines) -> None:
+        self.agent = agent
+        self.policy = load_policy(agent, engines)
+        encoder = self.policy.encoder
+        assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process only
+        self.context_limit = ContextLimit(encoder.tokenizer, self.policy.sampler.engine)
+        self.caching_encoder = ChatEncoder(encoder.tokenizer, encoder.options, cache_size=CACHED_CHATS)
+        self.plain_encoder = ChatEncoder(encoder.tokenizer, encoder.options, cache_size=0)
+
+    async def answer(self, asked: ChatCall) -> ChatReply:
+        """Samples one completion. Raises ValueError for invalid sampling settings and for a conversation that is too
+        long."""
+        policy = self._as_asked(asked.sampling)
+        seed = asked.sampling.get("seed", secrets.randbits(63))
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
+        prompt_ids = await self._fitting_prompt(asked.chat)
+        request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
+        (sampled,) = await policy.sampler.sample(request)
+        (text,) = policy.decode_completions([sampled])
+        return ChatReply(text, sampled.stop_reason == "length", (len(prompt_ids), len(sampled.token_ids)))
+
+    async def _fitting_prompt(self, chat: Chat) -> np.ndarray:
+        """Returns the prompt tokens [P] of a conversation, rewritten if it exceeds the policy's `context.max_tokens`.
+        Raises ValueError if it is too long or the chat template fails."""
+        loop, context = asyncio.get_running_loop(), self.policy.context
+        chat, ids = await loop.run_in_executor(TOKENIZER_THREAD, self._encode_call, chat)
+        limit = context.max_tokens
+        if limit is None or len(ids) <= limit:
+            return ids
+
+        def count_tokens(messages: Sequence[Json]) -> int:
+            return len(TOKENIZER_THREAD.submit(self._encode, Chat(tuple(messages), chat.tools)).result())
+
+        # on a thread and an event loop of its own: a user's function may compute or wait for long
+        messages = await asyncio.to_thread(lambda: asyncio.run(context.rewrite(chat.messages, count_tokens)))
+        rewritten = await loop.run_in_executor(TOKENIZER_THREAD, self._encode, Chat(tuple(messages), chat.tools))
+        if len(rewritten) > limit:
+            raise ValueError(
+                f"a conversation of {len(ids):,} tokens was rewritten to {len(rewritten):,}, and the agent's budget "
+                f"is {limit:,} (context.max_tokens): shorten its first messages or its last turn"
+            )
+        return rewritten
+
+    def _encode_call(self, chat: Chat) -> tuple[Chat, np.ndarray]:
+        """Returns the conversation as the policy sees it, with its system message and long results of tools cut, and
+        its tokens [P]."""
+        with _template_errors():
+            self.context_limit.check(chat)
+            messages: Sequence[Json] = self._framed(chat).messages
+            if self.policy.system is not None:
+                messages = with_system(messages, self.policy.system)
+            cut = self.plain_encoder.cut_results(messages, self.policy.context.max_tool_tokens)
+            seen = Chat(tuple(cut), chat.tools)
+        return seen, self._encode(seen)
+
+    def _encode(self, chat: Chat) -> np.ndarray:
+        """Returns the prompt tokens [P] of a conversation. Raises ValueError if it is too long or the chat template
+        fails."""
+        with _template_errors():
+            encoder = self.plain_encoder if self.context_limit.check(chat) > MAX_CACHED_CHARS else self.caching_encoder
+            return encoder.encode_conversation(chat, None)
+
+    def _framed(self, chat: Chat) -> Chat:
+        """Returns the conversation with the agent's role as system message, if it has none."""
+        if chat.messages[0].get("role") == "system" or not self.agent.role:
+            return chat
+        return Chat(tuple(with_system(chat.messages, self.agent.role)), chat.tools)
+
+    def _as_asked(self, settings: dict[str, Any]) -> LanguagePolicy:
+        """Returns the policy with the request's sampling settings."""
+        changes = {key: value for key, value in settings.items() if key in ("temperature", "top_p", "max_tokens")}
+        if "max_completion_tokens" in settings:
+            changes["max_tokens"] = settings["max_completion_tokens"]
+        if "stop" in settings:
+            stop = settings["stop"]
+            changes["stop"] = [stop] if isinstance(stop, str) else stop
+        validate(SamplingConfig, changes)
+        return self.policy.with_sampling(changes) if changes else self.policy
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Context in which errors of the chat template are raised as ValueErrors."""
+    try:
+        yield
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the agent's chat template cannot show this conversation: {str(error)[:200]}") from None
+
+
+class ContextLimit:
+    """Checks that a conversation fits the base's context. One that is far too long is not tokenised as a whole, which
+    would take hundreds of bytes per character."""
+
+    def __init__(self, tokenizer: Any, engine: Engine) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_positions(engine) or 2**20
+        self.max_chars = self.max_tokens * max_chars_per_token(tokenizer)
+
+    def check(self, chat: Chat) -> int:
+        """Returns the number of characters of a conversation. Raises ValueError if its tokens certainly exceed the
+        context; a short conversation is not tokenised here."""
+        texts = list(_texts([*map(to_template_message, chat.messages), *chat.tools]))
+        size = sum(map(len, texts))
+        if size > self.max_chars or len(chat.messages) > self.max_tokens:
+            raise self._too_long(f"{size:,} characters in {len(chat.messages)} messages")
+        if size > CHARS_PER_TOKEN * self.max_tokens:
+            self._count("".join(texts))
+        return size
+
+    def _count(self, text: str) -> None:
+        """Raises ValueError if `text` has more tokens than the context. Counts chunk by chunk; a chunk border can add a
+        few tokens, so `CHARS_PER_TOKEN` are subtracted per chunk."""
+        tokens = 0
+        for start in range(0, len(text), COUNT_CHUNK_CHARS):
+            tokens += (
+                len(self.tokenizer.encode(text[start : start + COUNT_CHUNK_CHARS], add_special_tokens=False))
+                - CHARS_PER_TOKEN
+            )
+            if tokens > self.max_tokens:
+                raise self._too_long(f"more than {tokens:,} tokens")
+
+    def _too_long(self, what: str) -> ValueError:
+        return ValueError(f"a conversation of {what} does not fit the base's context of {self.max_tokens:,} tokens")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all strings in a JSON value, including keys."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend([*value.keys(), *value.values()])
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def read_api_key(variable: str | None, file: Path | None) -> str | None:
+    """Returns the API key from an environment variable or the first line of a file; None (any key is accepted) if
+    neither is given.
+
+    Raises ValueError if both are given, or if the key is missing or empty.
+    """
+    if variable and file:
+        raise ValueError("pass only one of --key-env and --key-file")
+    key = os.environ.get(variable, "") if variable else ""
+    if file:
+        with contextlib.suppress(OSError, IndexError):
+            key = file.read_text(encoding="utf-8").splitlines()[0].strip()
+    if (variable or file) and not key.strip():
+        raise ValueError(f"there is no key in {f'the variable {variable}' if variable else file}")
+    return key.strip() or None

@@ -1,0 +1,119 @@
+"""Looks up the keys of all kinds of config by name, for `palestra config`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from palestra.core.config.descriptions import KeyDescription, class_docstring, describe_keys, nested_models, type_name
+from palestra.envs import env_options, known_envs, load_env_class
+from palestra.populations.build.language import LanguagePopulationConfig
+from palestra.text.algorithms.presets import TEXT_PRESETS
+from palestra.text.config import TextConfig
+from palestra.vector.algorithms.presets import VECTOR_PRESETS
+from palestra.vector.config import VectorConfig
+
+RUN_CONFIGS: dict[str, type[BaseModel]] = {
+    "text": TextConfig,
+    "vector": VectorConfig,
+    "population": LanguagePopulationConfig,
+}
+RUN_TITLES = {
+    "text": "a run of language agents",
+    "vector": "a run in a vectorised env",
+    "population": "a run of a population",
+}
+
+
+class ConfigModel(NamedTuple):
+    """A config model, the kind of run whose config contains it, and the key whose value it is ("": it is the config of
+    the run)."""
+
+    run: str
+    key: str
+    model: type[BaseModel]
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which the model is found."""
+        return {self.key, type_name(self.model) or self.key} if self.key else {self.run}
+
+    @property
+    def title(self) -> str:
+        if not self.key:
+            return f"{self.run}: {RUN_TITLES[self.run]}"
+        kind = type_name(self.model)
+        return f"{self.key}{f', type: {kind}' if kind else ''}, in {RUN_TITLES[self.run]}"
+
+
+class Section(NamedTuple):
+    """A title, a description and the keys of one config model or env."""
+
+    title: str
+    text: str
+    keys: list[KeyDescription]
+
+
+def config_models() -> list[ConfigModel]:
+    """Returns the models of all configs, without duplicates."""
+    found: dict[type[BaseModel], ConfigModel] = {}
+    for run, root in RUN_CONFIGS.items():
+        for model, key in nested_models(root).items():
+            found.setdefault(model, ConfigModel(run, key, model))
+    return list(found.values())
+
+
+def config_names() -> dict[tuple[str, str], list[str]]:
+    """Returns the values of `type:` by kind of run and key; an empty list for a key without a choice."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for run, key, model in config_models():
+        kind = type_name(model)
+        names.setdefault((run, key), []).extend([kind] if kind else [])
+    names["text", "algorithm"] += TEXT_PRESETS
+    names["vector", "algorithm"] += VECTOR_PRESETS
+    names["text, vector", "env"] = sorted(known_envs())
+    return names
+
+
+def find_sections(name: str, key: str | None = None) -> list[Section]:
+    """Returns the sections of everything called `name`: a kind of run, a value of `type:`, a key with keys of its own,
+    or an env. With `key`, each section has only this key.
+
+    Raises ValueError for an unknown name or key, with the nearest spelling.
+    """
+    sections = _sections(name)
+    if key is None:
+        return sections
+    chosen = [section._replace(keys=[one for one in section.keys if one.key == key]) for section in sections]
+    if found := [section for section in chosen if section.keys]:
+        return found
+    known = list(dict.fromkeys(one.key for section in sections for one in section.keys))
+    raise ValueError(f'{name} has no key "{key}"{_nearest(key, known)}; its keys: {", ".join(known)}')
+
+
+def _sections(name: str) -> list[Section]:
+    models = config_models()
+    preset = (TEXT_PRESETS | VECTOR_PRESETS).get(name)
+    if preset is not None:
+        run = "text" if name in TEXT_PRESETS else "vector"
+        settings = ", ".join(f"{key}: {value}" for key, value in preset.items())
+        found = [one for one in models if one.run == run and preset["type"] in one.names]
+        return [_section(f"type: {name} stands for {settings}", one.model) for one in found]
+    if found := [one for one in models if name in one.names]:
+        return [_section(one.title, one.model) for one in found]
+    if name in known_envs() or ":" in name:
+        return [_section(f"env, type: {name}", env_options(load_env_class(name)))]
+    known = sorted({key for one in models for key in one.names} | set(known_envs()))
+    raise ValueError(f'no config has "{name}"{_nearest(name, known)}; `palestra config` lists the names')
+
+
+def _section(title: str, model: type[BaseModel]) -> Section:
+    return Section(title, class_docstring(model), describe_keys(model))
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {near[0]}?" if near else ""

@@ -1,0 +1,125 @@
+"""Console output shared by the commands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from safetensors import SafetensorError
+
+from palestra.core.chat import escape_control_chars
+from palestra.core.config.credentials import hide_credentials
+
+READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
+RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
+
+
+class PlainConsole(Console):
+    """A console that prints text literally: without markup and emoji codes, and with control characters escaped. Use
+    `styled_text` for colour."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_control_chars(text), **options)
+
+
+console = PlainConsole(quiet=RANK > 0)
+
+
+def styled_text(*parts: str | tuple[str, str]) -> Text:
+    """Returns a line made of plain strings and (text, style) pairs, each printed literally."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((escape_control_chars(text), style) for text, style in pairs))
+
+
+def print_line(text: str) -> None:
+    """Prints a line without wrapping, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True)
+
+
+def interrupt_on_sigterm() -> Any:
+    """Makes SIGTERM, which clusters and containers send, raise KeyboardInterrupt as Ctrl-C does. Returns the handler
+    that it replaced, None if it replaced none: only the main thread can, and under torchrun, whose ranks may wait for
+    each other, SIGTERM must end a process at once."""
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextmanager
+def interruptible(remedy: str) -> Iterator[None]:
+    """Context in which a Ctrl-C that ends the command at once prints one line with `remedy` and exits with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_line(f"interrupted{remedy}")
+        raise typer.Exit(130) from None
+
+
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Checks that optional packages are installed.
+
+    Raises ValueError, with the extra to install, if one of `packages` is missing.
+    """
+    if missing := [name for name in packages if not find_spec(name)]:
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
+
+
+class user_errors:
+    """Context that turns expected errors into one red line and an exit code, without a traceback.
+
+    Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the
+    first failure), damaged or unwritable files, an unreachable server, or lack of memory. `received` is what a command
+    only reads, and somebody else may have made: any error of reading it counts as damage of it, and ends with exit code
+    1. PALESTRA_TRACEBACK=1 keeps the traceback.
+    """
+
+    def __init__(self, received: object = None) -> None:
+        self.received = received
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        short = _out_of_memory(error)
+        expected = short or isinstance(error, ValueError | ConnectionError)
+        if not expected and self.received is not None and isinstance(error, READ_ERRORS):
+            short, expected = f"{self.received} is not as palestra writes it: {type(error).__name__}: ", "damage"
+        if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
+            return
+        from palestra.core.failures import RunFailed
+        from palestra.core.files import DamagedFile
+
+        if RANK:
+            time.sleep(3)  # if all ranks have the error, rank 0 reports it first, and torchrun ends the others
+        print_error(f"{short}{error}", *getattr(error, "__notes__", []))
+        mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile)
+        raise typer.Exit(2 if mistake else 1) from error
+
+
+def _out_of_memory(error: BaseException | None) -> str:
+    """Returns the prefix of the message for an out-of-memory error; "" for other errors."""
+    message = str(error).lower()
+    signs = ("can't allocate memory", "out of memory", "failed to map segment")  # the last under `ulimit -v`
+    ran_out = isinstance(error, RuntimeError | ImportError) and any(sign in message for sign in signs)
+    return "out of memory, use a smaller model or batch: " if ran_out or isinstance(error, MemoryError) else ""
+
+
+def print_error(message: str, *notes: str) -> None:
+    """Prints an error to stderr, followed by notes."""
+    who = f"error on rank {RANK}:" if RANK else "error:"
+    loud = PlainConsole(stderr=True)
+    loud.print(styled_text((who, "red"), f" {hide_credentials(message)}"), soft_wrap=True)
+    for note in notes:
+        loud.print(hide_credentials(note), soft_wrap=True)

@@ -1,0 +1,125 @@
+"""Progress bars of training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from palestra.api.console import PlainConsole, styled_text
+from palestra.core.types import TEAM, Episode, Metrics
+from palestra.parallel.tasks import TaskResult
+from palestra.populations import scheduler
+from palestra.runs.headline import eval_label, format_eval, training_return_label, training_success_label
+from palestra.runs.loop import Callback
+
+EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
+
+
+class ProgressBar(Callback):
+    """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
+    return of training. Evaluations are printed above it. `config` is the resolved config of the run."""
+
+    def __init__(
+        self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: Console | None = None
+    ) -> None:
+        self.console = console or PlainConsole()
+        self.config = config or {}
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[held_out]}", style="bold", markup=False),
+            TextColumn("{task.fields[trained]}", markup=False),
+            TextColumn("{task.fields[failed]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+        )
+        self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
+        self._value: float | None = None
+        self._failed = 0
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def on_episode(self, episode: Episode) -> None:
+        if episode.error is not None:
+            if not self._failed:
+                what = f"an episode failed (instance {episode.seed}):"
+                self.console.print(styled_text((what, "yellow"), f" {episode.error}"))
+            self._failed += 1
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        team = metrics[TEAM]
+        what = "success" if "success" in team else "return"
+        if what in team:  # absent if no episode ended since the last log line
+            now = team[what]
+            self._value = now if self._value is None else EMA_DECAY * self._value + (1 - EMA_DECAY) * now
+        value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
+        label = training_success_label(self.config) if what == "success" else training_return_label(self.config)
+        failed = f"· failed {self._failed}" if self._failed else ""
+        self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        when = "before training" if step < 0 else f"after {step + 1} training steps"
+        label = eval_label(self.config, name)
+        self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
+        shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
+        shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
+        shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
+        parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
+        for number, (what, value) in enumerate(shown):
+            parts += [f"{',' if number else ''} {what} ", (value, "bold")]
+        size = f" of {metrics['episodes']:.0f} episodes, mean length {metrics['steps_per_episode']:.1f}"
+        self.console.print(styled_text(*parts, size))
+
+
+class PopulationBar(scheduler.PlanCallback):
+    """Progress bar of population training. `summary` returns current metrics of the population and is called after each
+    task."""
+
+    def __init__(self, summary: Callable[[], Mapping[str, float]], console: Console | None = None) -> None:
+        self.summary = summary
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}", markup=False),
+            TimeElapsedColumn(),
+        )
+        self.bar = Progress(*columns, console=console or PlainConsole(), refresh_per_second=4)
+        self.task = self.bar.add_task("training", total=None, what="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        metrics = self.summary()
+        completed = max(0, int(metrics.get("iteration", 0)))
+        self.bar.update(self.task, completed=completed, total=metrics.get("iterations"), what=format_summary(metrics))
+
+
+def format_summary(metrics: Mapping[str, float]) -> str:
+    """Formats a summary as text: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
+    words = [f"{int(metrics['members'])} members"]
+    words += [f"{int(games):,} games"] if (games := metrics.get("games")) else []
+    words += [f"{steps:,.0f} steps"] if (steps := metrics.get("env_steps")) else []
+    words += [f"NashConv {metrics['nash_conv']:.3f}"] if "nash_conv" in metrics else []
+    return ", ".join(words)

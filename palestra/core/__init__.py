@@ -1,0 +1,1 @@
+"""What everything uses: data types, config trees, files, seeds, messages, losses over tokens, traces, HTTP."""

@@ -1,0 +1,1 @@
+"""Switches of compilers and libraries: Numba, oneDNN, malloc, and the devices of torch."""

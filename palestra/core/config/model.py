@@ -1,0 +1,234 @@
+"""The base of config models, and validation with error messages that name the path and the fix.
+
+Schemas stand beside the code they configure; this module handles models in general.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+
+from palestra.core.config.descriptions import class_docstring, docstring_with_keys, field_docstrings
+from palestra.core.config.tree import Tree, name_kind, shorten, to_yaml
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+Loc = tuple[int | str, ...]  # location of a pydantic error: field names, keys, indices and union tags
+
+MAX_ERRORS_SHOWN = 20  # errors in one message
+MAX_NAME_CHARS = 100  # characters of a run's or policy's name
+
+
+class DocumentedType(ModelMetaclass):
+    """Metaclass of config models: `__doc__` has the keys too, for `help()`. It is computed when it is read, since it
+    takes parsing the source."""
+
+    @property
+    def __doc__(cls) -> str:  # type: ignore[override]
+        return docstring_with_keys(cls)  # type: ignore[arg-type]
+
+
+class StrictModel(BaseModel, metaclass=DocumentedType):
+    """Base of every config model: immutable, and an unknown key is an error. The text below a field is its
+    description."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),  # allows names such as `model_path`
+        allow_inf_nan=False,
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        schema["description"] = class_docstring(cls)
+        for name, text in field_docstrings(cls).items():
+            schema["properties"].get(name, {}).setdefault("description", text)
+        return reference
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def check_folder_name(name: str) -> str:
+    """Returns `name` unchanged. Raises ValueError if it cannot be the name of a folder."""
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or "/" in name or name.startswith("."):
+        raise ValueError(
+            f"{shorten(name)} cannot be the name of a run: use a plain folder name, without / and control characters, "
+            f"not starting with a point, of at most {MAX_NAME_CHARS} characters"
+        )
+    return name
+
+
+def check_policy_names(names: Iterable[str], *reserved: str) -> None:
+    """Checks the names of policies.
+
+    Raises ValueError if a name cannot be a folder, a log entry and a part of RUN:NAME and NAME@VERSION, or is one of
+    the reserved names `reserved`.
+    """
+    for name in names:
+        if len(name) > MAX_NAME_CHARS or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name in reserved:
+            raise ValueError(
+                f'a policy cannot be called "{shorten(name)[1:-1]}": use at most {MAX_NAME_CHARS} letters, digits, '
+                f'"_", "-" and ".", and not {" or ".join(reserved)}, which have another meaning'
+            )
+
+
+RunName = Annotated[str, AfterValidator(check_folder_name)]
+
+
+def validate(model: type[M], tree: Tree) -> M:
+    """Returns `tree` as an instance of `model`.
+
+    Raises one ValueError that lists every error with its path and, for an unknown key or type, the nearest spelling.
+    """
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        faults = dict.fromkeys(_fault(model, e) for e in error.errors(include_url=False))
+        lines = list(faults)
+        if len(lines) == 1:
+            raise ValueError(lines[0]) from None
+        shown = [f"  {line}" for line in lines[:MAX_ERRORS_SHOWN]]
+        shown += [f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more"] if len(lines) > MAX_ERRORS_SHOWN else []
+        raise ValueError("\n".join([f"{len(lines)} faults in the config:", *shown])) from None
+
+
+def dump(config: BaseModel) -> str:
+    """Returns the resolved config as YAML, defaults included. `validate(type(config), parse(dump(config)))` restores
+    it."""
+    return to_yaml(config.model_dump(mode="json"))
+
+
+def _fault(model: type[BaseModel], error: Any) -> str:
+    """Formats one pydantic error as one line."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        path, owner = _resolve(model, error["loc"][:-1])
+        return _unknown_key(path, str(error["loc"][-1]), _keys(owner))
+    path, _ = _resolve(model, error["loc"])
+    if kind == "union_tag_invalid":
+        return _unknown_type(_join(path, context["discriminator"].strip("'")), context)
+    if kind == "union_tag_not_found":
+        return f"{_join(path, context['discriminator'].strip(chr(39)))} is missing: it picks the variant"
+    if kind == "missing":
+        return f"{path} is missing"
+    if kind == "value_error":
+        return f"{path}: {context['error']}" if path else str(context["error"])
+    shown = _shown(error["input"])
+    if kind in ("list_type", "tuple_type"):
+        return f"{path or 'config'}: should be a list, such as [{shown}], not {shown}"
+    return f"{path or 'config'}: {_sentence(error['msg'])}, not {shown}"
+
+
+def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
+    return f"unknown key {_join(path, key)}{_nearest(key, known)}" + (f" (keys: {', '.join(known)})" if known else "")
+
+
+def _unknown_type(path: str, context: dict[str, Any]) -> str:
+    known = re.findall(r"'([^']*)'", context["expected_tags"])
+    return f"unknown {path} {context['tag']!r}{_nearest(str(context['tag']), known)} (types: {', '.join(known)})"
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _sentence(message: str) -> str:
+    return message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else name_kind(value)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
+    """Returns the path as the user wrote it, and the annotation found there.
+
+    pydantic puts the tag of a union into the location; walking along the annotations distinguishes a tag from a key.
+    """
+    annotation = _unwrap(annotation)
+    if not loc:
+        return "", annotation
+    variants = _variants(annotation)
+    if variants:
+        chosen = next((v for v in variants if str(loc[0]) in _tags(v)), None)
+        return _resolve(chosen, loc[1:])
+    path, end = _resolve(_child(annotation, loc[0]), loc[1:])
+    here = f"[{loc[0]}]" if isinstance(loc[0], int) else str(loc[0])
+    return here + (path if path.startswith("[") or not path else f".{path}"), end
+
+
+def _unwrap(annotation: Any) -> Any:
+    """Strips Annotated, and the None of an optional."""
+    if get_origin(annotation) is Annotated:
+        return _unwrap(get_args(annotation)[0])
+    options = _options(annotation)
+    return _unwrap(options[0]) if len(options) == 1 else annotation
+
+
+def _options(annotation: Any) -> list[Any]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [option for option in get_args(annotation) if option is not type(None)] if is_union else []
+
+
+def _variants(annotation: Any) -> list[Any]:
+    return [_unwrap(option) for option in _options(annotation)]
+
+
+def _tags(variant: Any) -> set[str]:
+    """Returns the names that pydantic may use for this variant in a location: the literals of its fields, or its type's
+    name."""
+    names = {getattr(variant, "__name__", str(variant))}
+    for field in _fields(variant).values():
+        if get_origin(field.annotation) is Literal:
+            names |= {str(value) for value in get_args(field.annotation)}
+    return names
+
+
+def _child(annotation: Any, key: int | str) -> Any:
+    """Returns the annotation of a model's field, of a mapping's values or of a list's items; Any for other types."""
+    if key in _fields(annotation):
+        return _fields(annotation)[str(key)].annotation
+    arguments = get_args(annotation)
+    return arguments[-1] if arguments and arguments[-1] is not Ellipsis else arguments[0] if arguments else Any
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return {field.alias or name: field for name, field in annotation.model_fields.items()} if is_model else {}
+
+
+def _keys(annotation: Any) -> list[str]:
+    return list(_fields(annotation))
+
+
+def type_choices(model: type[BaseModel], field: str) -> list[str]:
+    """Returns the values that `type:` may take in a field that holds one of several config types, or a mapping of names
+    to them."""
+    waiting, found = [model.model_fields[field].annotation], list[str]()
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found.append(str(part.model_fields["type"].default))
+        else:
+            waiting += get_args(part)
+    return found

@@ -1,0 +1,78 @@
+"""The configs that ship with the package, under the paths that they have in the documents: configs/demo.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent.parent
+FOLDERS = ("configs", "examples")  # in the package; in a checkout they are links to the folders of that name
+
+
+class Template(NamedTuple):
+    """A shipped config: its name, its path as in the documents, and its first comment."""
+
+    name: str
+    path: Path
+    description: str
+
+    @property
+    def group(self) -> str:
+        """The folder that the config is in: "games", "populations", "examples"."""
+        return self.path.parent.name
+
+    @property
+    def text(self) -> str:
+        """The config itself."""
+        return (PACKAGE / self.path).read_text(encoding="utf-8")
+
+
+def find_config(path: Path) -> Path:
+    """Returns `path`, or if there is no such file here, the shipped config of that path or of that file name."""
+    if path.exists():
+        return path
+    shipped = {one.relative_to(PACKAGE): one for one in _shipped_paths()}
+    by_file_name = {Path(one.name): one for one in shipped.values()}
+    return shipped.get(path) or by_file_name.get(path) or path
+
+
+def suggest_config(path: Path) -> str:
+    """Returns the hint for a config that does not exist: the shipped one with the nearest file name, if any is near."""
+    paths = {one.name: one.relative_to(PACKAGE) for one in _shipped_paths()}
+    near = get_close_matches(path.with_suffix(".yaml").name, paths, 1, 0.8)
+    return f"; did you mean {paths[near[0]]}, which comes with palestra?" if near else ""
+
+
+def templates() -> list[Template]:
+    """Returns the shipped configs, those in `configs` itself first, then by folder and name."""
+    found = [_template(path) for path in _shipped_paths()]
+    return sorted(found, key=lambda one: (one.group != "configs", one.path.parent, one.name))
+
+
+def _shipped_paths() -> list[Path]:
+    return [path for folder in FOLDERS for path in _yaml_files(PACKAGE / folder)]
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir():
+            yield from _yaml_files(path)
+        elif path.suffix == ".yaml":
+            yield path
+
+
+def _template(path: Path) -> Template:
+    return Template(path.stem, path.relative_to(PACKAGE), _first_sentence(path.read_text(encoding="utf-8")))
+
+
+def _first_sentence(text: str) -> str:
+    """Returns the first sentence of a config's leading comment, without the sign of comments; "" if it has none."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#") or (lines and not line.strip("# ")):
+            break
+        lines.append(line.lstrip("# ").rstrip())
+    return re.split(r"(?<!et al)\. ", f"{' '.join(lines)} ")[0].strip().rstrip(".:")

@@ -1,0 +1,103 @@
+"""Failed episodes: bounded text of their exceptions, and the share of failures that ends a run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from palestra.core.config import hide_credentials
+from palestra.core.files import atomic_write
+from palestra.core.types import Episode
+
+ERROR_FILE = "error.txt"  # in a run's folder: the error that ended it, with traceback
+
+MAX_MESSAGE_CHARS = 2000  # characters
+MAX_TRACEBACK_CHARS = 8000  # characters; if it is longer, the middle is cut
+TRACEBACK_FRAMES = 16  # innermost stack frames in a traceback
+
+
+class RunFailed(ValueError):
+    """Raised if a run cannot continue, or had no result. Notes hold the traceback of the first failure, if any. The
+    command line exits with code 1, not with 2 as for a config error."""
+
+    @classmethod
+    def from_traceback(cls, message: str, trace: str | None) -> Self:
+        """Returns the error with the traceback `trace` as a note."""
+        error = cls(message)
+        if trace:
+            error.add_note(trace.rstrip())
+        return error
+
+
+class ErrorText(NamedTuple):
+    """An exception as text: type and message, and traceback. Both are bounded in length and can be sent to other
+    processes."""
+
+    message: str
+    traceback: str
+
+
+def describe_error(error: BaseException) -> ErrorText:
+    """Returns the text of an exception, or of the first exception in an exception group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
+    return ErrorText(
+        _bounded(hide_credentials(message), MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
+        _bounded(hide_credentials(trace), MAX_TRACEBACK_CHARS, 1000),
+    )
+
+
+def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:
+    """Raises RunFailed, with the first failure and its traceback, if more than the share `most` of the episodes
+    failed."""
+    if sum(episode.error is not None for episode in episodes) > most * len(episodes):
+        raise failure(
+            episodes,
+            where,
+            "Fix the env or the policy, then resume with --resume; a larger max_failed "
+            f"(now {most:g}) lets a run continue without the episodes that fail",
+        )
+
+
+def check_not_all_failed(episodes: Sequence[Episode], where: str) -> None:
+    """Raises RunFailed, with the first failure and its traceback, if there are episodes and all of them failed."""
+    if episodes and all(episode.error is not None for episode in episodes):
+        raise failure(episodes, where, "Fix the env or the policy")
+
+
+def failure(episodes: Sequence[Episode], where: str, fix: str) -> RunFailed:
+    """Returns the error with the number of failed episodes and the first failure."""
+    failed = [episode for episode in episodes if episode.error is not None]
+    first = f'the first (instance {failed[0].seed} of env "{failed[0].env}") with {failed[0].error}'
+    message = f"{where}: {len(failed)} of {len(episodes)} episodes failed, {first}. {fix}"
+    return RunFailed.from_traceback(message, failed[0].traceback)
+
+
+@contextmanager
+def write_error_file(folder: Path) -> Iterator[None]:
+    """Context in which an exception is also written to error.txt in `folder`. Removes the file of an earlier
+    attempt."""
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        message, trace = describe_error(error)
+        if isinstance(error, RunFailed):  # its notes hold the traceback of the cause
+            trace = hide_credentials("\n".join(getattr(error, "__notes__", [])))
+        if folder.is_dir():  # it may have been moved
+            atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
+        raise
+
+
+def _bounded(text: str, most: int, first: int) -> str:
+    """Returns `text`; if it is longer than `most` characters, its first `first` characters and its end."""
+    return text if len(text) <= most else f"{text[:first]}\n... (cut) ...\n{text[-(most - first) :]}"
+
+
+class ContextLengthExceeded(ValueError):
+    """A prompt and the longest answer to it do not fit into a model's context. A rollout truncates the trajectory."""

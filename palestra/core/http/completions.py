@@ -1,0 +1,132 @@
+"""HTTP server of OpenAI's chat completions on a background thread, used by `chat_server.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from palestra.core.chat import parse_assistant_message
+from palestra.core.http.bodies import read_json
+from palestra.core.http.calls import ANY_KEY, CallRefused, ChatCall, ChatReply, SessionProtocol, parse_call
+from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
+from palestra.core.http.listen import open_listener, url_host
+from palestra.core.http.origin_middleware import OriginPolicy
+from palestra.core.http.server import HttpServer, run_in_thread
+
+HTTP_LIMITS = HttpLimits(max_body_bytes=16 * MIB)
+DRAIN_TIMEOUT_S = 2  # seconds for running calls to end on shutdown
+_numbers = itertools.count()
+
+
+class ChatServer:
+    """Serves the calls of its sessions at `host` and `port` (0: any free port), under loopback names and `hosts`.
+    Raises ValueError if it cannot listen."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, hosts: Collection[str] = (), limits: HttpLimits = HTTP_LIMITS
+    ) -> None:
+        self.sessions: dict[str, SessionProtocol] = {}
+        listener = open_listener(host, port)
+        self.url = f"http://{url_host(host)}:{listener.getsockname()[1]}/v1"
+        origins = OriginPolicy.for_host(host, hosts=hosts, pages=False)
+        app = AdmissionMiddleware(self._app(), origins, limits, auth_check=self._admit, error_body=_fault)
+        self._http = HttpServer(app, DRAIN_TIMEOUT_S, 75)
+        self._thread = threading.Thread(target=run_in_thread, args=(self._http, listener), name="endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the server after the running calls, at most `DRAIN_TIMEOUT_S` seconds later."""
+        self._http.stop()
+        self._thread.join()
+
+    def _app(self) -> Starlette:
+        routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._complete, methods=["POST"])]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
+
+    def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
+        known = self._find(bearer_token(headers))
+        return None if known else "this key does not belong to an episode in progress"
+
+    def _find(self, key: str) -> SessionProtocol | None:
+        for known, session in list(self.sessions.items()):
+            if known == ANY_KEY or secrets.compare_digest(known.encode(), key.encode(errors="replace")):
+                return session
+        return None
+
+    def _session(self, request: Request) -> SessionProtocol:
+        session = self._find(bearer_token(request.headers))
+        if session is None:  # closed since the request was admitted
+            raise HTTPException(410, "the episode is over")
+        return session
+
+    async def _models(self, request: Request) -> Response:
+        session = self._session(request)
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in session.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.body()
+        session = self._session(request)
+        try:
+            asked, stream = await asyncio.to_thread(_read, body, session.models)
+            session.deliver(asked)
+            answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
+        except CallRefused as error:
+            raise HTTPException(410, str(error)) from None
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        reply = ChatReply(answer) if isinstance(answer, str) else answer
+        message = parse_assistant_message(reply.text)
+        finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
+        head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
+        if stream:
+            return _streamed(head, message, finish)
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
+
+
+def _read(body: bytes, models: tuple[str, ...]) -> tuple[ChatCall, bool]:
+    return parse_call(read_json(body), models)
+
+
+def _streamed(head: dict[str, Any], message: dict[str, Any], finish: str) -> Response:
+    """Returns the answer as server-sent events, with all text in one event."""
+    events = _events({**head, "object": "chat.completion.chunk"}, message, finish)
+    return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
+
+
+def _events(head: dict[str, Any], message: dict[str, Any], finish: str) -> Iterator[str]:
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
+    delta = message | ({"tool_calls": calls} if calls else {})
+    yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    yield json.dumps({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    yield "[DONE]"
+
+
+def _usage(reply: ChatReply) -> dict[str, Any]:
+    if reply.token_counts is None:
+        return {}
+    read, written = reply.token_counts
+    return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    """Formats errors as OpenAI does."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(_fault(error.status_code, error.detail), error.status_code)
+
+
+def _fault(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": status}}

@@ -1,0 +1,1 @@
+"""Base models: names, loading, formats of files, sharding."""

@@ -1,0 +1,117 @@
+"""Reference results of self_check.py: log-probabilities by a model's own eager forward of single unpadded sequences, on
+random tokens and with adapters.
+
+Shapes: `T` tokens of a sequence, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from palestra.engine.check.reduced_model import MAX_WINDOW
+from palestra.engine.lora.adapters import Adapter, find_linear_layers
+from palestra.engine.lora.config import LoraConfig
+
+NUM_DECODED = 2  # tokens that are computed one at a time
+MAX_TOKEN_ID = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence to compare: a prompt, the tokens after it, and the number of its adapter (None: the bare base)."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    owner: int | None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens [T] int64."""
+        return np.concatenate([self.prompt, self.answer])
+
+
+class Expected(NamedTuple):
+    """Results of the model's own forward: cases by owner, their log-probabilities [T, V], and the adapters."""
+
+    cases: list[Case]
+    logp_TV: list[Tensor]
+    adapters: list[Adapter]
+
+    def of(self, owner: int) -> Expected:
+        """Returns the cases of one adapter only."""
+        mine = [number for number, case in enumerate(self.cases) if case.owner == owner]
+        return Expected([self.cases[i] for i in mine], [self.logp_TV[i] for i in mine], self.adapters)
+
+
+def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
+    """Returns the model's own log-probabilities, sequence by sequence, by eager attention. With `long`, one prompt
+    goes past every window. The model must have its own forwards."""
+    cases = _cases(model, long)
+    adapters = [_adapter(find_linear_layers(model), seed) for seed in (1, 2)[: 1 + long]]
+    logps = []
+    for case in cases:
+        ids = torch.as_tensor(case.tokens, device=model.device)[None]
+        with torch.no_grad(), with_adapter(model, None if case.owner is None else adapters[case.owner]):
+            logps.append(torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1))
+        if not torch.isfinite(logps[-1]).all():
+            raise ValueError("no finite log-probabilities of random tokens")
+    return Expected(cases, logps, adapters)
+
+
+def _cases(model: PreTrainedModel, long: bool) -> list[Case]:
+    """Returns the cases by owner: siblings of one prompt, longer prompts that begin with it, and others."""
+    rng, ids = np.random.default_rng(0), _plain_ids(model)
+
+    def draw(n: int) -> np.ndarray:
+        return rng.choice(ids, n)
+
+    start, past = draw(9), 2 * MAX_WINDOW + 8 if long else 5
+    cases = [Case(start, draw(NUM_DECODED), 0), Case(start, draw(NUM_DECODED), 0)]
+    cases += [Case(np.concatenate([start, draw(more)]), draw(NUM_DECODED), 0) for more in (3, past)]
+    if long:
+        cases.append(Case(draw(5), draw(NUM_DECODED), 1))
+        cases.append(Case(np.concatenate([start, draw(MAX_WINDOW + 2)]), draw(NUM_DECODED), 1))
+    return [*cases, Case(np.concatenate([start[:6], draw(3)]), draw(NUM_DECODED), None)]
+
+
+def _plain_ids(model: PreTrainedModel) -> np.ndarray:
+    """Returns token ids that the config gives no meaning."""
+    config = model.config.get_text_config()
+    entries = [*model.config.to_dict().items(), *config.to_dict().items()]
+    special = {value for key, value in entries if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    return np.array([i for i in range(min(config.vocab_size, MAX_TOKEN_ID)) if i not in special], np.int64)
+
+
+def _adapter(linears: Mapping[str, nn.Module], seed: int) -> Adapter:
+    """Returns an adapter whose output is about a tenth of the output of the layers it adapts."""
+    adapter = Adapter(linears, LoraConfig(rank=2, alpha=2.0), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
+    return adapter
+
+
+@contextlib.contextmanager
+def with_adapter(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[None]:
+    """Context in which the linear layers of a model without an engine add the adapter's output to their own."""
+
+    def adding(a: Tensor, b: Tensor, scale: float) -> Callable[..., Tensor]:
+        return lambda _, args, out: out + (scale * (args[0].float() @ a.T @ b.T)).to(out.dtype)
+
+    modules, handles = dict(model.named_modules()), []
+    for name, (a, b) in adapter.weights.items() if adapter else ():
+        handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale_of(name) if adapter else 0.0)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

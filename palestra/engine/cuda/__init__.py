@@ -1,0 +1,1 @@
+"""Kernels and graphs of CUDA."""

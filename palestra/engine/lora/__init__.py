@@ -1,0 +1,1 @@
+"""LoRA adapters of any rank on one resident base."""

@@ -1,0 +1,259 @@
+"""Routes: which adapter each row of a pass uses, and the products that apply it to a linear layer.
+
+Training uses one adapter for all rows (`SingleAdapterRoute`), with gradients. Sampling uses many: rows of several
+snapshots, and of the bare base, share one forward pass (`MultiAdapterRoute`); on the plain path all rows have one
+(`SnapshotRoute`). All implement `AdapterRoute` of flat_row.py.
+
+Shapes: `R` rows of the flat row, `n` adapters, `r` the largest rank among them, `i` and `o` inputs and outputs of a
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from palestra.engine.forward.linear import linear, low_rank_grads, matmul
+from palestra.engine.lora.adapters import Adapter, Snapshot, layer_shape, own_output
+from palestra.engine.lora.variants import Dropout, linear_by_blocks, variant_output
+
+MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: a copy costs little memory
+
+
+class SingleAdapterRoute:
+    """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it. `dropout`
+    holds the pass's dropout masks (None: no dropout)."""
+
+    def __init__(self, adapter: Adapter, dropout: Dropout | None = None) -> None:
+        self.adapter, self.dropout = adapter, dropout
+
+    @property
+    def owner(self) -> Adapter:
+        """The adapter of the rows."""
+        return self.adapter
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if self.dropout is not None or not self.adapter.mergeable:
+            return variant_output(self.adapter, own_output, name, x, layer, self.dropout)
+        pair = self.adapter.weights.get(name)
+        if pair is None:
+            return own_output(layer, x)
+        if type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
+            # a merged weight in half precision would lose the adapter to rounding
+            product = MergedLinear if layer.weight.dtype == torch.float32 else LowRankLinear
+            return product.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale_of(name))
+        a, b = (w.to(x.dtype) for w in pair)
+        return own_output(layer, x) + self.adapter.scale_of(name) * F.linear(F.linear(x, a), b)
+
+    def narrow(self, keep_M: Tensor) -> SingleAdapterRoute:
+        return self
+
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return [(self, rows)]
+
+
+class SnapshotRoute:
+    """The route of a sampling pass in which every row uses one snapshot, on the plain path."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    @property
+    def owner(self) -> Snapshot:
+        """The snapshot of the rows."""
+        return self.snapshot
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if not self.snapshot.mergeable:
+            return variant_output(self.snapshot, own_output, name, x, layer)
+        pair = self.snapshot.weights.get(name)
+        if pair is None:
+            return own_output(layer, x)
+        a, b = (w.to(x.dtype) for w in pair)
+        return own_output(layer, x) + F.linear(F.linear(x, a), b)
+
+    def narrow(self, keep_M: Tensor) -> SnapshotRoute:
+        return self
+
+    def blocks(self, rows: int) -> list[tuple[SnapshotRoute, int]]:
+        return [(self, rows)]
+
+
+class MergedLinear(torch.autograd.Function):
+    """`x (W + scale * B A)' + bias` with a frozen `W`: one full-size product forward and one backward.
+
+    Adding `B A` to `W` costs rank / rows of the full product, and avoids the low-rank products' passes over the
+    activations. It is recomputed in the backward pass, so that merged weights are never kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        grad_a, grad_b = low_rank_grads(x.flatten(0, -2), grad.flatten(0, -2), a, b)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul(grad, torch.addmm(weight, b, a, alpha=ctx.scale))
+        return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
+
+
+class LowRankLinear(torch.autograd.Function):
+    """`x W' + bias + scale * (x A') B'` with a frozen `W`, in the dtype of `x`; the gradients of A and B have the
+    dtypes of A and B.
+
+    It launches a third of the kernels that separate autograd nodes would: on a GPU, launching them takes longer than
+    running them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        a_x, b_x = a.to(x.dtype), b.to(x.dtype)
+        rows = x.flatten(0, -2)
+        inner = rows @ a_x.T
+        out = linear(rows, weight, bias).addmm_(inner, b_x.T, alpha=scale)
+        ctx.save_for_backward(x, weight, a_x, b_x, inner)
+        ctx.scale, ctx.dtypes = scale, (a.dtype, b.dtype)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, inner = ctx.saved_tensors
+        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_inner = torch.empty_like(inner).addmm_(grad_rows, b, beta=0, alpha=ctx.scale)
+        grad_a = (grad_inner.T @ rows).to(ctx.dtypes[0])
+        grad_b = torch.empty_like(b).addmm_(grad_rows.T, inner, beta=0, alpha=ctx.scale).to(ctx.dtypes[1])
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul(grad_rows, weight).addmm_(grad_inner, a).view_as(x)
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+def count_kept_rows(counts: Sequence[int], keep_M: Tensor) -> list[int]:
+    """Returns how many of the rows `keep_M` (rising indices) lie in each of consecutive blocks of `counts` rows."""
+    ends: list[int] = np.diff(np.searchsorted(keep_M.cpu().numpy(), np.cumsum(counts)), prepend=0).tolist()
+    return ends
+
+
+class MultiAdapterRoute:
+    """The route of a sampling pass: block i of `counts[i]` rows uses snapshot i, the rows after the last block use the
+    bare base.
+
+    One snapshot for all rows is merged into small layers, and applied with two plain products at large ones. Several
+    snapshots are applied with two batched products over blocks of equal size (padded if they differ), so that 16
+    adapters need as many kernel calls as one.
+    """
+
+    def __init__(self, stack: AdapterStack, counts: Sequence[int]) -> None:
+        self.stack, self.counts = stack, list(counts)
+        self.rows, self.width = sum(counts), max(counts, default=0)
+        even = all(c == self.width for c in counts)
+        self._padding = None if even else self._pad()
+
+    def _pad(self) -> tuple[Tensor, Tensor]:
+        """Returns the row of each padded index, and the padded index of each row."""
+        device, rows, places, start = self.stack.device, [], [], 0
+        for i, count in enumerate(self.counts):
+            rows += [start + min(j, count - 1) for j in range(self.width)]
+            places += [i * self.width + j for j in range(count)]
+            start += count
+        return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+
+    def narrow(self, keep_M: Tensor) -> MultiAdapterRoute:
+        return MultiAdapterRoute(self.stack, count_kept_rows(self.counts, keep_M))
+
+    def blocks(self, rows: int) -> list[tuple[SnapshotRoute | None, int]]:
+        owners = [SnapshotRoute(snapshot) for snapshot in self.stack.snapshots]
+        return [*zip(owners, self.counts, strict=True), (None, rows - self.rows)]
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if not self.stack.mergeable:
+            return linear_by_blocks(self.blocks(x.shape[-2]), own_output, name, x, layer)
+        if (
+            len(self.counts) == 1
+            and self.rows == x.shape[-2]
+            and (merged := self.stack.merged_weight(name)) is not None
+        ):
+            return linear(x, merged, layer.bias)
+        y = own_output(layer, x)
+        pair = self.stack.stacked_pair(name)
+        if pair is None:
+            return y
+        a_nir, b_nro = pair
+        rows, out = x.flatten(0, -2)[: self.rows], y.flatten(0, -2)[: self.rows]
+        if len(self.counts) == 1:
+            out.addmm_(rows @ a_nir[0], b_nro[0])
+            return y
+        blocks = rows if self._padding is None else rows.index_select(0, self._padding[0])
+        inner = torch.bmm(blocks.view(len(self.counts), self.width, -1), a_nir)
+        if self._padding is None:
+            out.view(len(self.counts), self.width, -1).baddbmm_(inner, b_nro)
+        else:
+            out += torch.bmm(inner, b_nro).flatten(0, 1).index_select(0, self._padding[1])
+        return y
+
+
+class AdapterStack:
+    """Several snapshots, stacked: for each linear layer `A [n, in, r]` and `B [n, r, out]` in the base's dtype,
+    zero-padded for snapshots without weights or with a smaller rank."""
+
+    def __init__(self, snapshots: Sequence[Snapshot], linears: Mapping[str, nn.Module]) -> None:
+        self.snapshots, self.linears = list(snapshots), linears
+        self.mergeable = all(snapshot.mergeable for snapshot in snapshots)  # else no merged or stacked weights are used
+        self.device = next(next(iter(linears.values())).parameters()).device
+        self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
+        self._merged: dict[str, Tensor | None] = {}
+
+    @cached_property
+    def adapted_layers(self) -> frozenset[str]:
+        """Names of the layers that a snapshot adapts."""
+        return frozenset(name for snapshot in self.snapshots for name in snapshot.weights)
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Number of columns of the stacked matrices side by side: the largest rank, for each snapshot."""
+        ranks = [len(a) for snapshot in self.snapshots for a, _ in snapshot.weights.values()]
+        return len(self.snapshots) * max(ranks, default=0)
+
+    def merged_weight(self, name: str) -> Tensor | None:
+        """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
+        if name not in self._merged:
+            layer: Any = self.linears[name]
+            weight, pair = layer.weight, self.snapshots[0].weights.get(name)
+            small = weight.dtype == torch.float32 and weight.numel() <= MAX_MERGED_WEIGHTS
+            fits = pair is not None and small and type(layer) is nn.Linear
+            self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None
+        return self._merged[name]
+
+    def stacked_pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns the stacked A and B of a layer; None if no snapshot adapts it."""
+        if name not in self._pairs:
+            self._pairs[name] = self._build(name)
+        return self._pairs[name]
+
+    def _build(self, name: str) -> tuple[Tensor, Tensor] | None:
+        pairs = [s.weights.get(name) for s in self.snapshots]
+        ranks = [p[0].shape[0] for p in pairs if p]
+        if not ranks:
+            return None
+        layer: Any = self.linears[name]
+        outputs, inputs = layer_shape(layer)
+        # a quantised weight's dtype is not that of its outputs
+        like = layer.weight if type(layer) in (nn.Linear, Conv1D) else next(p for p in pairs if p)[0]
+        a = like.new_zeros(len(pairs), inputs, max(ranks))
+        b = like.new_zeros(len(pairs), max(ranks), outputs)
+        for i, pair in enumerate(pairs):
+            if pair:
+                a[i, :, : pair[0].shape[0]], b[i, : pair[0].shape[0]] = pair[0].T, pair[1].T
+        return a, b

@@ -1,0 +1,294 @@
+"""Computations of adapters other than plain LoRA: DoRA, dropout, adapted experts, and modules trained in full.
+
+They are applied to each block of a flat row separately, on the layer's own output. The faster ways of lora_routes.py
+(merged and stacked weights) need adapters that are `mergeable`.
+
+Shapes: `E` experts, `r` rank; `A [E, r, in]` and `B [E, out, r]` of stacked experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from palestra.core.seeding import derive_seed
+from palestra.engine.forward.decoder import decoder_of
+from palestra.engine.forward.quantized import QuantizedLinear
+from palestra.engine.lora.config import LoraConfig
+
+
+@dataclass
+class Extras:
+    """Weights of an adapter beyond its pairs on linear layers, float32: DoRA's `magnitudes` [out] by layer, weights of
+    `modules` trained in full by parameter name, and pairs (A, B) of stacked `experts` by parameter name."""
+
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.magnitudes or self.modules or self.experts)
+
+    def parameters(self) -> list[Tensor]:
+        """Returns all tensors, in a fixed order."""
+        pairs = [w for pair in self.experts.values() for w in pair]
+        return [*self.magnitudes.values(), *self.modules.values(), *pairs]
+
+    def map(self, of: Callable[[Tensor], Tensor]) -> Extras:
+        """Returns the same weights with `of` applied to each tensor."""
+        return Extras(
+            {name: of(w) for name, w in self.magnitudes.items()},
+            {name: of(w) for name, w in self.modules.items()},
+            {name: (of(a), of(b)) for name, (a, b) in self.experts.items()},
+        )
+
+    def folded(self, dtype: torch.dtype, scale_of: Callable[[str], float]) -> Extras:
+        """Returns a frozen copy, with weights of modules and experts in `dtype` and the scale folded into B."""
+        copy = self.map(lambda w: w.detach().clone())
+        pairs = {name: (a.to(dtype), b.to(dtype) * scale_of(name)) for name, (a, b) in copy.experts.items()}
+        return Extras(copy.magnitudes, {name: w.to(dtype) for name, w in copy.modules.items()}, pairs)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Masks of one training pass, a pure function of `seed`: a recomputed layer and a resumed run use the same masks.
+    All parts of a pass that have one shape, such as chunks of the head, have the same mask."""
+
+    probability: float
+    seed: int
+
+    def apply(self, name: str, x: Tensor) -> Tensor:
+        """Returns the input `x` of the layer `name` with values set to 0 at random, the others scaled up."""
+        generator = torch.Generator(x.device).manual_seed(derive_seed(self.seed, name))
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
+        return x * (kept.to(x.dtype) / (1 - self.probability))
+
+
+class Owner(Protocol):
+    """An adapter or a snapshot."""
+
+    weights: dict[str, tuple[Tensor, Tensor]]
+    extras: Extras
+
+    def scale_of(self, name: str) -> float: ...
+    def gain(self, name: str, layer: Any) -> Tensor: ...
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def new_extras(
+    config: LoraConfig, linears: Mapping[str, nn.Module], names: Iterable[str], model: PreTrainedModel | None, seed: int
+) -> Extras:
+    """Returns the weights beside the pairs on the linear layers `names`, with which the adapter equals its base: DoRA's
+    magnitudes are the lengths of the base's rows, modules are copies, and B of experts is zero.
+
+    Raises ValueError if `config` names a module or parameter that cannot be trained, or the base cannot have DoRA.
+    """
+    extras = Extras()
+    if config.use_dora:
+        for name in names:
+            extras.magnitudes[name] = _leaf(dense_weight(linears[name]).detach().float().norm(dim=1))
+    if (config.modules_to_save or config.target_parameters) and model is None:
+        raise ValueError("modules_to_save and target_parameters need the whole model: pass model= to Adapter")
+    if model is not None:
+        for name in _saved_modules(config.modules_to_save, linears, model):
+            for short, weight in model.get_submodule(name).named_parameters(recurse=False):
+                if not weight.is_floating_point():
+                    raise ValueError(f"modules_to_save: {name} is quantised: leave it out, or set quantize: null")
+                extras.modules[f"{name}.{short}"] = _leaf(weight.detach().float().clone())
+        generator = torch.Generator().manual_seed(derive_seed(seed, "experts"))
+        for name in _stacked_targets(config.target_parameters, model):
+            extras.experts[name] = _expert_pair(name, model, config.rank_of(name), generator)
+    return extras
+
+
+def _saved_modules(wanted: Sequence[str], linears: Mapping[str, nn.Module], model: PreTrainedModel) -> list[str]:
+    """Returns the names of the modules that `modules_to_save` selects, in model order. As in PEFT, an entry selects
+    every module whose name ends with it, with or without a dot before it."""
+    embedding = next((name for name, m in model.named_modules() if m is model.get_input_embeddings()), None)
+    found = []
+    for target in wanted:
+        names = [name for name, _ in model.named_modules() if name.endswith(target)]
+        for name in names:
+            if name != embedding and name not in linears:
+                raise ValueError(
+                    f"modules_to_save: {target} selects {name}, which is neither a linear layer nor the embeddings of "
+                    f"tokens ({embedding}): name one of these, such as lm_head"
+                )
+        if not names:
+            raise ValueError(f"modules_to_save: no module's name ends in {target!r}. Name lm_head or {embedding}.")
+        found += names
+    return [name for name, _ in model.named_modules() if name in found]
+
+
+def stacked_parameters(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the modules of stacked experts by the names of their stacked weights: those with transformers' common
+    interface (rows [S, H], chosen experts [S, k], their weights), since others may divide rows in other ways."""
+    return {
+        f"{name}.{short}": module
+        for name, module in decoder_modules(model)
+        if hasattr(module, "is_transposed")
+        for short, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3
+    }
+
+
+def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of the model's decoder with their names in the model."""
+    inside = {id(module) for module in decoder_of(model).modules()}
+    return ((name, module) for name, module in model.named_modules() if id(module) in inside)
+
+
+def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
+    names = list(stacked_parameters(model)) if targets else []
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in names):
+            kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
+            there = f"Use some of {kinds}." if kinds else "This base has none that can: use target_modules."
+            raise ValueError(f"target_parameters: {target!r} matches no stacked weights of experts. {there}")
+    return [name for name in names if any(name == t or name.endswith("." + t) for t in targets)]
+
+
+def _expert_pair(name: str, model: PreTrainedModel, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    module, short = stacked_parameters(model)[name], name.rpartition(".")[2]
+    weight: Tensor = getattr(module, short)
+    count, outputs, inputs = weight.mT.shape if module.is_transposed else weight.shape
+    bound = inputs**-0.5  # as PEFT initialises A
+    a = torch.empty(count, rank, inputs).uniform_(-bound, bound, generator=generator)
+    return _leaf(a.to(weight.device)), _leaf(torch.zeros(count, outputs, rank, device=weight.device))
+
+
+def _leaf(weight: Tensor) -> Tensor:
+    return weight.requires_grad_()
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+def dense_weight(layer: Any) -> Tensor:
+    """Returns the weight [out, in] of a linear layer. Raises ValueError for layers with a forward of their own, such as
+    quantised ones of other packages."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantized()
+    if type(layer) not in (nn.Linear, Conv1D):
+        raise ValueError(f"DoRA needs the weights of a {type(layer).__name__}: set use_dora: false, or another base")
+    weight: Tensor = layer.weight
+    return weight if type(layer) is nn.Linear else weight.T
+
+
+def dora_gain(magnitude: Tensor, layer: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns the factor [out] float32 of a layer's output with DoRA (Liu et al., 2024, eq. 5): the magnitude over the
+    length of the rows of the sum of weights, which has no gradient (section 4.3)."""
+    with torch.no_grad():
+        norm = torch.addmm(dense_weight(layer).float(), b.float(), a.float(), alpha=scale).norm(dim=1)
+    return magnitude / norm
+
+
+def variant_output(
+    owner: Owner, own: Callable[[Any, Tensor], Tensor], name: str, x: Tensor, layer: Any, dropout: Dropout | None = None
+) -> Tensor:
+    """Returns the output of the linear layer `name`, of which `own` computes the base's part, with an adapter of any
+    kind. As in PEFT, dropout also reaches the base's part that DoRA rescales."""
+    if replaced := replaced_parameters(owner, name, layer):
+        return call_with(layer, lambda x: type(layer).forward(layer, x), replaced, (x,), {})
+    y, pair = own(layer, x), owner.weights.get(name)
+    if pair is None:
+        return y
+    a, b = (w.to(x.dtype) for w in pair)
+    dropped = x if dropout is None else dropout.apply(name, x)
+    update = owner.scale_of(name) * F.linear(F.linear(dropped, a), b)
+    if name not in owner.extras.magnitudes:
+        return y + update
+    gain = owner.gain(name, layer).to(x.dtype)
+    base = y if dropped is x else own(layer, dropped)
+    base = base if layer.bias is None else base - layer.bias
+    return y + (gain - 1) * base + gain * update
+
+
+def linear_by_blocks(
+    blocks: Sequence[tuple[Any, int]], own: Callable[[Any, Tensor], Tensor], name: str, x: Tensor, layer: Any
+) -> Tensor:
+    """Returns the output of a linear layer for rows of several adapters, computed block by block; `blocks` are their
+    routes (None: the bare base) and sizes."""
+    parts = x.split([count for _, count in blocks], dim=-2)
+    outputs = [
+        own(layer, part) if route is None else route.linear(name, part, layer)
+        for (route, _), part in zip(blocks, parts, strict=True)
+        if part.shape[-2]
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
+
+
+# -- embeddings and experts --------------------------------------------------------------------------------------------
+
+
+def replaceable_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the embeddings of tokens and the modules of stacked experts, by name."""
+    experts = {id(module) for module in stacked_parameters(model).values()}
+    embedding = model.get_input_embeddings()
+    return {name: m for name, m in model.named_modules() if m is embedding or id(m) in experts}
+
+
+def replaced_parameters(owner: Owner, name: str, module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of the module `name` that an adapter replaces, by their short names."""
+    found = {}
+    for short, weight in module._parameters.items() if owner.extras else ():
+        key = f"{name}.{short}"
+        if weight is not None and key in owner.extras.modules:
+            found[short] = owner.extras.modules[key].to(weight.dtype)
+        elif weight is not None and key in owner.extras.experts:
+            a, b = (w.to(weight.dtype) for w in owner.extras.experts[key])
+            delta = owner.scale_of(key) * torch.bmm(b, a)
+            found[short] = weight + (delta.mT if getattr(module, "is_transposed", False) else delta)
+    return found
+
+
+def call_with(
+    module: nn.Module, own: Callable[..., Tensor], replaced: Mapping[str, Tensor], args: Any, kwargs: Any
+) -> Tensor:
+    """Returns the module's `own` output with some of its parameters replaced."""
+    kept = {short: module._parameters[short] for short in replaced}
+    parameters: dict[str, Any] = module._parameters
+    try:
+        parameters.update(replaced)
+        return own(*args, **kwargs)
+    finally:
+        parameters.update(kept)
+
+
+def call_by_blocks(
+    route: Any, name: str, module: nn.Module, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Returns the output of the embeddings or experts `name` for rows of several adapters: in one call if none replaces
+    a parameter, else block by block."""
+    axis = 1 if isinstance(module, nn.Embedding) else args[0].dim() - 2
+    size = args[0].shape[axis]
+    blocks = [(each, count) for each, count in route.blocks(size) if count]
+    replaced = [{} if each is None else replaced_parameters(each.owner, name, module) for each, _ in blocks]
+    if not any(replaced):
+        return own(*args, **kwargs)
+    if len(blocks) == 1:
+        return call_with(module, own, replaced[0], args, kwargs)
+    outputs, start = [], 0
+    for (_, count), mine in zip(blocks, replaced, strict=True):
+        rows = slice(start, start + count)
+        part = [_rows_of(value, axis, size, rows) for value in args]
+        outputs.append(
+            call_with(module, own, mine, part, {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()})
+        )
+        start += count
+    return torch.cat(outputs, dim=axis)
+
+
+def _rows_of(value: Any, axis: int, size: int, rows: slice) -> Any:
+    if not isinstance(value, Tensor) or value.dim() <= axis or value.shape[axis] != size:
+        return value
+    return value[rows] if axis == 0 else value[:, rows]

@@ -1,0 +1,183 @@
+"""Log-probabilities of given tokens under snapshots: many prompts and many adapters in one pass, without gradients.
+
+Each adapter's prompts form a separate forest (tree_attention.py), since the same tokens have other activations under
+other weights; the forests are concatenated in one flat row. The pass ends before the model's head: the logits of all
+rows would be by far the largest tensor, so they are computed and read a few rows at a time.
+
+Shapes: `P` prompt tokens, `K` targets per position, `k` best tokens; `S` tokens of a forest, `H` width of the model,
+`A` log-probabilities to compute, `C` rows at a time, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.logits import row_chunks, widen
+from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
+from palestra.engine.lora.adapters import Snapshot
+from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.sampling.request import check_prompt, check_top_logprobs
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A request for the log-probabilities of the prompt `ids` [P] (int) under `adapter` (None: the bare base).
+
+    `top_logprobs` is the number of most likely tokens to return at each position. `targets` [P-1, K] (int) are further
+    tokens to score: row i is scored at the position of `ids[i + 1]` (-1: none).
+    """
+
+    ids: np.ndarray
+    adapter: Snapshot | None = None
+    top_logprobs: int = 0
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Log-probabilities at temperature 1, float32: `logprobs` [P-1] of `ids[1:]`, `top_logprobs` [P-1, k] of the most
+    likely tokens `top_ids` [P-1, k] int64, best first, and `target_logprobs` [P-1, K], 0 where the target is -1 (None
+    without targets)."""
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    target_logprobs: np.ndarray | None
+
+
+def score_prompts(engine: Engine, requests: Sequence[ScoreRequest], *, pack_tokens: int = 16384) -> list[ScoreResult]:
+    """Returns the scores of all `requests`, in their order.
+
+    A pass has at most `pack_tokens` prompt tokens, counted before sharing (a single prompt may exceed it). Raises
+    ValueError for the first invalid request: an empty or too long prompt, or token ids out of range.
+    """
+    for question in requests:
+        _check(engine, question)
+    scores: dict[int, ScoreResult] = {}
+    for pack in _micro_batches(requests, pack_tokens):
+        scores |= zip(pack, _score(engine, [requests[i] for i in pack]), strict=True)
+    return [scores[i] for i in range(len(requests))]
+
+
+def answer_logprobs(engine: Engine, adapter: Snapshot | None, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Returns log-probabilities [T] float32 of each sample's answer tokens under `adapter` (None: the bare base), at
+    temperature 1."""
+    requests = [ScoreRequest(np.concatenate([s.prompt_ids, s.token_ids]), adapter) for s in samples]
+    scores = score_prompts(engine, requests)
+    return [score.logprobs[len(s.prompt_ids) - 1 :] for s, score in zip(samples, scores, strict=True)]
+
+
+def _check(engine: Engine, question: ScoreRequest) -> None:
+    check_prompt(engine, question.ids, 0)
+    check_top_logprobs(engine, question.top_logprobs)
+    if question.targets is None:
+        return
+    if question.targets.ndim != 2 or len(question.targets) != len(question.ids) - 1:
+        shape = "x".join(map(str, question.targets.shape))
+        raise ValueError(f"targets of {shape} for a prompt of {len(question.ids)} tokens: a row for each but the first")
+    vocabulary = engine.vocab_size
+    if question.targets.size and (question.targets.min() < -1 or question.targets.max() >= vocabulary):
+        raise ValueError(f"targets must be token ids from 0 to {vocabulary - 1}, or -1 for none")
+
+
+def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[list[int]]:
+    """Yields indices of `questions`, sorted so that prompts with common prefixes are in one pack."""
+    order = sorted(range(len(questions)), key=lambda i: (_owner(questions[i]), questions[i].ids.tolist()))
+    pack: list[int] = []
+    size = 0
+    for i in order:
+        if pack and size + len(questions[i].ids) > tokens:
+            yield pack
+            pack, size = [], 0
+        pack.append(i)
+        size += len(questions[i].ids)
+    if pack:
+        yield pack
+
+
+def _owner(question: ScoreRequest) -> tuple[bool, str, int]:
+    """Returns the sort key of a request: by adapter, the bare base last, as a `MultiAdapterRoute` orders its rows."""
+    adapter = question.adapter
+    return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
+
+
+@torch.inference_mode()
+def _score(engine: Engine, questions: list[ScoreRequest]) -> list[ScoreResult]:
+    """Returns the scores of one pass; `questions` are sorted by owner."""
+    blocks = [list(block) for _, block in groupby(questions, key=_owner)]
+    # the last token's prediction is not needed, but a prompt of one token must keep it
+    forests = [build_forest([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]) for block in blocks]
+    adapters = [block[0].adapter for block in blocks]
+    sizes = [len(forest.ids_S) for forest in forests]
+    hidden_SH = _hidden(engine, concat_forests(forests), _route(engine, adapters, sizes))
+    parts = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
+    return [scores for block, forest, part_SH in parts for scores in _read(engine, block, forest, part_SH)]
+
+
+def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence[int]) -> MultiAdapterRoute | None:
+    """Returns the route of blocks of `counts` rows under `adapters`, the bare base last; None if there is only the bare
+    base."""
+    used = [(adapter, count) for adapter, count in zip(adapters, counts, strict=True) if adapter]
+    if not used:
+        return None
+    return MultiAdapterRoute(
+        AdapterStack([adapter for adapter, _ in used], engine.linear_layers), [count for _, count in used]
+    )
+
+
+def _hidden(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
+    """Returns the last hidden states [S, H] of a forest."""
+    ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
+    every = engine.tensor(np.arange(len(forest.ids_S)))
+    return engine.hidden_states(ids_S, positions_S, TreeLayout(forest, engine.device), route, every)
+
+
+def _read(engine: Engine, questions: Sequence[ScoreRequest], forest: Forest, hidden_SH: Tensor) -> list[ScoreResult]:
+    """Returns the scores of questions of one owner from the last hidden states of their forest."""
+    paths = [path[: len(q.ids) - 1] for q, path in zip(questions, forest.paths, strict=True)]
+    asked = [_scored_tokens(q) for q in questions]
+    row_A = np.concatenate([np.repeat(path, ids.shape[1]) for path, ids in zip(paths, asked, strict=True)])
+    token_A = np.concatenate([ids.ravel() for ids in asked])
+    most = max(q.top_logprobs for q in questions)
+    logp_A, ids_Sk, logps_Sk = _gather_logprobs(engine, questions[0].adapter, hidden_SH, row_A, token_A, most)
+    ends = np.cumsum([ids.size for ids in asked])[:-1]
+    scores = []
+    for q, path, ids, logps in zip(questions, paths, asked, np.split(logp_A, ends), strict=True):
+        logps_PK = np.where(ids < 0, 0.0, logps.reshape(ids.shape)).astype(np.float32)
+        targets = None if q.targets is None else logps_PK[:, 1:]
+        scores.append(
+            ScoreResult(logps_PK[:, 0], ids_Sk[path, : q.top_logprobs], logps_Sk[path, : q.top_logprobs], targets)
+        )
+    return scores
+
+
+def _scored_tokens(question: ScoreRequest) -> np.ndarray:
+    """Returns the tokens [P-1, 1 + K] to score at each position: the prompt's own, then the targets."""
+    own = question.ids[1:, None].astype(np.int64)
+    return own if question.targets is None else np.concatenate([own, question.targets.astype(np.int64)], 1)
+
+
+def _gather_logprobs(
+    engine: Engine, adapter: Snapshot | None, hidden_SH: Tensor, row_A: np.ndarray, token_A: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns log-probabilities [A] of `token_A` at `row_A`, and the `k` most likely tokens of each row with their
+    log-probabilities [S, k]. The value is meaningless where a token is -1."""
+    size, order = len(hidden_SH), np.argsort(row_A, kind="stable")
+    logp_A, ids_Sk, logps_Sk = np.zeros(len(row_A), np.float32), np.zeros((size, k), np.int64), np.zeros((size, k))
+    for rows in row_chunks(size, engine.vocab_size):
+        route = _route(engine, [adapter], [rows.stop - rows.start])
+        logp_CV = torch.log_softmax(widen(engine.head_logits(hidden_SH[rows], route)), -1)
+        mine = order[slice(*np.searchsorted(row_A, [rows.start, rows.stop], sorter=order))]
+        found = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
+        logp_A[mine] = found.cpu().numpy()
+        if k:
+            logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
+    return logp_A, ids_Sk, logps_Sk.astype(np.float32)

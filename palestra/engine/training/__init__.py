@@ -1,0 +1,1 @@
+"""Gradients: micro-batches, losses over tokens, optimizers, checkpoints of adapters."""

@@ -1,0 +1,211 @@
+"""Samples as micro-batches: packing into forests, token weights, cutting to a size, and the inputs of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.core.losses import LossInputs
+from palestra.core.types import Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.linear import padded_rows
+from palestra.engine.forward.routing_replay import packed_experts
+from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, padded_forest
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.routes import SingleAdapterRoute
+from palestra.engine.lora.variants import Dropout
+from palestra.engine.training.head import LMHead, score_tokens, scored_tokens, select_rows
+from palestra.engine.training.kept_tokens import KeptTokens, kept_tokens
+
+MIN_PADDED_TOKENS = 1024  # smaller passes get no dummy tokens: adding rows to each product costs less (linear.py)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one micro-batch, and the weight of each token of each sample in the batch mean."""
+
+    samples: list[Sample]
+    token_weights: list[float]
+
+
+class TokenOutputs(NamedTuple):
+    """Model outputs for `M` answer tokens: log-probabilities [M] and entropies [M], float32, and the features [M, H]
+    from which the logits were computed."""
+
+    logp_M: Tensor
+    entropy_M: Tensor
+    features_MH: Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), the
+    temperatures (float32), the tokens that were kept in sampling (None: all), and the experts [S, L, K] that were used
+    in sampling (None: not recorded)."""
+
+    forest: Forest
+    layout: TreeLayout
+    rows_M: np.ndarray
+    targets_M: np.ndarray
+    temperature_M: np.ndarray
+    kept: KeptTokens | None = None
+    experts_SLK: np.ndarray | None = None
+
+    @classmethod
+    def pack(cls, samples: Sequence[Sample], engine: Engine) -> PackedBatch:
+        """Packs `samples`."""
+        forest, rows_M, targets_M = pack_samples(samples)
+        if engine.attention and engine.device.type == "cpu" and len(forest.ids_S) >= MIN_PADDED_TOKENS:
+            forest = padded_forest(forest, padded_rows(len(forest.ids_S)))
+        temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
+        kept, experts_SLK = kept_tokens(samples, engine.device), None
+        if any(s.routed_experts is not None for s in samples):
+            layers = engine.model.config.get_text_config().num_hidden_layers
+            experts_SLK = packed_experts(samples, forest, engine.routers, layers)
+        return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M, kept, experts_SLK)
+
+    def run_model(
+        self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
+    ) -> TokenOutputs:
+        """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of logits is computed
+        once; with `entropy_grad`, entropies have gradients."""
+        keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
+        tensor, route = engine.tensor, SingleAdapterRoute(adapter, dropout) if adapter else None
+        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
+        flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
+        replayed = None if self.experts_SLK is None else tensor(self.experts_SLK)
+
+        def compute() -> TokenOutputs:
+            with engine.use_experts(replayed, flat[-1]):
+                features = engine.hidden_states(*flat)
+            engine.release_freed_memory()
+            scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
+            return TokenOutputs(*scores, select_rows(features, wanted.row_M))
+
+        outputs: TokenOutputs = engine.sharded_params.in_pass(compute) if engine.sharded_params else compute()
+        engine.release_freed_memory()
+        return outputs
+
+
+def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
+    """Returns the forest of `samples`, the flat row that predicts each of the `M` answer tokens, and the tokens, both
+    int64 [M]."""
+    sequences = [np.concatenate([s.prompt_ids, s.token_ids[:-1]]).astype(np.int64) for s in samples]
+    forest = build_forest(sequences)
+    rows = [path[len(s.prompt_ids) - 1 :] for s, path in zip(samples, forest.paths, strict=True)]
+    return forest, np.concatenate(rows), np.concatenate([s.token_ids for s in samples]).astype(np.int64)
+
+
+def token_weight(samples: Sequence[Sample]) -> float:
+    """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
+    sample weight of 1. Samples without gradient count too."""
+    return 1.0 / _denominator(samples)
+
+
+def trained_share(samples: Sequence[Sample]) -> float:
+    """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by it is a mean over
+    the trained tokens."""
+    return (sum(s.weight * len(s.token_ids) for s in with_gradient(samples)) or 1.0) / _denominator(samples)
+
+
+def _denominator(samples: Sequence[Sample]) -> float:
+    return sum(s.weight * len(s.token_ids) if s.denominator is None else s.denominator for s in samples) or 1.0
+
+
+def with_gradient(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples that a pass is made for."""
+    return [sample for sample in samples if sample.has_gradient]
+
+
+def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None = None) -> list[MicroBatch]:
+    """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before sharing (a single group
+    may exceed it). `weight` is the weight of a token (None: these samples are a whole batch)."""
+    weight = token_weight(samples) if weight is None else weight
+    result: list[MicroBatch] = []
+    part: list[Sample] = []
+    size = 0
+    for group in by_group(samples):
+        length = _length(group)
+        if part and size + length > tokens:
+            result.append(MicroBatch(part, [weight * s.weight for s in part]))
+            part, size = [], 0
+        part += group
+        size += length
+    return [*result, MicroBatch(part, [weight * s.weight for s in part])] if part else result
+
+
+def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+    """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one group stay together;
+    most samples with a common prompt do."""
+    groups = by_group(samples)
+    ends = np.cumsum([_length(group) for group in groups])
+    result: list[list[Sample]] = [[] for _ in range(count)]
+    for group, end in zip(groups, ends.tolist(), strict=True):
+        middle = end - _length(group) / 2
+        result[int(middle * count / ends[-1])] += group
+    return result
+
+
+def _length(group: Sequence[Sample]) -> int:
+    return sum(len(s.prompt_ids) + len(s.token_ids) for s in group)
+
+
+def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> LossInputs:
+    """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the device of `logp_M`.
+    `entropy_M` and `value_M` are [M] too."""
+    samples, lengths = pack.samples, [len(s.token_ids) for s in pack.samples]
+
+    def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=logp_M.device)
+
+    def joined(field: str) -> Tensor:
+        return tensor(np.concatenate([getattr(s, field) for s in samples]))
+
+    def given(field: str) -> Tensor | None:
+        return None if any(getattr(s, field) is None for s in samples) else joined(field)
+
+    sampler_logp_M = old_logp_M = joined("logprobs")
+    if samples[0].old_logprobs is not None:
+        is_current = isinstance(samples[0].old_logprobs, str)
+        old_logp_M = logp_M.detach() if is_current else joined("old_logprobs")
+    return LossInputs(
+        logp_M,
+        entropy_M,
+        old_logp_M,
+        given("reference_logprobs"),
+        joined("advantages"),
+        tensor(_spread(pack.token_weights, samples)),
+        tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
+        tensor(np.repeat(_numbers(samples), lengths), torch.long),
+        value_M,
+        given("values"),
+        given("returns"),
+        None if samples[0].old_logprobs is None else sampler_logp_M,
+    )
+
+
+def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Splits `samples` into units that must not be separated: neighbours of one group, or a single sample without a
+    group."""
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        if groups and sample.group >= 0 and sample.group == groups[-1][-1].group:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _numbers(samples: Sequence[Sample]) -> np.ndarray:
+    """Returns the index of each sample's group."""
+    groups = by_group(samples)
+    return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+
+
+def _spread(values: Sequence[float], samples: Sequence[Sample]) -> np.ndarray:
+    return np.repeat(np.asarray(values, np.float32), [len(s.token_ids) for s in samples])

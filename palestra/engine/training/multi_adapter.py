@@ -1,0 +1,351 @@
+"""Training passes of several adapters at once, for a server with many clients.
+
+Each adapter's sequences form a separate forest, since the same tokens have other activations under other weights. The
+forests are concatenated in one flat row, and a route assigns an adapter to each block of it: the base model, and
+everything but linear layers, is computed for all jobs together. Losses are sums; gradients accumulate in each adapter
+until its optimizer step.
+
+Jobs are isolated: neither the results nor a failure of one job may affect another. Each job therefore has its own leaf
+tensors, whose gradients are added to its adapter's only after the whole job has succeeded.
+
+Shapes: `S` tokens of the flat row, `C` rows whose logits are computed, `M` scored targets of a job, `n` scored
+positions of a datum, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from palestra.core.losses import TensorMetrics
+from palestra.core.types import Datum
+from palestra.engine.bases.model import Engine
+from palestra.engine.forward.logits import fits_at_once, widen
+from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.routes import SingleAdapterRoute, count_kept_rows
+from palestra.engine.training.head import LMHead, ScoredTokens, score_tokens
+from palestra.engine.training.trainer import Trainer
+
+
+class LogitsMap(Protocol):
+    """Reads the logits of a job's targets."""
+
+    def __call__(self, read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor: ...
+
+
+class JobLossInputs(NamedTuple):
+    """Inputs of a job's loss: log-probabilities of the targets [M] float32, the data's `inputs` [M] float32 by name,
+    and the index of each target's sequence [M] int64. `map_logits(read, index_A)`, for losses that need the logits,
+    returns the results of `read(logits_CV, rows)` for the targets `index_A` (None: all), a slice `rows` of them at a
+    time, with their logits float32; `read` returns a tensor [C]."""
+
+    logp_M: Tensor
+    inputs: dict[str, Tensor]
+    sequence_M: Tensor
+    map_logits: LogitsMap
+
+
+JobLossFunction = Callable[[JobLossInputs], tuple[Tensor, TensorMetrics]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's pass over its data; with `backward` false it only computes log-probabilities and losses. With
+    `weighted_only`, targets of weight 0 (such as those of a prompt) are not computed; their log-probabilities are
+    returned as 0."""
+
+    trainer: Trainer
+    data: Sequence[Datum]
+    loss: JobLossFunction
+    backward: bool = True
+    weighted_only: bool = False
+
+    def scored_positions(self, datum: Datum) -> np.ndarray:
+        """Returns the scored positions of `datum`, int64 [n]."""
+        if not self.weighted_only:
+            return np.arange(len(datum.tokens))
+        weighted = np.flatnonzero((datum.inputs["weights"].reshape(len(datum.tokens), -1) != 0).any(1))
+        return weighted if len(weighted) else np.zeros(1, np.int64)
+
+
+@dataclass
+class JobResult:
+    """Log-probabilities of each datum's targets, float32 in the targets' shape, and the loss's metrics summed over the
+    data."""
+
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class BlockRoute:
+    """The route of a multi-adapter training pass: block i of the rows uses adapter i, and gradients flow into it."""
+
+    def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
+        self.routes, self.counts = [SingleAdapterRoute(adapter) for adapter in adapters], list(counts)
+
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return list(zip(self.routes, self.counts, strict=True))
+
+    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
+        if len(self.routes) == 1:
+            return self.routes[0].linear(name, x, layer)  # no copy
+        blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
+        return torch.cat([route.linear(name, block, layer) for route, block in blocks], dim=-2)
+
+    def narrow(self, keep_M: Tensor) -> BlockRoute:
+        return BlockRoute([route.adapter for route in self.routes], count_kept_rows(self.counts, keep_M))
+
+
+@dataclass
+class _JobState:
+    """State of a running job, or the error that ended it."""
+
+    job: Job
+    adapter: Adapter = field(init=False)
+    result: JobResult = field(default_factory=JobResult)
+    gradients: list[Tensor] | None = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        assert self.job.trainer.adapter is not None
+        self.adapter = self.job.trainer.adapter.with_separate_grads()
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Adds gradients to those of the job."""
+        if self.gradients is None:
+            self.gradients = list(gradients)
+        else:
+            torch._foreach_add_(self.gradients, list(gradients))
+
+    def end(self) -> JobResult | Exception:
+        """Returns the outcome or the error. On success, adds the gradients of the job to those of its adapter."""
+        if self.error is not None:
+            return self.error
+        for parameter, gradient in zip(self.job.trainer.parameters, self.gradients or (), strict=False):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return self.result
+
+
+class JobSlice(NamedTuple):
+    """The data of a job in one micro-batch, with the scored positions of each datum."""
+
+    state: _JobState
+    data: list[Datum]
+    scored_positions: list[np.ndarray]
+
+
+def train_jobs(
+    engine: Engine, jobs: Sequence[Job], pack_tokens: int
+) -> Generator[None, None, list[JobResult | Exception]]:
+    """Runs `jobs` together; returns an outcome or an error for each.
+
+    Yields after each micro-batch of at most `pack_tokens` tokens (counted before sharing), so that other work can run
+    in between. A failed job leaves all gradients unchanged.
+    """
+    runs = [_JobState(job) for job in jobs]
+    for pack in _micro_batches(jobs, pack_tokens):
+        parts = [(runs[number], data) for number, data in pack.items()]
+        _run_slices(
+            engine, [JobSlice(run, data, [run.job.scored_positions(datum) for datum in data]) for run, data in parts]
+        )
+        yield
+    return [run.end() for run in runs]
+
+
+def _micro_batches(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list[Datum]], None, None]:
+    """Yields the data of all jobs in order, by job number, at most `tokens` tokens at a time (a single datum may exceed
+    it)."""
+    pack: dict[int, list[Datum]] = {}
+    size = 0
+    for number, job in enumerate(jobs):
+        for datum in job.data:
+            if pack and size + len(datum.tokens) > tokens:
+                yield pack
+                pack, size = {}, 0
+            pack.setdefault(number, []).append(datum)
+            size += len(datum.tokens)
+    if pack:
+        yield pack
+
+
+def _run_slices(engine: Engine, parts: list[JobSlice]) -> None:
+    """Runs one pass for all `parts`. If it fails, runs each part alone, so that only the jobs that cause the error
+    fail."""
+    parts = [part for part in parts if part.state.error is None]
+    if not parts:
+        return
+    try:
+        _pass(engine, parts)
+    except Exception as error:  # for example out of memory
+        if len(parts) == 1:
+            parts[0].state.error = error
+            return
+        for part in parts:
+            _run_slices(engine, [part])
+
+
+def _pass(engine: Engine, parts: list[JobSlice]) -> None:
+    """Runs one forward pass for all data, one loss per job, and one backward pass for all losses. Results are recorded
+    only after everything has succeeded; only failed losses are recorded before."""
+    forests = [build_forest([datum.tokens for datum in part.data]) for part in parts]
+    flat, sizes = concat_forests(forests), [len(forest.ids_S) for forest in forests]
+    route = BlockRoute([part.state.adapter for part in parts], sizes)
+    rows = _rows(parts, forests)
+    keep = np.unique(np.concatenate([row_n for part_rows in rows for row_n in part_rows]))
+    with torch.set_grad_enabled(any(part.state.job.backward for part in parts)):
+        positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
+        hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
+        head_of = _heads(
+            engine, route if len(keep) == len(flat.ids_S) else route.narrow(engine.tensor(keep)), hidden_CH
+        )
+        judged = []
+        for part, part_rows in zip(parts, rows, strict=True):
+            at = [np.searchsorted(keep, row_n) for row_n in part_rows]
+            judgement = _compute_loss(part, _loss_inputs(engine, part, at, head_of(part)))
+            if judgement is not None:
+                judged.append(judgement)
+        gradients = _gradients([(j.state, j.loss) for j in judged if j.state.job.backward and j.loss.requires_grad])
+    for run, found in gradients:
+        run.add(found)
+    for judgement in judged:
+        judgement.record()
+
+
+def _gradients(losses: Sequence[tuple[_JobState, Tensor]]) -> list[tuple[_JobState, list[Tensor]]]:
+    """Returns the gradients of each job's loss with respect to its own leaves only, since those of a failed job may be
+    NaN."""
+    if not losses:
+        return []
+    leaves = [run.adapter.parameters() for run, _ in losses]
+    total = torch.stack([loss for _, loss in losses]).sum()
+    flat = iter(torch.autograd.grad(total, [w for part in leaves for w in part], materialize_grads=True))
+    return [(run, [next(flat) for _ in part]) for (run, _), part in zip(losses, leaves, strict=True)]
+
+
+def _rows(parts: Sequence[JobSlice], forests: Sequence[Forest]) -> list[list[np.ndarray]]:
+    """Returns, for each datum of each part, the flat rows [n] whose logits are needed."""
+    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
+    return [
+        [start + path[n] for n, path in zip(part.scored_positions, forest.paths, strict=True)]
+        for part, forest, start in zip(parts, forests, starts, strict=False)
+    ]
+
+
+class TargetHead(Protocol):
+    """The output head over a job's rows, for targets in the rows `row_M` of a pass."""
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        """Returns the log-probabilities [M] float32 of the tokens `token_M`."""
+        ...
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Returns `read(logits_CV, rows)` of all rows, concatenated."""
+        ...
+
+
+class WholeHead:
+    """The head of a pass whose logits fit at once: those of all jobs are computed together."""
+
+    def __init__(self, engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> None:
+        self.logits_CV = widen(engine.head_logits(hidden_CH, route))
+        self.norm_C = torch.logsumexp(self.logits_CV, -1)
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        return self.logits_CV[row_M, token_M] - self.norm_C[row_M]
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        return read(self.logits_CV.index_select(0, row_A), slice(0, len(row_A)))
+
+
+class ChunkedHead:
+    """The head of one job in a pass whose logits do not fit at once."""
+
+    def __init__(self, engine: Engine, adapter: Adapter, hidden_CH: Tensor) -> None:
+        self.head, self.hidden_CH = LMHead(engine, SingleAdapterRoute(adapter)), hidden_CH
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        rows, row_M = row_M.unique(return_inverse=True)
+        wanted = ScoredTokens(row_M, token_M, None)
+        return score_tokens(self.head, self.hidden_CH.index_select(0, rows), wanted, entropy_grad=False)[0]
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        return self.head.map_chunks(self.hidden_CH.index_select(0, row_A), read)
+
+
+def _heads(engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> Callable[[JobSlice], TargetHead]:
+    """Returns the head of each part of a pass with the hidden states `hidden_CH`."""
+    if fits_at_once(len(hidden_CH), engine.vocab_size):
+        whole = WholeHead(engine, route, hidden_CH)
+        return lambda part: whole
+    return lambda part: ChunkedHead(engine, part.state.adapter, hidden_CH)
+
+
+def _loss_inputs(engine: Engine, part: JobSlice, at: Sequence[np.ndarray], head: TargetHead) -> JobLossInputs:
+    """Builds the loss inputs; `at` are the rows of the pass's hidden states for each datum's scored positions."""
+    _, data, wanted = part
+    targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
+    widths = [datum.targets.size // len(datum.tokens) for datum in data]
+    row_M = engine.tensor(np.concatenate([np.repeat(r, width) for r, width in zip(at, widths, strict=True)]))
+    inputs = {
+        name: engine.tensor(
+            np.concatenate([d.inputs[name][n].ravel() for d, n in zip(data, wanted, strict=True)]), torch.float32
+        )
+        for name in data[0].inputs
+    }
+    sequence_M = engine.tensor(np.repeat(np.arange(len(data)), [target.size for target in targets]))
+    token_M = engine.tensor(np.concatenate([t.ravel() for t in targets]))
+
+    def map_logits(read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor:
+        return head.map_logits(row_M if index_A is None else row_M[index_A], read)
+
+    return JobLossInputs(head.logprobs(row_M, token_M), inputs, sequence_M, map_logits)
+
+
+@dataclass(frozen=True)
+class _JobLoss:
+    """A job's loss on one part of its data, recorded after the pass has succeeded."""
+
+    state: _JobState
+    loss: Tensor
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float]
+
+    def record(self) -> None:
+        """Adds log-probabilities and metrics to the job's outcome."""
+        outcome = self.state.result
+        outcome.logprobs += self.logprobs
+        for name, value in self.metrics.items():
+            outcome.metrics[name] = outcome.metrics.get(name, 0.0) + value
+
+
+def _compute_loss(part: JobSlice, predicted: JobLossInputs) -> _JobLoss | None:
+    """Computes the job's loss. If it fails or is not finite, records the error, which ends the job, and returns
+    None."""
+    run = part.state
+    try:
+        loss, metrics = run.job.loss(predicted)
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss is {float(loss)}: look for extreme log-probabilities, weights or advantages")
+    except ValueError as error:
+        run.error = error
+        return None
+    logps = _spread(part, predicted.logp_M.detach().cpu().numpy())
+    return _JobLoss(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **metrics}.items()})
+
+
+def _spread(part: JobSlice, logp_M: np.ndarray) -> list[np.ndarray]:
+    """Returns the log-probabilities of each datum in the shape of its targets, 0 at positions that were not scored."""
+    spread, first = [], 0
+    for datum, wanted in zip(part.data, part.scored_positions, strict=True):
+        logps = np.zeros(datum.targets.shape, np.float32)
+        size = logps[wanted].size
+        logps[wanted] = logp_M[first : first + size].reshape(logps[wanted].shape)
+        spread.append(logps)
+        first += size
+    return spread

@@ -1,0 +1,263 @@
+"""Saves and loads adapters in PEFT's format.
+
+An adapter folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft`, vLLM and others load
+unchanged. A and B of stacked experts are matrices there: `A [r*E, in]`, expert by expert, and `B [out, r*E]`, rank by
+rank. Where one module has several stacked weights with an adapter, PEFT wraps it once for each, so that all but the
+last have names with `base_layer` in them.
+
+Shapes: `E` experts, `r` rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, Snapshot, Weights
+from palestra.engine.lora.config import LoraConfig, matches_pattern
+from palestra.engine.lora.variants import Extras, stacked_parameters
+
+PEFT_PREFIX = "base_model.model."
+A_END, B_END, MAGNITUDE_END = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+BASE_LAYER = ".base_layer"
+VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+UNSUPPORTED = (
+    "lora_bias",
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "ensure_weight_tying",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+)
+
+
+def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
+    """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model."""
+    config = adapter.config
+    about: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.lora_dropout}
+    about |= {key: getattr(config, key) for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")}
+    _save(folder, adapter.weights, adapter.extras, about, base)
+
+
+def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
+    """Writes a snapshot in PEFT's format. Its scale is already folded into B, so alpha is set to the rank."""
+    ranks = {name: a.shape[-2] for name, (a, _) in (snapshot.weights | snapshot.extras.experts).items()}
+    pattern = {re.escape(name): rank for name, rank in ranks.items() if rank != snapshot.rank}
+    about: dict[str, Any] = {"r": snapshot.rank, "lora_alpha": snapshot.rank, "lora_dropout": 0.0}
+    about |= {"use_dora": bool(snapshot.extras.magnitudes), "rank_pattern": pattern, "alpha_pattern": pattern}
+    _save(folder, snapshot.weights, snapshot.extras, about, base)
+
+
+def _save(folder: Path, weights: Weights, extras: Extras, about: Mapping[str, Any], base: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    named = dict(_named_tensors(weights, extras))
+    tensors = {f"{PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(weights),
+        **about,
+    }
+    if extras.experts:
+        config["target_parameters"] = sorted(extras.experts)
+    if extras.modules:
+        config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in extras.modules})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _named_tensors(weights: Weights, extras: Extras) -> Iterator[tuple[str, Tensor]]:
+    """Yields all tensors with their names in PEFT's format, without the prefix."""
+    for name, (a, b) in weights.items():
+        yield name + A_END, a
+        yield name + B_END, b
+    for name, magnitude in extras.magnitudes.items():
+        yield name + MAGNITUDE_END, magnitude
+    yield from extras.modules.items()
+    for name, wrapped in _wrapped_names(extras.experts).items():
+        a_eri, b_eor = extras.experts[name]
+        yield wrapped + A_END, a_eri.flatten(0, 1)
+        yield wrapped + B_END, b_eor.permute(1, 2, 0).flatten(1)
+
+
+def _wrapped_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Returns PEFT's name of the wrapper of each stacked weight, which it wraps in the order of `parameters` (model
+    order). The first is the innermost."""
+    of_module: dict[str, list[str]] = {}
+    for name in parameters:
+        of_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: module + BASE_LAYER * (len(names) - 1 - depth)
+        for module, names in of_module.items()
+        for depth, name in enumerate(names)
+    }
+
+
+def load_adapter(folder: Path, engine: Engine) -> Adapter:
+    """Loads the adapter that PEFT or palestra wrote to `folder`. Raises ValueError if there is none, it is of a kind
+    that is not supported, or it does not fit the base."""
+    if not (folder / "adapter_config.json").exists():
+        raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
+    about = json.loads((folder / "adapter_config.json").read_text())
+    _check_supported(about, folder)
+    tensors = _without_prefix(load_file(folder / "adapter_model.safetensors"))
+    _drop_base_weights(tensors, engine, folder)
+    config = _config(about, tensors, engine, folder)
+    adapter = Adapter(engine.linear_layers, config, seed=0, model=engine.model)
+    if other := sorted(set(tensors) ^ {name for name, _ in _named_tensors(adapter.weights, adapter.extras)}):
+        raise ValueError(f"the adapter at {folder} and its config do not fit together or the base: see {other[0]}.")
+    _fill(adapter, tensors)
+    return adapter
+
+
+def load_into(adapter: Adapter, folder: Path, engine: Engine) -> None:
+    """Copies the weights of the adapter that PEFT or palestra wrote to `folder` into `adapter`. Raises ValueError as
+    `load_adapter` does, and if the two have other layers, ranks or scales: the message names the options to set."""
+    saved = load_adapter(folder, engine)
+    if _layout(saved) != _layout(adapter):
+        names = [*saved.weights, *saved.extras.experts]
+        options: dict[str, Any] = {"rank": saved.config.rank, "alpha": saved.config.alpha}
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in saved.weights})
+        options |= {key: value for key, value in saved.config.variants.items() if key != "lora_dropout"}
+        raise ValueError(
+            f"the adapter at {folder} has other layers, ranks or scales ({len(names)} adapted weights) than the policy "
+            f"that starts from it: set {', '.join(f'{key}: {json.dumps(value)}' for key, value in options.items())}"
+        )
+    _fill(adapter, dict(_named_tensors(saved.weights, saved.extras)))
+
+
+def _layout(adapter: Adapter) -> dict[str, Any]:
+    """The shape of each tensor of an adapter, and the scale of each layer or stacked weight."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(adapter.weights, adapter.extras)}
+    return shapes | {name: adapter.scale_of(name) for name in (*adapter.weights, *adapter.extras.experts)}
+
+
+def _check_supported(about: Mapping[str, Any], folder: Path) -> None:
+    """Raises ValueError if the PEFT config is of another kind than LoRA, or has options that are not supported."""
+    _refuse({key: about[key] for key in UNSUPPORTED if about.get(key)} | _other_kinds(about), folder)
+
+
+def check_plain_lora(config: dict[str, Any], folder: Path) -> None:
+    """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
+    biases)."""
+    _refuse({key: config[key] for key in (*VARIANTS, *UNSUPPORTED) if config.get(key)} | _other_kinds(config), folder)
+
+
+def _other_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
+    unusual: dict[str, Any] = {}
+    if config.get("peft_type") != "LORA":
+        unusual["peft_type"] = config.get("peft_type")
+    if config.get("bias", "none") != "none":
+        unusual["bias"] = config["bias"]
+    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
+        unusual["init_lora_weights"] = config["init_lora_weights"]  # for example PiSSA, which changes the base
+    return unusual
+
+
+def _refuse(unusual: Mapping[str, Any], folder: Path) -> None:
+    if unusual:
+        raise ValueError(
+            f"the adapter at {folder} is not plain LoRA ({', '.join(f'{k}: {v}' for k, v in unusual.items())}). "
+            "Train one without these options, or merge it into its base with peft."
+        )
+
+
+def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {key: key.removeprefix(PEFT_PREFIX) for key in tensors}
+    old = MAGNITUDE_END + ".weight"  # of PEFT before 0.10
+    return {name.removesuffix(".weight") if name.endswith(old) else name: tensors[key] for key, name in names.items()}
+
+
+def _drop_base_weights(tensors: dict[str, Tensor], engine: Engine, folder: Path) -> None:
+    """Removes the base's own weights, which PEFT writes beside an adapter of an output head. Raises ValueError if they
+    are not those of this base."""
+    for key in [key for key in tensors if key.endswith((f"{BASE_LAYER}.weight", f"{BASE_LAYER}.bias"))]:
+        module, _, short = key.rpartition(".")
+        own = getattr(engine.linear_layers.get(module.removesuffix(BASE_LAYER)), short, None)
+        stored = tensors.pop(key)
+        if own is None or own.shape != stored.shape or not torch.equal(own.cpu(), stored.to(own.dtype)):
+            raise ValueError(
+                f"the adapter at {folder} holds other weights of {module.removesuffix(BASE_LAYER)} than "
+                f"{engine.name}: name the base that it was trained on, or merge it with peft."
+            )
+
+
+def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> LoraConfig:
+    """Returns the config of an adapter with these tensors. Raises ValueError if the base does not have the adapted
+    layers."""
+    adapted = [key.removesuffix(A_END) for key in tensors if key.endswith(A_END)]
+    experts = _stacked_names(adapted, about, engine)
+    linear = [name for name in adapted if name not in experts.values()]
+    plain = [key for key in tensors if not key.endswith((A_END, B_END, MAGNITUDE_END))]
+    magnitudes = [key for key in tensors if key.endswith(MAGNITUDE_END)]
+    saved = list(dict.fromkeys(key.rpartition(".")[0] for key in plain))
+    if missing := sorted(set(linear) - set(engine.linear_layers)):
+        raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
+    if plain and not about.get("modules_to_save"):
+        raise ValueError(f"the adapter at {folder} is not pairs of A and B on linear layers: see {plain[0]}.")
+    for key, found in (("modules_to_save", saved), ("target_parameters", experts), ("use_dora", magnitudes)):
+        if about.get(key) and not found:
+            raise ValueError(f"the adapter at {folder} has {key} in its config, but no weights of that. Save it again.")
+    names = [*linear, *experts]
+    return LoraConfig(
+        rank=about["r"],
+        alpha=about["lora_alpha"],
+        target_modules=linear,
+        use_rslora=bool(about.get("use_rslora")),
+        use_dora=bool(about.get("use_dora")),
+        lora_dropout=about.get("lora_dropout") or 0.0,
+        rank_pattern=_used(about.get("rank_pattern"), names),
+        alpha_pattern=_used(about.get("alpha_pattern"), names),
+        target_parameters=list(experts),
+        modules_to_save=saved,
+    )
+
+
+def _used(patterns: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:
+    """Returns the patterns that match an adapted layer; PEFT ignores the others."""
+    known = (patterns or {}).items()
+    return {key: value for key, value in known if any(matches_pattern(key, name) for name in names)}
+
+
+def _stacked_names(adapted: list[str], about: Mapping[str, Any], engine: Engine) -> dict[str, str]:
+    """Returns PEFT's names of the stacked weights of the base that `about` names as targets and that have weights."""
+    targets = about.get("target_parameters") or ()
+    named = [n for n in stacked_parameters(engine.model) if any(n == t or n.endswith("." + t) for t in targets)]
+    return {name: wrapped for name, wrapped in _wrapped_names(named).items() if wrapped in adapted}
+
+
+def _fill(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Copies tensors into the weights of an adapter. Raises ValueError if a shape differs."""
+    with torch.no_grad():
+        for name, own in _named_tensors(adapter.weights, adapter.extras):
+            if own.shape != tensors[name].shape:
+                shape = tuple(tensors[name].shape)
+                raise ValueError(f"{name}: weights of shape {shape} do not fit {tuple(own.shape)}")
+        for name, (a, b) in adapter.weights.items():
+            a.copy_(tensors[name + A_END])
+            b.copy_(tensors[name + B_END])
+        for name, magnitude in adapter.extras.magnitudes.items():
+            magnitude.copy_(tensors[name + MAGNITUDE_END])
+        for name, weight in adapter.extras.modules.items():
+            weight.copy_(tensors[name])
+        for name, wrapped in _wrapped_names(adapter.extras.experts).items():
+            a_eri, b_eor = adapter.extras.experts[name]
+            a_eri.copy_(tensors[wrapped + A_END].view_as(a_eri))
+            b_oer = tensors[wrapped + B_END].view(b_eor.shape[1], b_eor.shape[2], len(b_eor))
+            b_eor.copy_(b_oer.permute(2, 0, 1))

@@ -1,0 +1,333 @@
+"""Gradients for one adapter or a whole model, from samples that share the computation of common prefixes.
+
+Samples become a forest (tree_attention.py): a prompt once with its K answers, a conversation once with its later turns.
+Large batches are cut into micro-batches of at most `micro_batch_tokens`; their gradients add up, since every token is
+weighted by its share of the batch mean. The gradients equal those of unpacked samples up to floating-point tolerance.
+
+Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.core.config import StrictModel
+from palestra.core.losses import LossInputs, TensorMetrics, has_dropout
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Metrics, Sample
+from palestra.engine.bases.fsdp import is_sharded, local_shard
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.variants import Dropout
+from palestra.engine.training.loss_scale import LossScale
+from palestra.engine.training.micro_batch import (
+    MicroBatch,
+    PackedBatch,
+    TokenOutputs,
+    build_loss_inputs,
+    micro_batches,
+    split_over_ranks,
+    token_weight,
+    trained_share,
+    with_gradient,
+)
+from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
+from palestra.engine.training.reference_weights import ReferenceWeights
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ReferenceKind = Literal["none", "copy", "disk"]
+NO_REFERENCE_MESSAGE = "this full model has no reference for KL: set reference: copy or disk, or train an adapter"
+LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
+
+
+class AdamConfig(StrictModel):
+    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient norm."""
+
+    lr: float = Field(1e-3, ge=0, le=1_000_000)
+    """Learning rate, at least 0."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment."""
+    adam_eps: float = 1e-8
+    """Constant added to Adam's denominator."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient; null for no clipping."""
+    critic_lr: float | None = Field(None, ge=0, le=1_000_000)
+    """Learning rate of a critic's value head, on the same schedule; null uses `lr`."""
+    critic_max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient of a critic's value head, which is clipped apart from the policy's; null for no
+    clipping."""
+
+    @property
+    def rate_of_critic(self) -> float:
+        """The learning rate of a critic."""
+        return self.lr if self.critic_lr is None else self.critic_lr
+
+
+class Trainer:
+    """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
+    linear value head on the last layer's features.
+
+    `reference` is the adapter of KL penalties (None: the bare base); a full model has one if `full_reference` asks for
+    a copy of its weights, in memory or on disk. `precision` is the dtype of the products; the
+    trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
+    ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
+    optimizer step, which then equals that of one process.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: Adapter | None,
+        *,
+        pack_tokens: int = 16384,
+        precision: Precision = "auto",
+        checkpointing: bool = False,
+        critic: bool = False,
+        full_reference: ReferenceKind = "none",
+        group: ProcessGroup = SINGLE_PROCESS,
+        optimizer: OptimizerName = "adamw",
+    ) -> None:
+        self.engine, self.adapter, self.pack_tokens, self.group = engine, adapter, pack_tokens, group
+        self.optimizer_name = optimizer
+        # a sharded model in training is gathered in that dtype: autocast would keep a second copy
+        self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
+        self.checkpointing = checkpointing
+        self.loss_scale = LossScale() if precision == "float16" else None
+        if adapter is None:
+            engine.model.requires_grad_(True)
+        self.critic = value_head(engine) if critic else None
+        self.parameters = adapter.parameters() if adapter else list(engine.model.parameters())
+        self.parameters += list(self.critic.parameters()) if self.critic else []
+        self.reference: Adapter | None = None
+        self.full_reference: ReferenceWeights | None = None
+        if adapter is None and full_reference != "none":
+            weights = list(engine.model.parameters())
+            self.full_reference = ReferenceWeights(weights, on_disk=full_reference == "disk")
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
+        self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
+        count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
+        self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
+        self.optimizer: Any = build_optimizer(
+            self.optimizer_name, self.policy_parameters, self.critic_parameters, self._matrices()
+        )
+        self.steps = self._passes = 0
+
+    def _matrices(self) -> list[Tensor]:
+        """Returns the parameters that Muon trains: an adapter's A and B, or a full model's matrices without embeddings
+        and head. Raises ValueError for optimizers that need whole matrices where this process has some rows only."""
+        if self.adapter:
+            return [w for pair in self.adapter.weights.values() for w in pair]
+        if self.optimizer_name != "adamw" and self.engine.sharded_params:
+            raise ValueError(
+                f"optimizer: {self.optimizer_name} needs whole matrices, of which parallel: fsdp leaves each process "
+                "some rows: set parallel: ddp, or optimizer: adamw"
+            )
+        model = self.engine.model
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        apart = {id(w) for module in ends for w in module.parameters()}
+        return [p for p in self.policy_parameters if p.dim() == 2 and id(p) not in apart]
+
+    def set_reference(self) -> None:
+        """Replaces the reference by a copy of the current adapter, or of the weights of a full model that has a
+        reference."""
+        if self.adapter:
+            self.reference = copy.deepcopy(self.adapter)
+        elif self.full_reference:
+            self.full_reference.replace()
+
+    def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
+        """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
+        return [{}, *self.iter_forward_backward(samples, loss, **options)][-1]
+
+    def iter_forward_backward(
+        self, samples: Sequence[Sample], loss: LossFunction, **options: float
+    ) -> Iterator[Metrics]:
+        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
+        can run in between. The last metrics cover all ranks."""
+        total: Metrics = {}
+        share, trained = token_weight(samples), trained_share(samples)
+        samples = with_gradient(samples)
+        parts = self._micro_batches_by_rank(samples, share)
+        for pack in parts[self.group.rank]:
+            dropout = self._next_dropout() if has_dropout(loss) else None
+            tokens = self._loss_inputs(pack, bonus=bool(options.get("entropy")), dropout=dropout)
+            value, metrics = loss(tokens, **options)
+            self._backward(value)
+            for name, figure in {"loss": value.detach(), **{n: m / trained for n, m in metrics.items()}}.items():
+                total[name] = total.get(name, 0.0) + float(figure)
+            if self.group.world_size == 1:
+                yield total
+        for pack in self._dummy_micro_batches(parts):
+            self._backward(_zero_loss(self._loss_inputs(pack)))
+        if self.group.world_size > 1 and samples:
+            yield _sum_metrics(self.group.all_gather(total))
+
+    def _micro_batches_by_rank(self, samples: Sequence[Sample], share: float | None = None) -> list[list[MicroBatch]]:
+        """Returns the micro-batches of each rank. `share` is the weight of a token (None: `samples` are all that
+        count)."""
+        share = token_weight(samples) if share is None else share
+        return [
+            micro_batches(part, self.pack_tokens, share) for part in split_over_ranks(samples, self.group.world_size)
+        ]
+
+    def _dummy_micro_batches(self, parts: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
+        """Returns dummy micro-batches of weight 0, so that this rank makes as many passes as the rank with the most:
+        passes of a sharded model are collective."""
+        most = max(map(len, parts))
+        if not self.engine.sharded_params or not most:
+            return []
+        shortest = min((pack.samples[:1] for part in parts for pack in part), key=lambda s: len(s[0].prompt_ids))
+        return [MicroBatch(shortest, [0.0])] * (most - len(parts[self.group.rank]))
+
+    def _backward(self, value: Tensor) -> None:
+        (value * self.loss_scale.value if self.loss_scale else value).backward()
+        self.engine.release_freed_memory()
+
+    def optim_step(self, adam: AdamConfig) -> Metrics:
+        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and
+        separately the norm of a critic's head (`critic_grad_norm`).
+
+        In float16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm
+        is then 0). Raises ValueError if the norm is not finite and there is no loss scale.
+        """
+        for group in self.optimizer.param_groups:
+            own = adam.rate_of_critic if group["critic"] else adam.lr
+            set_options(group, lr=own, betas=adam.adam_betas, eps=adam.adam_eps, decay=adam.weight_decay)
+        norm = self._gather_gradients()
+        critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
+        fits = bool(torch.isfinite(norm) and torch.isfinite(critic_norm))
+        if fits:
+            clip = torch.nn.utils.clip_grads_with_norm_
+            clip(self.policy_parameters, adam.max_grad_norm or torch.inf, norm)
+            clip(self.critic_parameters, adam.critic_max_grad_norm or torch.inf, critic_norm)
+            self.optimizer.step()
+            self.steps += 1
+        self._passes = 0
+        for tensor in [*self.parameters, *self.local_parameters]:
+            tensor.grad = None
+        if not fits and not self.loss_scale:
+            raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
+        metrics = self.loss_scale.update(fits) if self.loss_scale else {}
+        metrics |= {"critic_grad_norm": float(critic_norm) if fits else 0.0} if self.critic else {}
+        return {"grad_norm": float(norm) if fits else 0.0, **metrics}
+
+    def _gather_gradients(self) -> Tensor:
+        """Sums the gradients over the ranks; returns the norm of the policy's, which is equal on all ranks.
+
+        Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
+        is not a module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
+        """
+        if self.engine.sharded_params:
+            self.engine.sharded_params.reshard()
+        alike = [p for p in self.parameters if not is_sharded(p)]
+        if self.group.world_size > 1:
+            for parameter in alike:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.group.all_reduce([p.grad for p in alike if p.grad is not None])
+        for leaf, parameter in zip(self.local_parameters, self.parameters, strict=True):
+            if leaf is not parameter and parameter.grad is not None:
+                leaf.grad = local_shard(parameter.grad)
+        gradients = [leaf.grad for leaf in self.local_parameters if leaf.grad is not None]
+        if self.loss_scale:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
+        if len(alike) == len(self.parameters):
+            return torch.nn.utils.get_total_norm([p.grad for p in self.policy_parameters if p.grad is not None])
+        return self._norm_of_shards()
+
+    def _norm_of_shards(self) -> Tensor:
+        """Returns the norm of the policy's gradients if each rank has only its rows of some."""
+        pairs = list(zip(self.policy_parameters, self.parameters, strict=False))
+        parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
+        alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
+        square = torch.nn.utils.get_total_norm(parted).square()
+        self.group.all_reduce([square])
+        return (square + torch.nn.utils.get_total_norm(alike).square()).sqrt()
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
+        """Returns log-probabilities [T] float32 of each sample's answer tokens under the current weights, or under the
+        reference. Raises ValueError for the reference of a full model that has none."""
+        if reference and self.adapter is None:
+            if self.full_reference is None:
+                raise ValueError(NO_REFERENCE_MESSAGE)
+            with self.full_reference.in_place():
+                return self._each(samples, lambda rows: self._read(rows, None).logp_M)
+        adapter = self.reference if reference else self.adapter
+        return self._each(samples, lambda rows: self._read(rows, adapter).logp_M)
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Returns the critic's values [T] float32 of the states before each of a sample's answer tokens. Raises
+        ValueError without a critic."""
+        return self._each(samples, lambda rows: self._value(self._read(rows, self.adapter)))
+
+    def _each(self, samples: Sequence[Sample], read: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
+        parts = self._micro_batches_by_rank(samples)
+        for pack in parts[self.group.rank]:
+            flat = read(PackedBatch.pack(pack.samples, self.engine)).float().cpu().numpy()
+            found += np.split(flat, np.cumsum([len(s.token_ids) for s in pack.samples])[:-1])
+        for pack in self._dummy_micro_batches(parts):
+            read(PackedBatch.pack(pack.samples, self.engine))
+        return [each for part in self.group.all_gather(found) for each in part]
+
+    def _read(
+        self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False, dropout: Dropout | None = None
+    ) -> TokenOutputs:
+        with self.engine.precision_context(self.autocast_dtype, recompute=self.checkpointing):
+            return rows.run_model(self.engine, adapter, entropy_grad=bonus, dropout=dropout)
+
+    def _next_dropout(self) -> Dropout | None:
+        """Returns the dropout of the next pass with gradients, by the numbers of the step, the rank and the pass."""
+        if self.adapter is None or not self.adapter.config.lora_dropout:
+            return None
+        seed = derive_seed(self.adapter.seed, "dropout", self.steps, self.group.rank, self._passes)
+        self._passes += 1
+        return Dropout(self.adapter.config.lora_dropout, seed)
+
+    def _value(self, read: TokenOutputs) -> Tensor:
+        if self.critic is None:
+            raise ValueError("this policy has no critic: it was built for an algorithm without one")
+        return self.critic(read.features_MH.float())[:, 0]
+
+    def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False, dropout: Dropout | None = None) -> LossInputs:
+        """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
+        rows = PackedBatch.pack(pack.samples, self.engine)
+        read = self._read(rows, self.adapter, bonus=bonus, dropout=dropout)
+        return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
+
+
+def _zero_loss(tokens: LossInputs) -> Tensor:
+    """Returns a loss of zero with zero gradients."""
+    return 0.0 * (tokens.logp_M.sum() + (0.0 if tokens.value_M is None else tokens.value_M.sum()))
+
+
+def _sum_metrics(parts: Sequence[Metrics]) -> Metrics:
+    """Returns the sum of each metric over all parts."""
+    total: Metrics = {}
+    for part in parts:
+        for name, figure in part.items():
+            total[name] = total.get(name, 0.0) + figure
+    return total
+
+
+def value_head(engine: Engine) -> nn.Linear:
+    """Returns a linear value head [H → 1], float32, initialised to zero."""
+    head = nn.Linear(engine.model.get_output_embeddings().in_features, 1, device=engine.device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

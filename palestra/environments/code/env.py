@@ -1,0 +1,288 @@
+"""Code generation env: a coder writes a program while a tester writes a test, simultaneously and unseen by each other.
+The episode ends when the program passes the test; otherwise both see the result and try again.
+
+Follows the code workflow of Stronger-MAS (arXiv 2510.11062). The end of the episode depends only on the two answers;
+hidden tests only determine rewards. Rewards are differences between turns and sum to the score of the last program and
+the last test, so extra turns earn nothing by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from palestra.core.types import Seat, Step
+from palestra.environments.code.answers import read_program, read_test, write_program, write_test
+from palestra.environments.code.examples import is_test_shown
+from palestra.environments.code.files import BUILT_IN_PROGRAMS, load_programs
+from palestra.environments.code.programs import (
+    PROGRAM_DIFFICULTIES,
+    ProgramProblem,
+    SplitOrAll,
+    draw_program,
+    select_problems,
+)
+from palestra.environments.code.prompts import ROLE_PROMPTS, CodeTurn, compact_observation, full_observation
+from palestra.environments.code.results import parse_literal
+from palestra.environments.code.synthetic_programs import SyntheticProgram, draw_synthetic_program, synthetic_problem
+from palestra.environments.code.test_runner import ProgramTest, ProgramTestResults, ProgramTestRunner
+from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
+from palestra.envs.support.options import Rendering, RewardMode, check_range
+from palestra.sandbox import ResourceLimits, open_sandbox
+
+PASS_RATE_REWARD = 1.0  # coder's reward, times the share of hidden tests passed
+NO_COMPILE_PENALTY, NO_RUN_PENALTY = 0.05, 0.05  # coder's penalties: does not compile, first test does not run
+CORRECT_TEST_REWARD = 1.0  # tester's reward for a test that the reference passes
+INVALID_TEST_PENALTY = 0.1  # tester's penalty for a test that cannot be read
+SOLVED_REWARD = 1.0  # team reward, with `reward: outcome`
+SYNTHETIC_SOURCE = "drills"
+SYNTHETIC_DIFFICULTIES = (1, 2, 3)  # default difficulties of `source: drills`
+MIB = 2**20
+
+CodeTeam = Literal["coder_tester", "single"]
+SEATS: dict[CodeTeam, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), "single": ("coder",)}
+
+
+class TurnResult(NamedTuple):
+    """Result of one turn: `pass_rate` of hidden tests passed, scores of `coder` and `tester` by terms, together at most
+    1, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
+
+    pass_rate: float
+    coder_score: Terms
+    tester_score: Terms
+    agreed: bool
+    turn: CodeTurn
+
+
+class CoderTester(Env):
+    """Coder and tester on one programming problem, or a coder alone.
+
+    `source` selects the problems: "own" (64 shipped problems), "drills" (synthetic expressions for small models) or a
+    file. Only the first `max_tests` hidden tests of a problem count; a program has `time_limit_s` seconds of wall and
+    CPU time for all of them and `memory_mib` MiB. Programs run in a sandbox; without one the env does not start, unless
+    `unsafe`. `difficulty` lists the wanted difficulties, from 1 to 5.
+
+    With `team: single` the episode ends once the program passes the examples, at once if there are none.
+
+    Info: `passed` is the share of hidden tests passed, `agreed` is true if the episode ended by agreement. Raises
+    ValueError if an option is out of range, or if no problem matches.
+    """
+
+    name: ClassVar[str] = "code"
+    replaces_state = True
+
+    def __init__(
+        self,
+        *,
+        source: str = "own",
+        split: SplitOrAll = "train",
+        difficulty: list[int] | None = None,
+        team: CodeTeam = "coder_tester",
+        max_turns: int = 4,
+        max_tests: int = 20,
+        time_limit_s: float = 5.0,
+        memory_mib: int = 256,
+        reward: RewardMode = "dense",
+        rendering: Rendering = "full",
+        unsafe: bool = False,
+    ) -> None:
+        check_range("max_turns", max_turns, 1, 100)
+        check_range("max_tests", max_tests, 1, 10_000)
+        check_range("time_limit_s", time_limit_s, 0.1, 600)
+        check_range("memory_mib", memory_mib, 32, 2**20)
+        self.seats, self.team, self.turns, self.tests = SEATS[team], team, max_turns, max_tests
+        self.source, self.split, self.reward, self.rendering = source, split, reward, rendering
+        self.difficulties = _grades(
+            difficulty, SYNTHETIC_DIFFICULTIES if source == SYNTHETIC_SOURCE else PROGRAM_DIFFICULTIES
+        )
+        self.limits = ResourceLimits(wall=time_limit_s, cpu=time_limit_s, memory=memory_mib * MIB, disk=64 * MIB)
+        self.test_runner = _lab(unsafe)
+        self._problems = () if source == SYNTHETIC_SOURCE else _chosen(source, split, tuple(self.difficulties))
+        self.roles = {seat: self._role(seat) for seat in self.seats}
+        self._over = True
+
+    # ---- env interface
+
+    def reset(self, seed: int) -> Step:
+        self.drill: SyntheticProgram | None = (
+            draw_synthetic_program(seed, self.split, self.difficulties) if self.source == SYNTHETIC_SOURCE else None
+        )
+        self.problem = synthetic_problem(self.drill) if self.drill else draw_program(self._problems, seed)
+        self._turns: tuple[CodeTurn, ...] = ()
+        self._judged = TurnResult(0.0, {}, {}, False, CodeTurn(None, None, None))
+        self._over = False
+        return Step(self._observations())
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over or actions.keys() != set(self.seats):
+            raise ValueError(f"reset(seed), then answer for {', '.join(self.seats)} until no seat is observed")
+        before, source = self._judged, read_program(actions["coder"], self.problem.kind)
+        test = read_test(actions["tester"], self.problem) if self.team == "coder_tester" else None
+        now = await (self._alone(source) if self.team == "single" else self._both(source, test))
+        self._judged, self._turns = now, (*self._turns, now.turn)
+        success = now.pass_rate == 1.0
+        self._over = now.agreed or len(self._turns) >= self.turns
+        flaws = {"coder": source is None or now.turn.compile_error is not None, "tester": test is None}
+        terms = {seat: self._own(seat, before, now) for seat in self.seats}
+        return Step(
+            {} if self._over else self._observations(),
+            rewards=total_rewards(terms),
+            team_reward=self._shared(before, now),
+            truncated=self._over and not now.agreed and not success,
+            info={
+                "success": success,
+                "turn": len(self._turns),
+                "invalid": {seat: flaws[seat] for seat in self.seats},
+                "passed": now.pass_rate,
+                "agreed": now.agreed,
+            }
+            | terms_info(terms),
+        )
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns the reference solution, or a test that it passes. Raises ValueError if the problem has none."""
+        fenced, problem = self.rendering == "full", self.problem
+        if seat == "tester":
+            return write_test(self._known(rng), problem, fenced=fenced)
+        if problem.reference is None:
+            raise ValueError(f'problem "{problem.id}" has no reference solution, so it has no expert')
+        if problem.kind == "expression" and fenced:
+            return f"#### {problem.reference}"
+        return write_program(problem.reference, fenced=fenced)
+
+    def _known(self, rng: random.Random) -> ProgramTest:
+        """Returns a test with its correct expected value."""
+        if self.drill:
+            xs = [rng.randrange(10) for _ in range(rng.randint(2, 3))]
+            return ProgramTest(f"({xs!r},)", repr(self.drill.run(xs)))
+        cases = [case for case in self.problem.tests if case.expected_output and not is_test_shown(self.problem, case)]
+        if not cases:
+            raise ValueError(
+                f'the tests of problem "{self.problem.id}" name no values that its question does not show, so there is '
+                "no expert at them"
+            )
+        return rng.choice(sorted(cases, key=lambda case: len(case.input_text))[:3])
+
+    # ---- one turn
+
+    async def _both(self, source: str | None, test: ProgramTest | None) -> TurnResult:
+        """Returns the result of one turn of coder and tester."""
+        copied = test is not None and is_test_shown(self.problem, test)
+        own = None if copied else test
+        (hidden, own_report), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
+        share, worth = self._marks(source, hidden)
+        trial = own_report.results[-1] if own_report and own_report.results else None
+        agreed = bool(test and trial and trial.passed)
+        if right is None:  # without a reference, a program that passes all hidden tests replaces it
+            right = agreed and share == 1.0
+        form = -INVALID_TEST_PENALTY if test is None else 0.0
+        tester = {FORM_TERM: form, "correct": CORRECT_TEST_REWARD * right}
+        flaw = hidden.compile_error if hidden else None
+        return TurnResult(share, worth, tester, agreed, CodeTurn(source, test, trial, flaw, copied))
+
+    async def _tried(
+        self, source: str | None, test: ProgramTest | None
+    ) -> tuple[ProgramTestResults | None, ProgramTestResults | None]:
+        """Returns the results on the hidden tests, and on the tester's test (last entry of the second).
+
+        The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
+        together.
+        """
+        hidden, own = self._hidden(), (test,) if test else ()
+        if self.problem.kind == "expression":
+            tried = await self._on(source, (*hidden, *own))
+            return tried, tried if own else None
+        both = await asyncio.gather(self._on(source, hidden), self._on(source, own))
+        return both[0], both[1]
+
+    async def _alone(self, source: str | None) -> TurnResult:
+        """Returns the result of one turn of a coder alone, which is tested on the examples."""
+        examples = self.problem.examples
+        hidden, shown = await asyncio.gather(self._on(source, self._hidden()), self._on(source, examples))
+        share, worth = self._marks(source, hidden)
+        trials = shown.results if shown else ()
+        failed = [(case, trial) for case, trial in zip(examples, trials, strict=False) if not trial.passed]
+        case, trial = failed[0] if failed else (None, None)
+        agreed = not examples or bool(trials and not failed)
+        return TurnResult(
+            share, worth, {}, agreed, CodeTurn(source, case, trial, hidden.compile_error if hidden else None)
+        )
+
+    def _hidden(self) -> tuple[ProgramTest, ...]:
+        return self.problem.tests[: self.tests]
+
+    async def _on(self, source: str | None, cases: tuple[ProgramTest, ...]) -> ProgramTestResults | None:
+        """Returns the results of a program on `cases`; None without a program or without cases."""
+        if source is None or not cases:
+            return None
+        code = self.problem.program_from(source, self.problem.kind_for_test(cases[0]))
+        return await self.test_runner.run_tests(code, cases, self.limits)
+
+    async def _by_reference(self, test: ProgramTest | None) -> bool | None:
+        """True if the reference passes `test`; None without a reference."""
+        if test is None:
+            return False
+        if self.drill:
+            result = self.drill.run_checked(parse_literal(test.input_text)[0])
+            return result is not None and bool(result == parse_literal(test.expected_output))
+        tried = await self._on(self.problem.reference, (test,))
+        return tried.results[0].passed if tried else None
+
+    def _marks(self, source: str | None, hidden: ProgramTestResults | None) -> tuple[float, Terms]:
+        """Returns the share of hidden tests passed, and the coder's score by terms."""
+        if source is None or hidden is None or hidden.compile_error is not None:
+            return 0.0, {FORM_TERM: -NO_COMPILE_PENALTY - NO_RUN_PENALTY, "passed": 0.0}
+        passed = [
+            trial.passed for trial in hidden.results[: len(self._hidden())]
+        ]  # for expressions the tester's result follows the hidden ones
+        share = sum(passed) / len(passed)
+        form = 0.0 if hidden.results[0].completed else -NO_RUN_PENALTY
+        return share, {FORM_TERM: form, "passed": PASS_RATE_REWARD * share}
+
+    def _own(self, seat: Seat, before: TurnResult, now: TurnResult) -> Terms:
+        if self.reward == "outcome":
+            return {}
+        if seat == "coder":
+            return terms_gained(now.coder_score, before.coder_score)
+        return terms_gained(now.tester_score, before.tester_score)
+
+    def _shared(self, before: TurnResult, now: TurnResult) -> float:
+        if self.reward == "outcome":
+            return SOLVED_REWARD * (self._over and now.pass_rate == 1.0)
+        return now.pass_rate - before.pass_rate
+
+    def _role(self, seat: Seat) -> str:
+        if self.rendering == "compact":
+            return f"code {seat}"
+        return ROLE_PROMPTS["alone" if self.team == "single" else seat]
+
+    def _observations(self) -> dict[Seat, str]:
+        if self.rendering == "compact":
+            return dict.fromkeys(self.seats, compact_observation(self.problem, self._turns))
+        alone = self.team == "single"
+        return {seat: full_observation(self.problem, seat, self._turns, self.turns, alone=alone) for seat in self.seats}
+
+
+@cache
+def _lab(unsafe: bool) -> ProgramTestRunner:
+    return ProgramTestRunner(open_sandbox(unsafe))
+
+
+def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
+    grades = list(default) if wanted is None else sorted(set(wanted))
+    if not grades or not set(grades) <= set(PROGRAM_DIFFICULTIES):
+        raise ValueError(f"difficulty: {wanted} are not all from 1 to 5: give a list such as [1, 2]")
+    return grades
+
+
+@cache
+def _chosen(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
+    """Returns the problems of a source in a split. Raises ValueError if the file does not exist or has none."""
+    path = BUILT_IN_PROGRAMS if source == "own" else Path(source)
+    if not path.exists():
+        raise ValueError(f'source: "{source}" is neither "own" nor "drills" nor a file: give the path of one')
+    return select_problems(load_programs(path), split, grades, str(source))

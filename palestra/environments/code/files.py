@@ -1,0 +1,313 @@
+"""Programming problems from files: HumanEval, MBPP, APPS, CodeContests, LiveCodeBench, or palestra's own columns.
+
+The schema of a file is recognised by its columns.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import contextlib
+import json
+import pickletools
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.environments.code.asserts import InseparableTestsError, check_names, find_entry_point, parse_asserts
+from palestra.environments.code.programs import ProgramProblem
+from palestra.environments.code.test_runner import ProgramKind, ProgramTest
+from palestra.envs.support.row_reader import Row, read_rows
+
+BUILT_IN_PROGRAMS = Path(__file__).with_name("data") / "programs.jsonl"
+MAX_UNPACKED_BYTES = 2**28  # bytes of hidden tests after unpacking
+TEXT_OPCODES = frozenset({"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
+FRAME_OPCODES = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"})
+MAX_SHORT_CHARS = 200  # characters of the short question, if a file has none
+CODE_CONTESTS_PYTHON3 = 3  # CodeContests' code for the language
+DIFFICULTY_LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
+DEFAULT_PREAMBLE = (
+    "from typing import *\nfrom collections import *\nimport bisect, functools, heapq, itertools, math, re, string\n"
+)
+
+
+def load_programs(path: Path) -> tuple[ProgramProblem, ...]:
+    """Returns the problems of a .jsonl, .json or .parquet file, or of a folder of them, in order.
+
+    Problems whose tests cannot run apart from the program are left out, with a warning that gives their number. Raises
+    ValueError, naming file and row, if the columns match no known schema or a row is invalid.
+    """
+    return _load(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, changed: int) -> tuple[ProgramProblem, ...]:
+    problems: list[ProgramProblem] = []
+    lost: list[str] = []
+    for number, row in enumerate(read_rows(path), start=1):
+        try:
+            problems.append(_read(row, f"{path}, row {number}"))
+        except InseparableTestsError as error:
+            lost.append(f"row {number}: {error}")
+    if lost:
+        warnings.warn(f"{path}: {len(lost)} of {len(lost) + len(problems)} problems left out ({lost[0]})", stacklevel=3)
+    return tuple(problems)
+
+
+def _read(row: Row, where: str) -> ProgramProblem:
+    shape = next((shape for shape in DATASET_SCHEMAS if shape.columns <= row.keys()), None)
+    if shape is None:
+        known = "; ".join(f"{shape.name}: {', '.join(sorted(shape.columns))}" for shape in DATASET_SCHEMAS)
+        raise ValueError(f"{where} has columns {', '.join(row)}, which are of no known shape. Known are {known}")
+    try:
+        problem = shape.parse_row(row)
+    except InseparableTestsError:
+        raise
+    except (KeyError, TypeError, ValueError, SyntaxError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{where} is not a problem in the shape of {shape.name}: {error!r}; correct it or leave it out"
+        ) from error
+    if not problem.tests:
+        raise ValueError(f"{where} has no tests: add one, or leave it out")
+    return problem
+
+
+class DatasetSchema(NamedTuple):
+    """A known set of columns, and the function that reads such a row."""
+
+    name: str
+    columns: frozenset[str]
+    parse_row: Callable[[Row], ProgramProblem]
+
+
+def _own(row: Row) -> ProgramProblem:
+    function = bool(row["entry"])
+
+    def cases(name: str) -> tuple[ProgramTest, ...]:
+        if function:
+            return tuple(ProgramTest(repr(tuple(arguments)), repr(value)) for arguments, value in row[name])
+        return tuple(ProgramTest(given, expected) for given, expected in row[name])
+
+    return ProgramProblem(
+        id=row["id"],
+        question=row["question"],
+        short_question=row["short"],
+        split_key=_key(row["question"]),
+        kind="function" if function else "stdin",
+        tests=cases("tests"),
+        examples=cases("examples"),
+        reference=row["reference"],
+        entry=row["entry"] or "",
+        starter=row.get("starter") or "",
+        difficulty=row["difficulty"],
+        exact=False,
+    )
+
+
+def _human_eval(row: Row) -> ProgramProblem:
+    prompt, entry = row["prompt"], row["entry_point"]
+    kind, tests = _checks(row["test"], entry, prompt)
+    question = f"Complete this function:\n\n{prompt.rstrip()}"
+    reference = prompt + row["canonical_solution"]
+    named = dict(id=row["task_id"], question=question, reference=reference, entry=entry)
+    return _problem(named, kind, tests, preamble=prompt, difficulty=2)
+
+
+def _checks(test: str, entry: str, prompt: str) -> tuple[ProgramKind, tuple[ProgramTest, ...]]:
+    """Returns the tests in HumanEval's function `check`: its assertions, or the whole function if it does more than
+    assert.
+    """
+    check = next((node for node in ast.parse(test).body if getattr(node, "name", "") == "check"), None)
+    body = check.body if isinstance(check, ast.FunctionDef) else []
+    if all(isinstance(node, ast.Assert | ast.Expr) for node in body):
+        with contextlib.suppress(InseparableTestsError):  # names that the test defines outside of `check`
+            kind, cases = parse_asserts("\n".join(map(ast.unparse, body)), entry, alias="candidate", given=prompt)
+            if cases:
+                return kind, cases
+    whole = f"{test}\ncheck({entry})"
+    check_names(f"{prompt}\n{whole}", {entry})
+    return "assertion", (ProgramTest(whole),)
+
+
+def _mbpp(row: Row) -> ProgramProblem:
+    text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+    entry = find_entry_point(asserts, row["code"])
+    setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])]).strip()
+    try:
+        kind, tests = parse_asserts(asserts, entry, given=setup)
+    except InseparableTestsError:  # the tests may use modules that the reference imports
+        setup = f"{setup}\n{_imports(row['code'])}".strip()
+        kind, tests = parse_asserts(asserts, entry, given=setup)
+    question = f"{text.strip()}\n\nThe function is called {entry}, as in: {row['test_list'][0]}"
+    named = dict(id=f"mbpp/{row['task_id']}", question=question, reference=row["code"], entry=entry)
+    return _problem(named, kind, tests, preamble=setup, difficulty=2)
+
+
+def _imports(code: str) -> str:
+    return "\n".join(
+        ast.unparse(node) for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+
+
+def _apps(row: Row) -> ProgramProblem:
+    tests = json.loads(row["input_output"])
+    entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
+    outputs = _unwrapped(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
+    pairs = zip(tests["inputs"], outputs, strict=True)
+    cases = tuple(_call(given, output) if entry else ProgramTest(_lines(given), output) for given, output in pairs)
+    solutions = json.loads(row.get("solutions") or "[]")
+    named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
+    named |= dict(reference=_first_python(solutions), starter=starter)
+    kind: ProgramKind = "function" if entry else "stdin"
+    preamble = DEFAULT_PREAMBLE if entry else ""
+    return _problem(
+        named, kind, cases, preamble=preamble, difficulty=DIFFICULTY_LEVELS.get(row["difficulty"], 3), exact=False
+    )
+
+
+def _code_contests(row: Row) -> ProgramProblem:
+    public, *hidden = (
+        [ProgramTest(*pair) for pair in zip(row[name]["input"], row[name]["output"], strict=True)]
+        if row.get(name)
+        else []
+        for name in ("public_tests", "private_tests", "generated_tests")
+    )
+    tests = [case for cases in hidden for case in cases]
+    solutions = row["solutions"]
+    pairs = zip(solutions["language"], solutions["solution"], strict=True)
+    written = [text for language, text in pairs if language in (CODE_CONTESTS_PYTHON3, "PYTHON3")]
+    named = dict(id=row["name"], question=row["description"], reference=_first_python(written), examples=tuple(public))
+    return _problem(named, "stdin", tuple(tests or public), difficulty=4)
+
+
+def _live_code_bench(row: Row) -> ProgramProblem:
+    public = json.loads(row["public_test_cases"])
+    hidden = _unpacked(row["private_test_cases"])
+    entry = json.loads(row.get("metadata") or "{}").get("func_name") or ""
+    functional = bool(public or hidden) and (public or hidden)[0]["testtype"] == "functional"
+
+    def cases(tests: Sequence[Any]) -> tuple[ProgramTest, ...]:
+        if not functional:
+            return tuple(ProgramTest(test["input"], test["output"]) for test in tests)
+        given = ([json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests)
+        return tuple(_call(one, json.loads(test["output"])) for one, test in zip(given, tests, strict=True))
+
+    title = f"{row['question_title']}\n\n" if row.get("question_title") else ""
+    named = dict(id=f"lcb/{row['question_id']}", question=title + row["question_content"], entry=entry)
+    named |= dict(examples=cases(public), starter=row.get("starter_code") or "")
+    kind: ProgramKind = "function" if functional else "stdin"
+    preamble = DEFAULT_PREAMBLE if functional else ""
+    level = DIFFICULTY_LEVELS.get(row.get("difficulty") or "", 3)
+    return _problem(named, kind, cases(hidden or public), preamble=preamble, difficulty=level, exact=False)
+
+
+DATASET_SCHEMAS = (
+    DatasetSchema(
+        "palestra",
+        frozenset({"id", "difficulty", "question", "short", "entry", "reference", "examples", "tests"}),
+        _own,
+    ),
+    DatasetSchema(
+        "HumanEval", frozenset({"task_id", "prompt", "canonical_solution", "test", "entry_point"}), _human_eval
+    ),
+    DatasetSchema("MBPP", frozenset({"task_id", "code", "test_list"}), _mbpp),
+    DatasetSchema("APPS", frozenset({"question", "input_output", "difficulty"}), _apps),
+    DatasetSchema("CodeContests", frozenset({"name", "description", "public_tests", "solutions"}), _code_contests),
+    DatasetSchema(
+        "LiveCodeBench",
+        frozenset({"question_id", "question_content", "public_test_cases", "private_test_cases"}),
+        _live_code_bench,
+    ),
+)
+
+
+def _problem(
+    named: dict[str, Any], kind: ProgramKind, tests: tuple[ProgramTest, ...], **options: Any
+) -> ProgramProblem:
+    question = named["question"] = named["question"].strip()
+    return ProgramProblem(
+        **named,
+        **options,
+        kind=kind,
+        tests=tests,
+        split_key=_key(question),
+        short_question=_key(question)[:MAX_SHORT_CHARS],
+    )
+
+
+def _key(question: str) -> str:
+    return " ".join(question.split())
+
+
+def _call(arguments: Sequence[Any], value: Any) -> ProgramTest:
+    return ProgramTest(repr(tuple(arguments)), repr(value))
+
+
+def _unwrapped(values: Sequence[Any]) -> list[Any]:
+    """Returns the values of a function: APPS wraps those of most problems in lists of one, all of a problem or none."""
+    wrapped = all(isinstance(value, list) and len(value) == 1 for value in values)
+    return [value[0] for value in values] if wrapped else list(values)
+
+
+def _lines(text: str | Sequence[str]) -> str:
+    return text if isinstance(text, str) else "\n".join(map(str, text))
+
+
+def _first_python(solutions: Sequence[str]) -> str | None:
+    """Returns the first solution that parses as Python 3 (some are Python 2); None if none does."""
+    return next(_compiling(solutions), None)
+
+
+def _compiling(solutions: Sequence[str]) -> Iterator[str]:
+    for source in solutions:
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        yield source
+
+
+def _unpacked(text: str) -> list[Any]:
+    """Returns LiveCodeBench's hidden tests: JSON, or base64-encoded, compressed, pickled JSON.
+
+    Raises ValueError if they cannot be unpacked or exceed `MAX_UNPACKED_BYTES` bytes.
+    """
+    if not text or text.lstrip().startswith("["):
+        return _listed(text or "[]")
+    try:
+        unpack = zlib.decompressobj()
+        data = unpack.decompress(base64.b64decode(text), MAX_UNPACKED_BYTES)
+        if unpack.unconsumed_tail:
+            raise ValueError(f"private_test_cases unpack to more than {MAX_UNPACKED_BYTES} bytes")
+        plain = _pickled_text(data)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise ValueError(f"private_test_cases cannot be unpacked: {error}") from error
+    return _listed(plain)
+
+
+def _pickled_text(data: bytes) -> str:
+    """Returns the text in the pickle of a text, without unpickling. Raises ValueError for any other pickle."""
+    text: str | None = None
+    for opcode, value, _ in pickletools.genops(data):
+        if opcode.name in TEXT_OPCODES and text is None:
+            text = value
+        elif opcode.name not in FRAME_OPCODES:
+            raise ValueError(f"the pickle holds more than a text ({opcode.name})")
+    if text is None:
+        raise ValueError("the pickle holds no text")
+    return text
+
+
+def _listed(text: str) -> list[Any]:
+    """Returns the list in a JSON text. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("private_test_cases are nested too deep") from error
+    if not isinstance(found, list):
+        raise ValueError(f"private_test_cases hold {type(found).__name__}, not a list")
+    return found

@@ -1,0 +1,256 @@
+"""Debate env: pro and con argue a motion from given evidence, and a judge decides.
+
+`mode: competitive` is zero-sum: one side wins. `mode: truth` is cooperative: both sides are paid if the judge finds the
+correct side. The judge is a set of rules, a third seat, or a model behind a chat-completions endpoint.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from palestra.core.types import Seat, Step
+from palestra.environments.debate.argument_parser import parse_argument
+from palestra.environments.debate.arguments import SIDES, Side, Topic
+from palestra.environments.debate.expert import write_argument
+from palestra.environments.debate.judge_endpoint import EndpointJudge, score_debate
+from palestra.environments.debate.judges import (
+    DebateMode,
+    DebateVerdict,
+    RuleJudge,
+    ScoreWeights,
+    Speech,
+    read_verdict,
+    total_score,
+    winner_by_score,
+)
+from palestra.environments.debate.prompts import (
+    compact_observation,
+    endpoint_messages,
+    full_judge_observation,
+    full_observation,
+    role_prompts,
+)
+from palestra.environments.debate.topics import MAX_FACTS, draw_file_topic, draw_synthetic_topic
+from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.options import Rendering, RewardMode, check_range
+from palestra.envs.support.splits import Split
+
+WIN_REWARD = 1.0  # competitive: gain of the winner and loss of the loser; truth: team reward
+HONESTY_REWARD, EVIDENCE_REWARD = 0.25, 0.25  # per seat, in mode truth: for correct citations, for the evidence shown
+UNREADABLE_PENALTY = 0.1  # per seat, subtracted for an unreadable answer
+OPPONENT_TERM = "opponent"  # the term of a reward that the other side's answer takes, in mode competitive
+VERDICT_TERM = "verdict"  # the term that the verdict pays a side, and the judge for the right one
+
+
+class Debate(Env):
+    """Pro and con speak `rounds` times each, in turns or simultaneously; then the judge decides.
+
+    Info of every step: `round` and `invalid` (by seat), after speeches also the rule judge's score `parts` (by side).
+    Info of the last step also: `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, `rules_winner` (winner
+    by the rule judge), `case` (total score parts by side) and, in mode truth, `truth`. Success means in mode truth that
+    the judge found the correct side; in mode competitive that con did not win and all answers of pro were readable.
+
+    Raises ValueError if an option is out of range, two options contradict each other, or the endpoint cannot be used.
+    """
+
+    name: ClassVar[str] = "debate"
+    replaces_state = True
+
+    def __init__(
+        self,
+        *,
+        mode: DebateMode = "competitive",
+        source: Literal["topics", "drills"] = "topics",
+        topics: Path | None = None,
+        split: Split | Literal["all"] = "train",
+        rounds: int = 2,
+        order: Literal["turns", "simultaneous"] = "turns",
+        judge: Literal["rules", "seat"] | EndpointJudge = "rules",
+        weights: ScoreWeights | None = None,
+        facts: int = 3,
+        max_words: int = 200,
+        reward: RewardMode = "dense",
+        rendering: Rendering = "full",
+    ) -> None:
+        check_range("rounds", rounds, 1, 100)
+        check_range("facts", facts, 1 if mode == "competitive" else 2, MAX_FACTS)
+        check_range("max_words", max_words, 10, 10_000)
+        _check(source, topics, rendering)
+        if isinstance(judge, EndpointJudge):
+            judge.check()
+        self.mode, self.source, self.topics, self.split, self.facts = mode, source, topics, split, facts
+        self.rounds, self.order, self.judge, self.words = rounds, order, judge, max_words
+        self.weights = weights or ScoreWeights()
+        self.reward, self.rendering = reward, rendering
+        self.seats: tuple[Seat, ...] = (*SIDES, "judge") if judge == "seat" else SIDES
+        self.roles = role_prompts(mode, self.seats, rounds, max_words, rendering == "compact")
+        self._over = True
+
+    # ---- env interface
+
+    def reset(self, seed: int) -> Step:
+        self.topic = self._topic(seed)
+        self.rule_judge = RuleJudge(self.topic, self.rounds, self.mode, self.weights)
+        self.speeches: tuple[Speech, ...] = ()
+        self._over, self._sound = False, True
+        return Step(self._observations(), info={"round": 1})
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        """Plays one joint step; awaits the endpoint if it judges. Raises EndpointError if that returns no verdict."""
+        acting = self._acting()
+        if self._over or actions.keys() != set(acting):
+            raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
+        if acting == ("judge",):
+            return self._ruled(actions["judge"])
+        current = self._round()
+        heard = tuple(s.argument for s in self.speeches)
+        for side in SIDES:
+            if side in actions:
+                argument = parse_argument(actions[side], self.topic, side, self.words)
+                self.speeches += (Speech(current, argument, self.rule_judge.score_argument(argument, heard)),)
+        new = self.speeches[len(heard) :]
+        self._sound &= all(s.argument.is_readable for s in new if s.side == "pro")
+        return await self._step_after(new, current)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns a good answer for `seat`: its own facts, a rebuttal, and a conclusion for its side (mode truth: for
+        the correct side). For the judge: in mode truth the correct side, else the rule judge's winner (pro on a draw).
+        """
+        if seat == "judge":
+            winner = self.topic.truth if self.mode == "truth" else self._by_rules().winner
+            return self._verdict_text("con" if winner == "con" else "pro")
+        heard = [s.argument for s in self.speeches]
+        side = SIDES[SIDES.index(seat)]
+        truth = self.topic.truth if self.mode == "truth" else None
+        return write_argument(self.topic, side, heard, self.rounds, self.words, truth or side)
+
+    # ---- turn order and observations
+
+    def _topic(self, seed: int) -> Topic:
+        if self.source == "drills":
+            return draw_synthetic_topic(seed, self.split, self.mode, self.facts)
+        return draw_file_topic(self.topics, seed, self.split, self.mode)
+
+    def _acting(self) -> tuple[Seat, ...]:
+        if len(self.speeches) == 2 * self.rounds:
+            return ("judge",) if self.judge == "seat" else ()
+        return SIDES if self.order == "simultaneous" else (SIDES[len(self.speeches) % 2],)
+
+    def _round(self) -> int:
+        return min(len(self.speeches) // 2 + 1, self.rounds)
+
+    def _observations(self) -> dict[Seat, Any]:
+        return {seat: self._observation(seat) for seat in self._acting()}
+
+    def _observation(self, seat: Seat) -> str:
+        current = self._round()
+        if self.rendering == "compact":
+            left = self.rounds - current + 1 if self.rounds > 1 and seat != "judge" else 0
+            return compact_observation(self.topic, seat, self.speeches, left)
+        if seat == "judge":
+            return full_judge_observation(self.topic, self.speeches)
+        return full_observation(self.topic, SIDES[SIDES.index(seat)], self.speeches, current, self.rounds)
+
+    def _verdict_text(self, side: Side) -> str:
+        return side if self.rendering == "compact" else f"#### {side}"
+
+    # ---- rewards
+
+    async def _step_after(self, new: tuple[Speech, ...], current: int) -> Step:
+        terms = self._earned(new)
+        info: dict[str, Any] = {
+            "round": current,
+            "invalid": {s.side: not s.argument.is_readable for s in new},
+            "parts": {s.side: s.parts.to_info() for s in new},
+        }
+        if self._acting():
+            legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
+            info |= terms_info(terms)
+            return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
+        if isinstance(self.judge, EndpointJudge):
+            verdict = await self._by_endpoint(self.judge)
+        else:
+            verdict = self._by_rules()
+        return self._end(verdict, terms, info)
+
+    def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
+        """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
+        terms: dict[Seat, Terms] = {side: {} for side in SIDES}
+        for speech in new if self.reward == "dense" else ():
+            own = self._speech_terms(speech)
+            terms[speech.side] = {**terms[speech.side], **own}
+            if self.mode == "competitive" and own:
+                other = "con" if speech.side == "pro" else "pro"
+                terms[other] = {**terms[other], OPPONENT_TERM: 0.0 - sum(own.values())}
+        return terms
+
+    def _speech_terms(self, speech: Speech) -> dict[str, float]:
+        """Returns the terms of the dense reward of one speech.
+
+        Mode competitive: its contribution to the score under the rule judge, by parts; none under other judges (their
+        verdict is paid at the end). Mode truth: weighted honesty and evidence. Unreadable answers, except in a
+        competition under the rule judge: a penalty.
+        """
+        parts = speech.parts
+        if self.mode == "competitive" and self.judge == "rules":
+            return self.weights.weighted_terms(parts.structure, parts.evidence, parts.rebuttal, parts.repetition)
+        if not speech.argument.is_readable:
+            return {FORM_TERM: -UNREADABLE_PENALTY / self.rounds}
+        if self.mode == "competitive":
+            return {}
+        return {"honesty": HONESTY_REWARD * parts.honesty, "evidence": EVIDENCE_REWARD * parts.evidence}
+
+    def _ruled(self, answer: Any) -> Step:
+        """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
+        found = read_verdict(answer)
+        scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
+        terms: dict[Seat, Terms] = {}
+        if found is None and self.reward == "dense":
+            terms["judge"] = {FORM_TERM: -UNREADABLE_PENALTY}
+        elif found and self.mode == "competitive":
+            terms["judge"] = {VERDICT_TERM: WIN_REWARD * (self._by_rules().winner in (found, "draw"))}
+        return self._end(
+            DebateVerdict(found or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": found is None}}
+        )
+
+    async def _by_endpoint(self, judge: EndpointJudge) -> DebateVerdict:
+        questions = [endpoint_messages(self.topic, self.speeches, self.mode, first) for first in SIDES]
+        scores: dict[Side, float] = dict(zip(SIDES, await score_debate(judge, questions), strict=True))
+        return DebateVerdict(winner_by_score(scores), scores)
+
+    def _by_rules(self) -> DebateVerdict:
+        return self.rule_judge.verdict(self.speeches)
+
+    def _end(self, verdict: DebateVerdict, terms: dict[Seat, Terms], info: dict[str, Any]) -> Step:
+        """Returns the last step: its rewards are `terms`, and what the verdict pays."""
+        self._over = True
+        rules = self._by_rules().winner
+        verdict_info = verdict.to_info() | {
+            "rules_winner": rules,
+            "case": {s: total_score(self.speeches, s).to_info() for s in SIDES},
+        }
+        if self.mode == "truth":
+            found = verdict.winner == self.topic.truth
+            info = info | verdict_info | {"truth": self.topic.truth, "success": found} | terms_info(terms)
+            return Step({}, total_rewards(terms), WIN_REWARD * found, info=info)
+        if self.reward == "outcome" or self.judge != "rules":  # else the scores were paid step by step
+            won = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
+            pay = won if self.reward == "outcome" else verdict.margin
+            for side, sign in zip(SIDES, (1, -1), strict=True):
+                terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * pay}
+        info = info | verdict_info | {"success": self._sound and verdict.winner != "con"} | terms_info(terms)
+        return Step({}, total_rewards(terms), info=info)
+
+
+def _whose(acting: tuple[Seat, ...], over: bool) -> str:
+    return "the debate is over, call reset(seed)" if over else f"give them for {' and '.join(acting)}, who speak next"
+
+
+def _check(source: str, topics: Path | None, rendering: str) -> None:
+    if source == "drills" and topics:
+        raise ValueError("topics names a file, but source: drills makes its own topics: drop one of the two")
+    if source == "topics" and rendering == "compact":
+        raise ValueError("rendering: compact shows facts as single tokens, which only drills have: set source: drills")

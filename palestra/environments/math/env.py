@@ -1,0 +1,225 @@
+"""Math env: a reasoner and a tool user solve one problem in parallel until they agree, or one seat solves it alone.
+
+Follows the math workflow of Stronger-MAS (arXiv 2510.11062), with one difference: a seat's local reward is the change
+since its last turn, so extra turns earn nothing by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from palestra.core.types import Seat, Step
+from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
+from palestra.environments.math.grader_client import MATH_GRADER
+from palestra.environments.math.grading import INCORRECT, AnswerGrade, grade_answer, grade_directly
+from palestra.environments.math.problem import ProblemKind
+from palestra.environments.math.problem_source import ProblemSource
+from palestra.environments.math.prompts import (
+    EXACT_NUMBER_FORMAT,
+    NUMBER_FORMAT,
+    MathTurn,
+    Reply,
+    format_observation,
+    role_prompts,
+)
+from palestra.environments.math.reasoning import grade_reasoning
+from palestra.environments.math.tool import extract_program, run_program
+from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
+from palestra.envs.support.options import Rendering, RewardMode, check_range
+from palestra.envs.support.splits import Split
+from palestra.sandbox import open_sandbox
+
+CORRECT_REWARD = 1.0  # local reward, times the grade
+UNREADABLE_PENALTY = 0.1  # local penalty of the reasoner for an answer that cannot be read
+NO_RUN_PENALTY, UNREADABLE_OUTPUT_PENALTY = 0.05, 0.05  # of the tool: its program fails; prints nothing readable
+SOLVED_REWARD = 1.0  # team reward for a correct final answer
+
+MathTeam = Literal["solver_checker", "single"]
+SEATS: dict[MathTeam, tuple[Seat, ...]] = {"solver_checker": ("reasoner", "tool"), "single": ("reasoner",)}
+DEFAULT_TURNS: dict[MathTeam, int] = {"solver_checker": 4, "single": 1}
+
+
+class Math(Env):
+    """Math problems for a reasoner and a tool user, or a reasoner alone. The final answer is the reasoner's.
+
+    Problems are generated (`kinds`, `difficulty`), read from a file (`path`, `columns`), or `reasoning` tasks. The
+    episode ends when both answers agree (for one seat: when its answer repeats), independently of the correct answer;
+    otherwise after `max_turns`, as `truncated`. Info: `success` (the final answer is correct), `turn`, and by seat
+    `answers`, `invalid` and `unjudged` (grading timed out, counted as wrong); in the last step `answer` (the final
+    one), `gold` and `agreed`.
+
+    Raises ValueError if an option is out of range, or the problem source or the sandbox is unavailable.
+    """
+
+    name: ClassVar[str] = "math"
+    replaces_state = True
+
+    def __init__(
+        self,
+        *,
+        team: MathTeam = "solver_checker",
+        max_turns: int | None = None,
+        kinds: list[ProblemKind] | None = None,
+        difficulty: int | list[int] | None = None,
+        path: Path | None = None,
+        columns: dict[str, str] | None = None,
+        reasoning: list[str] | None = None,
+        split: Split | Literal["all"] = "train",
+        tool_time_limit_s: float = 10.0,
+        grader_time_limit_s: float = 2.0,
+        unsafe: bool = False,
+        reward: RewardMode = "dense",
+        rendering: Rendering = "full",
+    ) -> None:
+        self.seats, self.turns = SEATS[team], DEFAULT_TURNS[team] if max_turns is None else max_turns
+        check_range("max_turns", self.turns, 1, 100)
+        check_range("tool_time_limit_s", tool_time_limit_s, 0.1, 600)
+        check_range("grader_time_limit_s", grader_time_limit_s, 0.1, 600)
+        self.tool_seconds, self.judge_seconds, self.reward = tool_time_limit_s, grader_time_limit_s, reward
+        self.is_compact = rendering == "compact"
+        self.source = ProblemSource(kinds, difficulty, path, columns, reasoning, split)
+        self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)
+        if reasoning is None and not (self.source.is_generated and self.is_compact):
+            MATH_GRADER.require_package()
+        self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
+        self._over = True
+
+    # ---- env interface
+
+    def reset(self, seed: int) -> Step:
+        self.problem = self.source.problem(seed)
+        self.history: tuple[MathTurn, ...] = ()
+        self._over = False
+        return Step(self._views(), info={"turn": 0, "success": False})
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over or actions.keys() != set(self.seats):
+            why = "the game is over: call reset(seed) before step" if self._over else f"all of {self.seats} act at once"
+            raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+        replies = await asyncio.gather(*(self._reply(seat, str(actions[seat])) for seat in self.seats))
+        turn = dict(zip(self.seats, replies, strict=True))
+        agreed = await self._agreed(turn)
+        terms = {seat: self._earned(seat, turn) for seat in self.seats}
+        self.history += (turn,)
+        self._over = agreed or len(self.history) >= self.turns
+        success = self._over and turn["reasoner"].verdict.is_correct
+        info = self._info(turn) | {"success": success}
+        if self._over:
+            info |= {"answer": turn["reasoner"].answer, "gold": self.problem.answer, "agreed": agreed}
+        truncated = self._over and not agreed and (len(self.seats) > 1 or self.turns > 1)
+        rewards = total_rewards(terms)
+        info |= terms_info(terms)
+        return Step(self._views(), rewards, SOLVED_REWARD * success, truncated=truncated, info=info)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns a correct answer; for the tool seat a program that prints it."""
+        problem = self.problem
+        if seat == "tool":
+            program = problem.solution_program
+            if self.is_compact:
+                return program
+            whole = program if program.startswith(("print(", "from ")) else f"print({program})"
+            begun = rng.choice(("This program prints the answer:", "It can be worked out:"))
+            return f"{begun}\n```python\n{whole}\n```"
+        if self.is_compact:
+            return problem.answer
+        return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
+
+    def _form(self) -> str:
+        """Returns the sentence about the form of answers in the role prompts."""
+        if self.source.is_generated:
+            return EXACT_NUMBER_FORMAT
+        return "" if self.source.reasoning is not None else NUMBER_FORMAT
+
+    # ---- one answer
+
+    async def _reply(self, seat: Seat, text: str) -> Reply:
+        if seat == "tool":
+            return await self._ran(extract_program(text))
+        answer = self._found(text, bare=self.is_compact)
+        return Reply(text, answer, await self._judged(answer))
+
+    async def _ran(self, program: str) -> Reply:
+        assert self.sandbox
+        printed = await run_program(program, self.sandbox, self.tool_seconds)
+        answer = None if printed.error else self._found(printed.text, bare=True, last=True)
+        return Reply(program, answer, await self._judged(answer), printed.error)
+
+    def _found(self, text: str, *, bare: bool, last: bool = False) -> str | None:
+        """Returns the answer in a text, or in its last line; None if there is none.
+
+        In the compact rendering, answers to generated problems must be a number or a relation and nothing else.
+        """
+        if self.problem.reasoning_entry:
+            return multiline_answer(text, allow_unmarked=bare)
+        answer = final_answer(text.strip().rpartition("\n")[2] if last else text, allow_unmarked=bare)
+        if (
+            answer
+            and self.is_compact
+            and self.problem.needs_computation
+            and not (parse_number(answer) or parse_relation(answer))
+        ):
+            return None
+        return answer
+
+    async def _judged(self, answer: str | None) -> AnswerGrade:
+        problem = self.problem
+        if problem.reasoning_entry:
+            return await grade_reasoning(answer, problem, self.judge_seconds)
+        return await grade_answer(answer, problem.answer, question=problem.question, cpu_limit_s=self.judge_seconds)
+
+    async def _agreed(self, turn: MathTurn) -> bool:
+        """True if both seats' answers agree, or a lone seat's last two. The correct answer is not used."""
+        if len(self.seats) == 1 and not self.history:
+            return False
+        pair = (turn["reasoner"], turn["tool"] if len(self.seats) > 1 else self.history[-1]["reasoner"])
+        mine, other = (reply.answer if reply.verdict.is_graded else None for reply in pair)
+        if mine is None or other is None:
+            return False
+        if self.problem.reasoning_entry:
+            return (grade_directly(mine, other) or INCORRECT).is_correct
+        return (await grade_answer(mine, other, cpu_limit_s=self.judge_seconds)).is_correct
+
+    # ---- rewards and observations
+
+    def _earned(self, seat: Seat, turn: MathTurn) -> Terms:
+        if self.reward == "outcome":
+            return {}
+        before = _local_terms(seat, self.history[-1][seat]) if self.history else {}
+        return terms_gained(_local_terms(seat, turn[seat]), before)
+
+    def _info(self, turn: MathTurn) -> dict[str, Any]:
+        reasons = {seat: _why_invalid(reply) for seat, reply in turn.items()}
+        return {
+            "turn": len(self.history),
+            "answers": {seat: reply.answer for seat, reply in turn.items()},
+            "invalid": {seat: bool(reason) for seat, reason in reasons.items()},
+            "why_invalid": {seat: reason for seat, reason in reasons.items() if reason},
+            "unjudged": {seat: not reply.verdict.is_graded for seat, reply in turn.items()},
+        }
+
+    def _views(self) -> dict[Seat, Any]:
+        if self._over:
+            return {}
+        return {
+            seat: format_observation(self.problem, seat, self.history, self.turns, self.is_compact)
+            for seat in self.seats
+        }
+
+
+def _why_invalid(reply: Reply) -> str:
+    """Returns why a reply is invalid; "" if it is valid."""
+    return reply.error or ("" if reply.verdict.is_readable else "no answer could be read in it")
+
+
+def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:
+    """Returns the local score of a reply by terms; together at most 1."""
+    unreadable = not reply.verdict.is_readable
+    cost = UNREADABLE_PENALTY * unreadable
+    if seat == "tool":
+        cost = NO_RUN_PENALTY * (reply.error is not None) + UNREADABLE_OUTPUT_PENALTY * unreadable
+    return {FORM_TERM: -cost if cost else 0.0, "correct": CORRECT_REWARD * reply.verdict.score}

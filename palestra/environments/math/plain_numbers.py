@@ -1,0 +1,205 @@
+r"""Plain numbers in answers: a number written by people or in LaTeX that leaves nothing to compute.
+
+- integers and decimals: `26`, `-4`, `.5`, `26.0`, `1,234`, `1{,}234`, `12\,345`, `0.\overline{3}`;
+- fractions of two integers: `7/2`, `\frac{7}{2}`, `\dfrac72`, `-\frac{1}{3}`; mixed numbers: `2\frac{1}{3}`, `2 1/3`;
+- powers of ten: `1.5 \times 10^{-3}`, `1.5e-3`;
+- around any of them: `x =`, `f(2) =`, a currency sign, a percent or degree sign, a unit (`26 cm`, `26\text{ cm}^2`,
+  `26 apples`). Units are compared if both numbers have a known one (`units`). Two letters, or three directly behind the
+  digits, are a unit only if they are a common one (`26cm`), else variables (`3xy`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from palestra.environments.math.units import CURRENCIES, Unit, measure_the_same, parse_unit
+
+ABSOLUTE_TOLERANCE = Fraction(1, 10**6)  # absolute difference, for decimals
+RELATIVE_TOLERANCE = Fraction(1, 10**5)  # difference relative to the larger value, for decimals
+MAX_TEN_EXPONENT = 300  # of ten
+
+_SPACING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|[,;:!])(?![A-Za-z])|\\q?quad(?![A-Za-z])|(?<!\\)~")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_SIGNS = {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u03c0": "\\pi "}
+_SIGNS |= {"\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u00b1": "\\pm "}
+_SIGNS |= {"\u00b2": "^{2}", "\u00b3": "^{3}", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2205": "\\emptyset "}
+_SIGNS |= {"\\varnothing": "\\emptyset "}
+_SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " "}
+
+_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,40}"
+_DIGITS = rf"(?:(?:{_INTEGER})?\.\d{{1,40}}|(?:{_INTEGER})\.?)"
+_TEN = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d{1,3})|[eE][+-]?\d{1,3})"
+_VALUE = (
+    rf"(?:(?P<whole>\d{{1,30}})\s*(?:\\frac\{{(?P<part>\d{{1,30}})\}}\{{(?P<parts>\d{{1,30}})\}}"
+    rf"| (?P<over2>\d{{1,30}})/(?P<under2>\d{{1,30}}))"
+    rf"|(?P<over>\d{{1,30}})\s*/\s*(?P<under>\d{{1,30}})"
+    rf"|\\frac\{{(?P<inner>-?)(?P<top>\d{{1,30}})\}}\{{(?P<bottom>\d{{1,30}})\}}"
+    rf"|(?P<start>\d{{0,30}})\.(?P<fixed>\d{{0,30}})\\overline\{{(?P<again>\d{{1,12}})\}}"
+    rf"|(?P<decimal>{_DIGITS})(?P<power>{_TEN})?)"
+)
+_NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?|\\[a-z]+)(?:\([\w,. -]{0,20}\))?"
+_BEFORE = rf"(?:(?P<name>{_NAME})\s*(?:=|\\approx)\s*)?"
+_STYLE = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|operatorname)"
+_WORDS = rf"{_STYLE}\s*\{{[^{{}}\\0-9]*(?:\^?[23])?\}}|[A-Za-z]++\.?"
+_UNIT = rf"(?:(?:{_WORDS})(?:\^\{{?-?[23]\}}?)?|/|\\cdot(?![A-Za-z])|\s)*"
+_MARK = r"(?:\\?(?P<percent>%)|(?P<degree>\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree))?"
+_PLAIN = re.compile(
+    rf"{_BEFORE}(?P<sign>[+-]?)\s*(?:\\?(?P<currency>[$\u20ac\u00a3]))?\s*{_VALUE}\s*{_MARK}\s*(?P<unit>{_UNIT})",
+    re.ASCII,
+)
+_CLOCK = re.compile(r"\b([ap])\.\s?m\b\.?")
+_POWER_WORD = re.compile(r"(?<=[A-Za-z]) (squared|cubed)\b")
+_POWER_WORDS = {"squared": "^2", "cubed": "^3"}
+_MIXED = re.compile(r"(?<![\w.^}])(\d{1,30})\s*\\frac\{(\d{1,30})\}\{(\d{1,30})\}")
+_WORD = re.compile(r"[A-Za-z]+")
+_SINGLE = frozenset("mgshlLNJWVACFK")  # single letters that are units; any other is a variable
+_SHORT_UNIT = """
+    mm cm dm km mg kg ml cl dl in ft yd mi oz lb lbs hr hrs min sec ms mph kph kmh rad deg hz khz kw kwh kj pa am pm day
+"""
+_SHORT_UNITS = frozenset(_SHORT_UNIT.split())
+_NO_UNIT = """
+    or and not to than plus minus times over mod choose pi sqrt sin cos tan cot log ln exp gcd lcm max lim sum
+    hundred thousand million billion trillion dozen half third quarter more less between squared cubed hundreds
+    thousands millions billions trillions dozens halves thirds quarters fourth fourths fifth fifths sixth sixths seventh
+    sevenths eighth eighths ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths
+    january february march april may june july august september october november december
+"""
+_NO_UNITS = frozenset(_NO_UNIT.split())
+
+
+@dataclass(frozen=True)
+class PlainNumber:
+    """A plain number's value, and how it is written: with a decimal point, in lowest terms, with a percent sign, a unit
+    and the letter that it is the value of ("" if there is none)."""
+
+    value: Fraction
+    is_decimal: bool
+    is_lowest_terms: bool
+    is_percent: bool = False
+    unit: Unit | None = None
+    name: str = ""
+
+
+def normalize_latex(text: str) -> str:
+    r"""Returns LaTeX without spacing commands, with `\frac` for its variants, ASCII for common signs, and one space
+    for several: the expressions here would take time cubic in their number."""
+    for sign, ascii_form in _SIGNS.items():
+        text = text.replace(sign, ascii_form)
+    text = text.replace("\\,", " ").replace("{,}", ",")
+    text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
+    return " ".join(_SHORT_FRACTION.sub(_spelled, text).split())
+
+
+def parse_plain_number(text: str) -> PlainNumber | None:
+    """Parses a plain number with the markup and unit around it; None for any other text."""
+    text = _POWER_WORD.sub(lambda word: _POWER_WORDS[word[1]], _CLOCK.sub(r"\1m", normalize_latex(text)))
+    found = _PLAIN.fullmatch(text)
+    if not found or not _is_unit(found["unit"]) or _is_product(found):
+        return None
+    number = _read(found)
+    return None if number is None else replace(number, unit=_unit(found), name=found["name"] or "")
+
+
+def join_mixed_numbers(text: str) -> str:
+    r"""Returns normalised LaTeX with mixed numbers as fractions: `3\frac{1}{2}\pi` is `\frac{7}{2}\pi`, no product."""
+    return _MIXED.sub(_improper, text)
+
+
+def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = True) -> bool:
+    """True if the plain number `one` is the answer `other`.
+
+    They must be equal; if one has a decimal point, they may differ by `ABSOLUTE_TOLERANCE` and by `RELATIVE_TOLERANCE`
+    of the larger. If both have a known unit, or a letter, it must be the same, or the value be converted. A percentage
+    equals its number if the question `asks_percent`, and a hundredth of it unless that is an integer above 1.
+    """
+    if len(one.name) == len(other.name) == 1 and one.name != other.name:
+        return False
+    factor = Fraction(1)
+    if one.unit and other.unit:
+        if not measure_the_same(one.unit, other.unit):
+            return False
+        factor = one.unit.size / other.unit.size
+    value, rounded = one.value * factor, one.is_decimal or other.is_decimal
+    values = [value]
+    if one.is_percent and not other.is_percent:
+        is_share = other.value.denominator > 1 or abs(other.value) <= 1
+        values = [value] * asks_percent + [value / 100] * is_share
+    elif other.is_percent and not one.is_percent:
+        values.append(value * 100)
+    return any(got == other.value or (rounded and within_tolerance(got, other.value)) for got in values)
+
+
+def within_tolerance(one: Fraction, other: Fraction) -> bool:
+    """True if two values differ by no more than a rounded decimal may."""
+    return abs(one - other) <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * max(abs(one), abs(other)))
+
+
+def _unit(found: re.Match[str]) -> Unit | None:
+    """Returns the unit of a plain number, from its currency sign, degree sign or the words behind it."""
+    words = CURRENCIES.get(found["currency"] or "", "") or found["unit"]
+    is_angle = found["degree"] and not _WORD.search(found["unit"])
+    return parse_unit("degree" if is_angle else words)
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, over, under = int(found[1]), int(found[2]), int(found[3])
+    return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else found[0]
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}"
+
+
+def _is_unit(text: str) -> bool:
+    words = _WORD.findall(re.sub(_STYLE, " ", text))
+    is_styled = bool(re.search(_STYLE, text))
+    return all(word.lower() not in _NO_UNITS and (is_styled or len(word) > 1 or word in _SINGLE) for word in words)
+
+
+def _is_product(found: re.Match[str]) -> bool:
+    """True if the letters after a number are variables: two letters, or three directly behind the digits, unless they
+    are a common unit."""
+    letters = _WORD.match(found["unit"])
+    if letters is None:
+        return False
+    is_behind = found.string[found.start("unit") - 1].isalnum()
+    return 1 < len(letters[0]) < 3 + is_behind and letters[0].lower() not in _SHORT_UNITS
+
+
+def _read(found: re.Match[str]) -> PlainNumber | None:
+    sign = -1 if found["sign"] == "-" else 1
+    percent = bool(found["percent"]) or _WORD.findall(found["unit"])[-1:] == ["percent"]
+    if found["decimal"]:
+        power = _power(found["power"])
+        if abs(power) > MAX_TEN_EXPONENT:
+            return None
+        digits = found["decimal"].replace(",", "").replace(" ", "")
+        return PlainNumber(sign * Fraction(digits) * Fraction(10) ** power, "." in digits, True, percent)
+    if found["again"]:
+        return PlainNumber(sign * _repeating(found["start"], found["fixed"], found["again"]), False, True, percent)
+    if found["whole"]:
+        over, under = int(found["part"] or found["over2"]), int(found["parts"] or found["under2"])
+        if not 0 < over < under:
+            return None
+        lowest = math.gcd(over, under) == 1
+        return PlainNumber(sign * (int(found["whole"]) + Fraction(over, under)), False, lowest, percent)
+    over, under = int(found["over"] or found["top"]), int(found["under"] or found["bottom"])
+    if under == 0:
+        return None
+    sign *= -1 if found["inner"] else 1
+    return PlainNumber(sign * Fraction(over, under), False, math.gcd(over, under) == 1 < under, percent)
+
+
+def _power(text: str | None) -> int:
+    r"""Returns the exponent in `\times 10^{-3}` or `e-3`; 0 if there is none."""
+    found = re.search(r"([+-]?\d+)\s*\}?$", text or "")
+    return int(found[1]) if found else 0
+
+
+def _repeating(start: str, fixed: str, again: str) -> Fraction:
+    """Returns the value of 1.2343434... from "1", "2" and "34"."""
+    head = Fraction(int((start or "0") + fixed), 10 ** len(fixed))
+    return head + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(fixed))

@@ -1,0 +1,1 @@
+"""Overcooked, with the numbers of JaxMARL."""

@@ -1,0 +1,1 @@
+"""Pong for two, on pixels."""

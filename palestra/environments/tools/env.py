@@ -1,0 +1,250 @@
+"""Tool-use env: questions that require tools, on facts of a fictional world, long sums, files and programs.
+
+A seat observes the whole conversation and answers with tool calls, whose results it observes next, or with its final
+answer. Steps depend only on the seed and the answers, provided that the user's own tools are deterministic.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from palestra.core.chat import (
+    TOOL_CALL_PATTERN,
+    Chat,
+    Json,
+    ToolCall,
+    parse_assistant_message,
+    render_tool_call,
+    tool_calls_of,
+)
+from palestra.core.types import Seat, Step
+from palestra.environments.tools import prompts
+from palestra.environments.tools.builtin_tools import (
+    TOOLS_BY_WORLD,
+    BuiltInTool,
+    built_in_tools,
+    check_tools_suffice,
+    tools_of_seat,
+)
+from palestra.environments.tools.task_source import WorldName, open_task_source
+from palestra.environments.tools.tasks import TaskKind, ToolRequirement
+from palestra.environments.tools.tool_state import ToolState
+from palestra.environments.tools.toolbox import Toolbox, ToolResult, load_tool
+from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.options import Rendering, RewardMode, check_range
+from palestra.envs.support.splits import Split
+
+ToolsTeam = Literal["single", "researcher_solver"]
+SEATS: dict[ToolsTeam, tuple[Seat, ...]] = {"single": ("agent",), "researcher_solver": ("researcher", "solver")}
+
+SOLVED_REWARD = 1.0  # team reward for the correct answer
+VALID_CALLS_REWARD = 0.05  # local reward, once, for the first answer whose calls are all valid
+FOUND_REWARD = 0.25  # local reward for all facts that a seat must obtain with tools; each pays its share once
+NOTE_REWARD = 0.25  # researcher's reward, times the share of the required facts in its note
+UNREADABLE_CALL_MESSAGE = (
+    'Error: a call could not be read. Write it as <tool_call>{"name": "...", "arguments": {...}}</tool_call>, in JSON.'
+)
+INVALID_PENALTY = 0.1  # local penalty, times the share of invalid calls; or for an unreadable answer
+
+
+class Tools(Env):
+    """One agent with all tools, or a researcher with the search tools, which passes a note to a solver with the others.
+
+    A seat has `max_turns` answers, each with up to `max_calls` calls; an answer without a call is its last. A call is
+    limited to `call_time_limit_s` seconds, a result to `max_result_chars` characters, a search to `max_results`
+    documents.
+
+    Tasks are of `kinds`, by default all kinds of the `task_source`: "corpus" asks about `documents` (a folder of .txt
+    and .md files, or a .jsonl with titles, texts and facts; default: the shipped ones), "drills" is a small world
+    generated for each instance. `tasks`, a .jsonl with the user's questions, replaces them. `built_in` selects the
+    built-in tools, `tools` adds the user's ("module:function"), which in a team belong to the solver. The python tool
+    needs a sandbox, or `unsafe`.
+
+    Dense rewards pay a seat for valid calls and for the required facts in their results, and penalise invalid calls;
+    the team is paid 1 for the correct answer. With `reward: outcome` only that is paid.
+
+    Raises ValueError if an option is out of range, or a tool, document or task file cannot be loaded.
+    """
+
+    name: ClassVar[str] = "tools"
+    replaces_state = True
+
+    def __init__(
+        self,
+        *,
+        team: ToolsTeam = "single",
+        task_source: WorldName = "corpus",
+        kinds: list[TaskKind] | None = None,
+        documents: Path | None = None,
+        tasks: Path | None = None,
+        built_in: list[BuiltInTool] | None = None,
+        tools: list[str] | None = None,
+        max_turns: int = 8,
+        max_calls: int = 8,
+        max_results: int = 3,
+        call_time_limit_s: float = 10.0,
+        max_result_chars: int = 4000,
+        unsafe: bool = False,
+        split: Split = "train",
+        reward: RewardMode = "dense",
+        rendering: Rendering = "full",
+    ) -> None:
+        check_range("max_turns", max_turns, 1, 1000)
+        check_range("max_calls", max_calls, 1, 100)
+        check_range("max_results", max_results, 1, 50)
+        check_range("call_time_limit_s", call_time_limit_s, 0.05, 3600)
+        check_range("max_result_chars", max_result_chars, 20, 1_000_000)
+        self.seats, self.turns, self.calls, self.reward = SEATS[team], max_turns, max_calls, reward
+        self.is_compact = rendering == "compact"
+        self.world = open_task_source(task_source, kinds, documents, tasks, split)
+        offered = built_in if built_in is not None else TOOLS_BY_WORLD[task_source]
+        check_tools_suffice(offered, self.world.kinds)
+        ours = built_in_tools(tuple(offered), max_results, self.is_compact, call_time_limit_s, unsafe)
+        own = [load_tool(path) for path in tools or ()]
+        self.toolboxes = {
+            seat: Toolbox(tools_of_seat(seat, ours, own), call_time_limit_s, max_result_chars) for seat in self.seats
+        }
+        self.tool_schemas = {
+            seat: () if self.is_compact else box.openai_schemas() for seat, box in self.toolboxes.items()
+        }
+        self.roles = {seat: prompts.system_prompt(seat, max_turns, self.is_compact) for seat in self.seats}
+        self._over = True
+
+    # ---- env interface
+
+    def reset(self, seed: int) -> Step:
+        self.task = self.world.task(seed)
+        self.needs = tuple(need for stage in self.task.requirements for need in stage)
+        self.scratch = ToolState(self.task.library or self.world.library, dict(self.task.files))
+        self.messages: tuple[Json, ...] = ()  # conversation of the seat to act
+        self.found_needs: frozenset[int] = frozenset()  # indices into `requirements`
+        self._good: frozenset[Seat] = frozenset()  # seats already paid VALID_CALLS_REWARD
+        self._made, self._turn, self._over = 0, 0, False
+        self._begin(self.seats[0], None)
+        return self._step({}, {})
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if self._over:
+            raise ValueError("the game is over: call reset(seed) before step")
+        seat = self._acting
+        if set(actions) != {seat}:
+            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        message = parse_assistant_message(str(actions[seat]))
+        self.messages, self._turn = (*self.messages, message), self._turn + 1
+        if not message.get("tool_calls") and not TOOL_CALL_PATTERN.search(message["content"]):
+            return self._receive_text(seat, message["content"])
+        if self._turn >= self.turns:  # no later turn could use the results
+            return self._receive_text(seat, "", late=True)
+        return await self._call(seat, message)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns the calls for the next missing facts, then the answer; the answer at once if turns run out."""
+        left = self.turns - self._turn - 1
+        for stage in self.task.requirements if left else ():
+            missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
+            if calls := [call for need in missing for call in self._untried(need)[:1]]:
+                return "\n".join(render_tool_call(call.name, call.arguments) for call in calls)
+        if seat == "researcher":
+            return " ".join(need.note for need in self.needs if need.note) or "none"
+        if not self.task.output_file:
+            return self.task.answer if self.is_compact else f"#### {self.task.answer}"
+        if left and not self.task.is_solved("", self.scratch.files):
+            return render_tool_call("write_file", {"path": self.task.output_file, "text": self.task.answer})
+        return "done" if self.is_compact else "#### done"
+
+    # ---- one answer
+
+    async def _call(self, seat: Seat, message: Json) -> Step:
+        """Runs the calls of an answer and appends their results to the conversation."""
+        calls = tool_calls_of(message)
+        results = await self.toolboxes[seat].call_all(calls[: self.calls], self.scratch)
+        self.scratch = results[-1].scratch if results else self.scratch
+        dropped = f"Error: not called: one answer may hold {self.calls} calls"
+        results += [ToolResult(dropped, False, self.scratch)] * (len(calls) - len(results))
+        replies = [
+            self._tool_message(sent, call, result)
+            for sent, call, result in zip(message.get("tool_calls", ()), calls, results, strict=True)
+        ]
+        unreadable = len(TOOL_CALL_PATTERN.findall(message["content"]))
+        if unreadable:  # as a user message: endpoints accept a tool message only as the reply to a parsed call
+            replies.append({"role": "user", "content": "error" if self.is_compact else UNREADABLE_CALL_MESSAGE})
+        self.messages = (*self.messages, *replies)
+        self._made += len(calls) + unreadable
+        bad = unreadable + sum(not result.is_valid and not result.failure for result in results)
+        terms = {FORM_TERM: 0.0 - INVALID_PENALTY * bad / (len(calls) + unreadable), "calls": 0.0}
+        terms["facts"] = self._shown(seat, results)
+        if not bad and seat not in self._good:
+            self._good, terms["calls"] = self._good | {seat}, VALID_CALLS_REWARD
+        failures = [result.failure for result in results if result.failure]
+        return self._step({seat: terms}, {seat: bad > 0}, failures=failures)
+
+    def _tool_message(self, sent: Json, call: ToolCall, result: ToolResult) -> Json:
+        good = result.is_valid and not result.failure
+        text = result.text if good or not self.is_compact else "error"
+        return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}
+
+    def _shown(self, seat: Seat, results: Sequence[ToolResult]) -> float:
+        """Records which of the seat's needs the results meet; returns their share of `FOUND_REWARD`."""
+        texts = [result.text for result in results if result.is_valid and not result.failure]
+        own = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
+        new = {i for i in own if i not in self.found_needs and any(map(self.needs[i].is_met_by, texts))}
+        self.found_needs |= new
+        return FOUND_REWARD * len(new) / len(own) if new else 0.0
+
+    def _receive_text(self, seat: Seat, text: str, *, late: bool = False) -> Step:
+        """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
+        if seat == "researcher":
+            note = text[: prompts.MAX_NOTE_CHARS]
+            facts = [need for need in self.needs if need.note]
+            passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / len(facts) if facts else 0.0
+            self._begin("solver", note)
+            return self._step({seat: {"facts": passed}}, {seat: False})
+        answer = text if self.is_compact else text.rpartition("####")[2].strip()
+        success = not late and self.task.is_solved(answer, self.scratch.files)
+        readable = late or self.task.is_readable(answer)
+        self._over = True
+        return self._step(
+            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}},
+            {seat: not readable},
+            success=success,
+            late=late,
+        )
+
+    # ---- observations
+
+    def _begin(self, seat: Seat, note: str | None) -> None:
+        system = [] if self.is_compact else [{"role": "system", "content": self.roles[seat]}]
+        asked = {"role": "user", "content": prompts.task_prompt(self.task, note, self.is_compact)}
+        self._acting, self._turn, self.messages = seat, 0, (*system, asked)
+
+    def _step(
+        self,
+        terms: dict[Seat, Terms],
+        invalid: dict[Seat, bool],
+        *,
+        success: bool = False,
+        late: bool = False,
+        failures: Sequence[str] = (),
+    ) -> Step:
+        info = {"success": success, "kind": self.task.kind, "calls": self._made, "invalid": invalid}
+        if self.reward == "outcome":
+            terms = {seat: {} for seat in terms}
+        rewards, info = total_rewards(terms), info | terms_info(terms)
+        seen = {} if self._over else {self._acting: Chat(self.messages, self.tool_schemas[self._acting])}
+        return Step(seen, rewards, SOLVED_REWARD * success, truncated=late, info=info | {"failures": [*failures]})
+
+    # ---- required facts and the seat that must obtain them
+
+    def _must(self, seat: Seat, need: ToolRequirement) -> bool:
+        return len(self.seats) == 1 or (seat == "researcher") == bool(need.note)
+
+    def _is_found(self, need: ToolRequirement) -> bool:
+        return self.needs.index(need) in self.found_needs
+
+    def _untried(self, need: ToolRequirement) -> list[ToolCall]:
+        made = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]
+        return [call for call in need.calls if call not in made]

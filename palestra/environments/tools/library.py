@@ -1,0 +1,157 @@
+"""Documents and a full-text index over them (SQLite FTS5, ranked by BM25), built once per process and read-only."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from palestra.environments.tools.tool_state import SearchHit, ToolState
+
+BUILT_IN_CORPUS = Path(__file__).parent / "data" / "corpus.jsonl"
+MAX_QUERY_WORDS = 32  # of a query; the rest are ignored
+TITLE_WEIGHT = 4.0  # BM25 weight of the title; that of the text is 1
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document. `facts` state its content in few words: `{"inhabitants": "48,211"}`; tasks are made from them."""
+
+    title: str
+    text: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class DocumentIndex:
+    """A full-text index over documents; implements `Library`. `snippet_tokens` is the length of snippets in tokens."""
+
+    def __init__(self, documents: tuple[Document, ...], snippet: int = 24) -> None:
+        self.documents, self.snippet_tokens = documents, snippet
+        self._by_title = {document.title.casefold(): document for document in documents}
+        self._lock = threading.Lock()
+        self._table = sqlite3.connect(":memory:", check_same_thread=False)
+        weakref.finalize(self, self._table.close)
+        self._table.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
+        self._table.executemany("INSERT INTO documents VALUES (?, ?)", [(d.title, d.text) for d in documents])
+        self._table.execute("PRAGMA query_only = 1")
+
+    def search(self, query: str, k: int) -> list[SearchHit]:
+        """Returns the best documents with any of the query's words. FTS5's query syntax is not interpreted."""
+        words = _WORD.findall(query)[:MAX_QUERY_WORDS]
+        if not words:
+            return []
+        asked = " OR ".join(f'"{word}"' for word in words)
+        with self._lock:
+            rows = self._table.execute(
+                "SELECT title, snippet(documents, 1, '', '', '...', ?) FROM documents WHERE documents MATCH ? "
+                "ORDER BY bm25(documents, ?, 1.0), rowid LIMIT ?",
+                (self.snippet_tokens, asked, TITLE_WEIGHT, k),
+            ).fetchall()
+        return [SearchHit(title, " ".join(snippet.split())) for title, snippet in rows]
+
+    def read(self, title: str) -> str | None:
+        document = self._by_title.get(title.strip().casefold())
+        return f"{document.title}\n{document.text}" if document else None
+
+
+@cache
+def open_index(path: Path) -> DocumentIndex:
+    """Returns the index over the documents at `path`, cached per process."""
+    return DocumentIndex(tuple(read_documents(path)))
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Returns the documents of a folder or a .jsonl file.
+
+    In a folder, .txt and .md files are documents, titled by their path without the suffix. In a .jsonl file each line
+    has a title, a text and optionally facts, from which tasks are generated. Of equal titles the second becomes "title
+    (2)". Raises ValueError if there are no documents.
+    """
+    if path.is_dir():
+        found = [
+            Document(str(file.relative_to(path).with_suffix("")), _text(file))
+            for file in sorted(path.rglob("*"))
+            if file.suffix in (".txt", ".md")
+        ]
+    elif path.suffix == ".jsonl" and path.exists():
+        found = [_document(path, number, row) for number, row in read_json_lines(path)]
+    else:
+        raise ValueError(f"no documents at {path}: give a folder of .txt and .md files, or a .jsonl of title and text")
+    if not found:
+        raise ValueError(f"{path} holds no documents: put .txt or .md files, or lines of title and text, there")
+    return list(_unique_titles(found))
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the line number and the object of each line of a .jsonl file. Raises ValueError for any other line."""
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}; was the file cut off?") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is not an object: write {{...}} in each line")
+        yield number, row
+
+
+def search_tool(num_results: int, is_compact: bool) -> Callable[..., str]:
+    """Returns a tool that shows the best `num_results` documents; with `is_compact`, only titles and snippets."""
+
+    def search(query: str, scratch: ToolState) -> str:
+        """Searches the documents for words and shows the parts that fit best; read_document shows a whole document.
+
+        query: a few words to look for
+        """
+        found = scratch.library.search(query, num_results)
+        if is_compact:
+            return "\n".join(f"{title} {snippet}" for title, snippet in found) or "nothing"
+        shown = [f"{i}. {title}: {snippet}" for i, (title, snippet) in enumerate(found, start=1)]
+        return "\n".join(shown) or "Nothing was found. Try other words."
+
+    return search
+
+
+def read_document(title: str, scratch: ToolState, start: int = 0) -> str:
+    """Shows a document.
+
+    title: the document's title, as the search shows it
+    start: the first character to show, for documents that are too long to be shown at once
+    """
+    text = scratch.library.read(title)
+    if text is None:
+        near = ", ".join(found.title for found in scratch.library.search(title, 3)) or "nothing near"
+        raise ValueError(f"there is no document of title {title!r}; there is: {near}")
+    if start < 0:
+        raise ValueError("start must be 0 or more")
+    return text[start:]
+
+
+def _document(path: Path, number: int, row: Mapping[str, Any]) -> Document:
+    title, text, facts = row.get("title"), row.get("text"), row.get("facts", {})
+    if not (isinstance(title, str) and title.strip() and isinstance(text, str) and isinstance(facts, dict)):
+        raise ValueError(f'{path}, line {number} needs a "title" and a "text", and "facts" as an object if it has any')
+    return Document(title.strip(), text, {str(name): str(value) for name, value in facts.items()})
+
+
+def _unique_titles(documents: list[Document]) -> Iterator[Document]:
+    seen: dict[str, int] = {}
+    for document in documents:
+        count = seen[document.title.casefold()] = seen.get(document.title.casefold(), 0) + 1
+        yield document if count == 1 else Document(f"{document.title} ({count})", document.text, document.facts)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}; convert it") from error

@@ -1,0 +1,389 @@
+"""Gymnasium environments as vector envs, and conversion of spaces in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from palestra.core.config.user_modules import import_user_module
+from palestra.envs.batch.subproc_vector import PackageVectorEnv
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
+
+MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
+MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
+MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
+
+
+class ObsEncoder(NamedTuple):
+    """Observation encoder of one seat: the observation shape, whether it is uint8 pixels, and `encode`, the function
+    from a value of the Gymnasium space to the array. `encode` also takes batches, with leading dimensions (not for
+    dictionaries and tuples)."""
+
+    shape: tuple[int, ...]
+    is_uint8: bool
+    encode: Callable[[Any], np.ndarray]
+
+
+class ActionDecoder(NamedTuple):
+    """Action decoder of one seat: its action space, and `decode`, the function from an action array to a value of the
+    Gymnasium space."""
+
+    space: Space
+    decode: Callable[[np.ndarray], Any]
+
+
+def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
+    """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
+    with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
+    discrete values one-hot, bytes (uint8 up to 255) divided by 255. Images that are not bytes are scaled from the
+    bounds of their Box to 0 to 1, or stay as they are if it has none.
+
+    `label` names the seat in errors. Raises ValueError for texts, for spaces without a fixed size, and for images
+    within dictionaries and tuples.
+    """
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        shape, pixels = space.shape, _is_bytes(space)
+        if (stored := _image_shape(shape)) is not None:
+            encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
+            scaled = encode if pixels else _unit_scaled(encode, space)
+            return ObsEncoder(stored[0], pixels, scaled)
+        if len(shape) == 1 and not pixels:
+            return ObsEncoder(shape, False, partial(np.asarray, dtype=np.float32))
+        scale = 1 / 255 if pixels else 1.0
+        return ObsEncoder((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
+    if isinstance(space, spaces.Text):
+        raise ValueError(
+            f"{label} sees {space}, a text: small networks read numbers; wrap the env so that it encodes it"
+        )
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _joined_encoder(space, label)
+    if not space.is_np_flattenable:
+        raise ValueError(f"{label} sees {space}, whose size is not fixed: wrap the env so that it has one")
+    return ObsEncoder((spaces.flatdim(space),), False, partial(_flat, space))
+
+
+def _is_bytes(space: spaces.Box | spaces.MultiBinary) -> bool:
+    """True for a Box of uint8 up to 255. Flags and counts may be uint8 too; divided by 255 they would hardly differ."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and int(space.high.max(initial=0)) == 255
+
+
+def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
+    """Returns the shape (height, width, channels) in which an image or a stack of images is stored, and the order of
+    its axes there; None if it is not an image."""
+    axes = tuple(range(-len(shape), 0))
+    for at in {2: [0], 3: [0, 1], 4: [1, 2]}.get(len(shape), []):
+        height, width = shape[at : at + 2]
+        if min(height, width) >= MIN_IMAGE_SIDE:
+            others = axes[:at] + axes[at + 2 :]
+            return (height, width, int(np.prod([shape[axis] for axis in others]))), (*axes[at : at + 2], *others)
+    return None
+
+
+def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> np.ndarray:
+    array = np.asarray(value)
+    before = array.ndim - len(order)
+    return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
+
+
+def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces.MultiBinary) -> Callable[..., Any]:
+    """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions want floats; `encode`
+    itself if they are in 0 to 1 already, or have no bounds."""
+    if not isinstance(space, spaces.Box):
+        return encode
+    low, high = float(space.low.min()), float(space.high.max())
+    if (low, high) == (0.0, 1.0) or not 0 < high - low <= MAX_PIXEL_RANGE:
+        return encode
+    return partial(_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
+
+
+def _scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:
+    return (encode(value).astype(np.float32) - low) * scale
+
+
+def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder:
+    """Returns the encoder of a dictionary or tuple: the rows of its parts, one after the other."""
+    keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
+    if not keys:
+        raise ValueError(f"{label} sees {space}, which has no part: wrap the env so that it shows a number at least")
+    parts = [(key, obs_encoder(space.spaces[key], f"{label}, part {key!r},")) for key in keys]  # type: ignore[index]
+    for key, part in parts:
+        if len(part.shape) > 1:
+            raise ValueError(
+                f"{label} sees an image {space.spaces[key].shape} as part {key!r} of {type(space).__name__}: "  # type: ignore[index]
+                "an observation is one image or one row of numbers; wrap the env so that it shows the image alone, or "
+                "numbers in its place"
+            )
+    return ObsEncoder((sum(part.shape[0] for _, part in parts),), False, partial(_joined, parts))
+
+
+def _joined(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
+    return np.concatenate([part.encode(value[key]) for key, part in parts], dtype=np.float32)
+
+
+def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
+    array = np.asarray(value, np.float32)
+    array = array.reshape(*array.shape[: array.ndim - dimensions], -1)
+    return array if scale == 1.0 else array * np.float32(scale)
+
+
+def _flat(space: spaces.Space, value: Any) -> np.ndarray:
+    return np.asarray(spaces.flatten(space, value), np.float32)
+
+
+def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
+    """Returns the decoder of an action space; `label` names the seat in errors. A Box of integers becomes
+    MultiDiscrete. Raises ValueError for spaces other than Discrete, MultiDiscrete, MultiBinary and bounded Box, and for
+    a Box of integers with more than `MAX_INTEGER_CHOICES` values."""
+    if isinstance(space, spaces.Discrete):
+        return ActionDecoder(Discrete(int(space.n)), partial(_index, start=int(space.start)))
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes = tuple(int(n) for n in space.nvec.reshape(-1))
+        return ActionDecoder(
+            MultiDiscrete(sizes), partial(_indices, start=space.start, shape=space.shape, dtype=space.dtype)
+        )
+    if isinstance(space, spaces.MultiBinary):
+        sizes = (2,) * int(np.prod(space.shape))
+        return ActionDecoder(MultiDiscrete(sizes), partial(_indices, start=0, shape=space.shape, dtype=space.dtype))
+    if is_integer_box(space):
+        return _integer_decoder(space, label)
+    if isinstance(space, spaces.Box) and space.is_bounded():
+        low, high = (tuple(float(number) for number in bound.reshape(-1)) for bound in (space.low, space.high))
+        # bounds in float64 may be narrower than in float32, in which actions were clipped to them
+        bounds = (space.low, space.high) if space.dtype == np.float64 else None
+        return ActionDecoder(Continuous(low, high), partial(_box, shape=space.shape, dtype=space.dtype, bounds=bounds))
+    raise ValueError(f"{label} acts in {space}: it must be choices or bounded numbers; wrap the env so that it is")
+
+
+def is_integer_box(space: spaces.Space) -> TypeGuard[spaces.Box]:
+    """True for a Box of integers."""
+    return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.integer)
+
+
+def _integer_decoder(space: spaces.Box, label: str) -> ActionDecoder:
+    """Returns the decoder of a Box of integers. Real numbers between the bounds would be truncated to integers, so that
+    the highest integer would hardly ever be played."""
+    bounds = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
+    sizes = tuple(int(high) - int(low) + 1 for low, high in bounds)
+    if sum(sizes) > MAX_INTEGER_CHOICES:
+        raise ValueError(
+            f"{label} acts in {space}, integers of {sum(sizes):,} values in all, more than {MAX_INTEGER_CHOICES:,}: "
+            "wrap the env so that it takes fewer, or a Box of floats that it rounds itself"
+        )
+    decode = partial(_indices, start=space.low, shape=space.shape, dtype=space.dtype)
+    return ActionDecoder(MultiDiscrete(sizes), decode)
+
+
+def _index(action: np.ndarray, start: int) -> int:
+    return int(action) + start
+
+
+def _indices(action: np.ndarray, start: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = int(np.prod(shape))
+    return (action[:size].reshape(shape) + start).astype(dtype)
+
+
+def _box(
+    action: np.ndarray, shape: tuple[int, ...], dtype: Any, bounds: tuple[np.ndarray, np.ndarray] | None
+) -> np.ndarray:
+    value = action[: int(np.prod(shape))].reshape(shape).astype(dtype)
+    return value if bounds is None else np.clip(value, *bounds)
+
+
+def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:
+    """Returns the Gymnasium space of observations of this shape: uint8 if `is_uint8`, else unbounded float32."""
+    return spaces.Box(0, 255, shape, np.uint8) if is_uint8 else spaces.Box(-np.inf, np.inf, shape, np.float32)
+
+
+def with_action_mask(observation: spaces.Space, num_actions: int) -> spaces.Dict:
+    """Returns a Dict space of `observation` and `action_mask` (int8 [actions]), as in PettingZoo."""
+    return spaces.Dict({"observation": observation, "action_mask": spaces.Box(0, 1, (num_actions,), np.int8)})
+
+
+def split_action_mask(space: spaces.Space) -> tuple[spaces.Space, bool]:
+    """Returns the observation space without its action mask, and whether it had one. Of a dictionary with an
+    `action_mask` this is the part `observation`, or all other parts if none is called so."""
+    if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
+        return space, False
+    rest = {key: part for key, part in space.spaces.items() if key != "action_mask"}
+    return rest["observation"] if "observation" in rest else spaces.Dict(rest), True
+
+
+def without_action_mask(value: dict[str, Any]) -> Any:
+    """Returns what the encoder of the space of `split_action_mask` reads, from a dictionary with an `action_mask`."""
+    return value.get("observation", value)
+
+
+def can_use_action_mask(has_mask: bool, action_spaces: Sequence[Space], is_multi_agent: bool, label: str) -> bool:
+    """Returns `has_mask`, whether the env has action masks. Raises ValueError if it has masks that cannot be used,
+    since forbidden actions would then be taken: they need one Discrete action per seat, and must not be one mask of an
+    env with several seats (`is_multi_agent`)."""
+    if has_mask and (is_multi_agent or not all(isinstance(space, Discrete) for space in action_spaces)):
+        fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
+        raise ValueError(f"{label} gives an action_mask, which is only used for one Discrete action of a seat: {fix}")
+    return has_mask
+
+
+def refuse_late_mask(label: str) -> NoReturn:
+    """Raises ValueError for an action mask in an info of an env whose first reset gave none."""
+    raise ValueError(
+        f"{label} gives an action_mask in the info of a step and gave none in that of its first reset, so it would not "
+        "be used: give one in every info, or in none"
+    )
+
+
+def flat_box_size(space: Any) -> int:
+    """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
+    return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
+
+
+def zero_action(space: spaces.Space) -> np.ndarray:
+    """Returns an action of zeros."""
+    return np.zeros(space.shape or (), space.dtype or np.int32)
+
+
+def gymnasium_space(space: Space) -> spaces.Space:
+    """Returns the Gymnasium space of an action space."""
+    if isinstance(space, Discrete):
+        return spaces.Discrete(space.n)
+    if isinstance(space, MultiDiscrete):
+        return spaces.MultiDiscrete(list(space.sizes))
+    return spaces.Box(np.array(space.low, np.float32), np.array(space.high, np.float32), dtype=np.float32)
+
+
+def seat_spaces(space: spaces.Space) -> list[spaces.Space]:
+    """Returns the spaces of the seats: the parts of a Tuple space, or the space itself as one."""
+    return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
+
+
+class GymnasiumGame:
+    """One Gymnasium env. If its action space is a Tuple, each part is a seat ("agent_0", ...); else the one seat is
+    "agent".
+
+    A scalar reward goes to every seat, a list has one entry per seat; likewise for `terminated` and `truncated`. A seat
+    that ends before the others does not act again, gets no further reward and keeps its last observation. A seat that
+    is terminated and truncated in one step counts as terminated. If an observation is a dictionary with an
+    `action_mask`, its other parts are observed (see `split_action_mask`); else `action_mask` of the info is used if the
+    info of the first reset has it, and then every info must. `is_success` is used if that info has it, or that of a
+    first step (which is not tried if actions are masked).
+    """
+
+    def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
+        self.env = make()
+        several = isinstance(self.env.action_space, spaces.Tuple)
+        self.action_decoders = [action_decoder(part, "a seat") for part in seat_spaces(self.env.action_space)]
+        count = len(self.action_decoders)
+        seen = seat_spaces(self.env.observation_space) if several else [self.env.observation_space]
+        split = [split_action_mask(part) for part in seen]
+        self.has_dict_obs = [is_masked for _, is_masked in split]
+        self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
+        if len(self.obs_encoders) != count:
+            raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.obs_encoders)}")
+        info = self.env.reset(seed=0)[1]
+        self.is_multi_agent = several
+        has_masked_obs, kinds = any(self.has_dict_obs), tuple(choice.space for choice in self.action_decoders)
+        is_masked = has_masked_obs or "action_mask" in info
+        self.spec = VectorEnvSpec(
+            tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
+            tuple(encoder.shape for encoder in self.obs_encoders),
+            kinds,
+            uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
+            has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
+            reports_success="is_success" in info or (not is_masked and self._succeeds_in_steps()),
+            has_seat_terminated=several,
+        )
+
+    def _succeeds_in_steps(self) -> bool:
+        """Plays one step of random actions; returns whether its info has `is_success`."""
+        self.env.action_space.seed(0)
+        return "is_success" in self.env.step(self.env.action_space.sample())[-1]
+
+    def reset(self, seed: int) -> SingleStep:
+        self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
+        return self._build_step(*self.env.reset(seed=seed), self.seats_done)
+
+    def step(self, actions: np.ndarray) -> SingleStep:
+        written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
+        seen, reward, terminated, truncated, info = self.env.step(tuple(written) if self.is_multi_agent else written[0])
+        rewards, gone = np.where(self.seats_done, 0.0, self.rewards(reward, info)), self.seats_done
+        self.seats_terminated = self.seats_terminated | (~gone & terminated)
+        self.seats_done = gone | terminated | truncated
+        step = self._build_step(seen, info, gone)
+        step.rewards, step.seat_terminated = rewards, self.seats_terminated
+        if self.seats_done.all():
+            step.terminated = bool(self.seats_terminated.all())
+            step.truncated = not step.terminated
+        return step
+
+    def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
+        """Returns the rewards of all seats for one step."""
+        return [float(part) for part in np.broadcast_to(reward, len(self.action_decoders))]
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _build_step(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> SingleStep:
+        """Encodes the observations of all seats except those that had ended before (`gone`)."""
+        if not self.spec.has_action_mask and "action_mask" in info:
+            refuse_late_mask(str(self.env))
+        parts = seen if self.is_multi_agent else [seen]
+        plain = [without_action_mask(part) if own else part for part, own in zip(parts, self.has_dict_obs, strict=True)]
+        rows = zip(self.obs_encoders, plain, gone, strict=True)
+        return SingleStep(
+            [None if left else encoder.encode(part) for encoder, part, left in rows],
+            ~self.seats_done,
+            action_mask=self._action_masks(parts, info) if self.spec.has_action_mask else None,
+            success=bool(info.get("is_success", False)),
+        )
+
+    def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
+        """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the
+        info has none although the info of the first reset had one."""
+        if any(self.has_dict_obs):
+            kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, strict=True)
+            return [
+                np.asarray(part["action_mask"], bool) if own else np.ones(space.n, bool)
+                for part, own, space in kinds
+                if isinstance(space, Discrete)
+            ]
+        if "action_mask" in info:
+            return [np.asarray(info["action_mask"], bool)]
+        if self.seats_done.all():
+            return [None]
+        raise ValueError(
+            f"{self.env} gave an action_mask in the info of its first reset and gives none now: give one in "
+            "every info, or in none"
+        )
+
+
+def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
+    """Returns `gymnasium.make(id, **options)` without the env checker. Raises ValueError if Gymnasium cannot make the
+    env."""
+    module, colon, _ = id.partition(":")
+    try:
+        if colon:  # "module:Env-v0", whose import registers the env
+            import_user_module(module)
+        return gymnasium.make(id, disable_env_checker=True, **(options or {}))
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
+
+
+class GymnasiumEnv(PackageVectorEnv):
+    """The Gymnasium env `id` ("module:id" imports the module that registers it), made with `options`."""
+
+    name: ClassVar[str] = "gymnasium"
+
+    def __init__(
+        self,
+        num_envs: int = 16,
+        *,
+        id: str = "CartPole-v1",
+        options: dict[str, Any] | None = None,
+        num_processes: int = 0,
+    ) -> None:
+        super().__init__(partial(GymnasiumGame, partial(make_gymnasium_env, id, options)), num_envs, num_processes)

@@ -1,0 +1,306 @@
+"""PettingZoo envs, parallel and turn-based, as vector envs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pettingzoo
+from pettingzoo.utils.conversions import aec_to_parallel_wrapper
+from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, OrderEnforcingWrapper
+
+from palestra.core.config.user_modules import import_object
+from palestra.envs.adapters.gymnasium import (
+    action_decoder,
+    can_use_action_mask,
+    flat_box_size,
+    obs_encoder,
+    refuse_late_mask,
+    split_action_mask,
+    without_action_mask,
+)
+from palestra.envs.batch.subproc_vector import PackageVectorEnv
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.vector_base import Discrete
+
+# Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
+CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
+
+
+class _PettingZooGame:
+    """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
+    is used, or all other parts if none is called so; the mask may also be in the info. With `state` the env's global
+    state is used. Raises ValueError if it is not one-dimensional."""
+
+    def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
+        self.env = env
+        if not getattr(env, "possible_agents", None):
+            raise ValueError(
+                f"{env} has no possible_agents: its seats are unknown without them; define them in the env"
+            )
+        self.agents = list(env.possible_agents)
+        seen = [split_action_mask(env.observation_space(agent)) for agent in self.agents]
+        self.has_dict_obs = [is_masked for _, is_masked in seen]
+        self.obs_encoders = [
+            obs_encoder(space, str(agent)) for (space, _), agent in zip(seen, self.agents, strict=True)
+        ]
+        self.action_decoders = [action_decoder(env.action_space(agent), str(agent)) for agent in self.agents]
+        has_masks = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
+        self.spec = VectorEnvSpec(
+            tuple(str(agent) for agent in self.agents),
+            tuple(encoder.shape for encoder in self.obs_encoders),
+            tuple(choice.space for choice in self.action_decoders),
+            state_size=_state_size(env) if state else 0,
+            uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
+            has_action_mask=can_use_action_mask(
+                has_masks, [choice.space for choice in self.action_decoders], False, str(env)
+            ),
+            has_seat_terminated=len(self.agents) > 1,
+        )
+        if state and not self.spec.state_size:
+            raise ValueError(
+                f"state: {env} has no global state that is a row of numbers, so critics would see all observations "
+                "instead: leave state out, or wrap the env so that its state() returns a row"
+            )
+        self.terminated_agents: set[Any] = set()  # in the current episode
+        self.truncated_agents: set[Any] = set()
+        self.has_plain_obs = (
+            not any(self.has_dict_obs) and not self.spec.has_action_mask
+        )  # the env's observations need no unpacking
+
+    def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns observation and action mask (None if the env has no masks) of one seat."""
+        observation = self.obs_encoders[seat].encode(without_action_mask(seen) if self.has_dict_obs[seat] else seen)
+        space = self.spec.action_spaces[seat]
+        if not self.spec.has_action_mask or not isinstance(space, Discrete):
+            if "action_mask" in info:
+                refuse_late_mask(str(self.env))
+            return observation, None
+        mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
+        return observation, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
+
+    def state(self) -> np.ndarray | None:
+        return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
+
+    def clear_ended(self) -> None:
+        """Clears the agents that ended in the last game."""
+        self.terminated_agents.clear()
+        self.truncated_agents.clear()
+
+    def record_ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
+        """Records the agents that a step ended; agents that the env terminates and truncates at once count as
+        terminated."""
+        self.truncated_agents.update(
+            agent for agent, flag in truncated.items() if flag and agent not in self.terminated_agents
+        )
+        self.terminated_agents.update(agent for agent, flag in terminated.items() if flag)
+        self.truncated_agents -= self.terminated_agents
+
+    def check_ended_stay_away(self, live: Collection[Any]) -> None:
+        """Raises ValueError if one of the agents `live`, which act next, has ended before: PettingZoo forbids it, and
+        algorithms use 0 as the future of an agent that has terminated."""
+        if back := (self.terminated_agents | self.truncated_agents).intersection(live):
+            raise ValueError(
+                f"{self.env} lets agent {min(map(str, back))} act again after it ended, which PettingZoo forbids: "
+                "terminate or truncate an agent only when it is gone for the rest of the episode; one that waits may "
+                "have an action without effect"
+            )
+
+    def write_ends(self, step: SingleStep, over: bool, paid: Collection[Any] = ()) -> None:
+        """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated. As
+        long as the game goes on, the agents `paid`, which may still get rewards, do not count as terminated."""
+        gone = self.terminated_agents if over else self.terminated_agents.difference(paid)
+        step.seat_terminated = [agent in gone for agent in self.agents] if self.terminated_agents else None
+        step.truncated = over and bool(self.truncated_agents)
+        step.terminated = over and not self.truncated_agents
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _state_size(env: Any) -> int:
+    """Returns the length of the global state of an env after its reset, since some envs have no `state_space`; 0 if it
+    has no one-dimensional state."""
+    if (space := getattr(env, "state_space", None)) is not None:
+        return flat_box_size(space)
+    try:
+        state = env.state()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return len(state) if np.ndim(state) == 1 else 0
+
+
+class ParallelGame(_PettingZooGame):
+    """A parallel env. An agent that was terminated or truncated does not act again; if a step reports both, it was
+    terminated. One that was terminated gets no further reward, one that was truncated what the env still pays it. The
+    game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that has
+    ended acts again."""
+
+    def __init__(self, env: Any, state: bool = False) -> None:
+        super().__init__(env, env.reset(seed=0)[1], state)
+
+    def reset(self, seed: int) -> SingleStep:
+        self.clear_ended()
+        seen, infos = self.env.reset(seed=seed)
+        return self._build_step(seen, infos, set(seen))
+
+    def step(self, actions: np.ndarray) -> SingleStep:
+        live = self.live_agents
+        given = zip(self.agents, self.action_decoders, actions, strict=True)
+        written = {agent: choice.decode(action) for agent, choice, action in given if agent in live}
+        seen, rewards, terminated, truncated, infos = self.env.step(written)
+        earning = (
+            {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards
+        )
+        live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
+        self.check_ended_stay_away(live)
+        self.record_ended(terminated, truncated)
+        step = self._build_step(seen, infos, live)
+        step.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
+        self.write_ends(step, over=not live)
+        return step
+
+    def _build_step(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
+        """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
+        of envs that may themselves be as fast."""
+        self.live_agents = live
+        observations: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
+        for seat, agent in enumerate(self.agents):
+            if agent not in seen:
+                continue
+            if self.has_plain_obs:
+                if "action_mask" in infos.get(agent, ()):
+                    refuse_late_mask(str(self.env))
+                observations[seat] = self.obs_encoders[seat].encode(seen[agent])
+            else:
+                observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
+        agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
+        return SingleStep(
+            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
+
+
+class AECGame(_PettingZooGame):
+    """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the beginning and the
+    end of the game. Rewards are those of the step in which they occur, for all agents. An agent that was terminated
+    gets rewards until its turn, when the env removes it, as PettingZoo's `last` reports them; its seat terminates then.
+    Raises ValueError if an agent that has ended acts again."""
+
+    def __init__(self, env: Any, state: bool = False) -> None:
+        env.reset(seed=0)
+        super().__init__(env, env.infos, state)
+
+    def reset(self, seed: int) -> SingleStep:
+        self.clear_ended()
+        self.env.reset(seed=seed)
+        return self._build_step(list(self.env.agents))  # others join later
+
+    def step(self, actions: np.ndarray) -> SingleStep:
+        env, seat = self.env, self.agents.index(self.env.agent_selection)
+        present = set(env.agents)
+        env.step(self.action_decoders[seat].decode(actions[seat]))
+        present.update(env.agents)
+        rewards = [float(env.rewards.get(agent, 0.0)) if agent in present else 0.0 for agent in self.agents]
+        self.record_ended(env.terminations, env.truncations)
+        over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
+        while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+            env.step(None)  # removes an agent that has ended
+        if not over:
+            self.check_ended_stay_away([env.agent_selection])
+        step = self._build_step(list(env.agents) if over else [env.agent_selection])
+        step.rewards = rewards
+        self.write_ends(step, over, env.agents)
+        return step
+
+    def _build_step(self, observed: list[Any]) -> SingleStep:
+        observations: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
+        for agent in observed:
+            seat = self.agents.index(agent)
+            observations[seat], action_mask[seat] = self.encode_seat(
+                seat, self.env.observe(agent), self.env.infos.get(agent, {})
+            )
+        agent_mask = [agent == self.env.agent_selection for agent in self.agents]
+        return SingleStep(
+            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
+
+
+def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:
+    """Returns the game that the factory "module:function" makes with `options`; `state` adds its global state. Raises
+    ValueError if `path` names no factory, the factory fails, or it makes no PettingZoo env."""
+    module, _, factory = path.partition(":")
+    if not module or not factory:
+        raise ValueError(
+            f'"{path}" names no factory: env is "module:function", such as "{module or path}:parallel_env" or '
+            f'"{module or path}:env"'
+        )
+    try:
+        env = import_object(path)(**(options or {}))
+    except Exception as error:  # a factory may fail in any way
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
+    if isinstance(env, pettingzoo.ParallelEnv):
+        return ParallelGame(LeanParallelWrapper(env) if type(env) is aec_to_parallel_wrapper else env, state)
+    if isinstance(env, pettingzoo.AECEnv):
+        return AECGame(strip_check_wrappers(env), state)
+    raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
+
+
+class LeanParallelWrapper(aec_to_parallel_wrapper):
+    """PettingZoo's parallel wrapper of turn-based envs in which all agents act in every round, without the unused
+    observation that the wrapper computes before each turn: an eighth of the time of a step of a small env."""
+
+    def __init__(self, env: aec_to_parallel_wrapper) -> None:
+        super().__init__(strip_check_wrappers(env.aec_env))
+
+    def step(self, actions: dict[Any, Any]) -> tuple[dict[Any, Any], ...]:
+        env = self.aec_env
+        rewards: dict[Any, float] = defaultdict(float)
+        for agent in env.agents:
+            if agent != env.agent_selection:
+                raise ValueError(f"{env} continues with {env.agent_selection}, not {agent}: play its turn-based form")
+            env.step(actions[agent])
+            for rewarded in env.agents:
+                rewards[rewarded] += env.rewards[rewarded]
+        ends = {**env.terminations}, {**env.truncations}, {**env.infos}
+        seen = {agent: env.observe(agent) for agent in env.agents}
+        while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+            env.step(None)  # removes an agent that has ended
+        self.agents = env.agents
+        return seen, rewards, *ends
+
+
+def strip_check_wrappers(env: Any) -> Any:
+    """Returns the turn-based `env` without its outer wrappers that only check: every attribute access passes through
+    them, which takes a third of the time of a step of a small env."""
+    while type(env) in CHECK_WRAPPERS:
+        env = env.env
+    return env
+
+
+class PettingZooEnv(PackageVectorEnv):
+    """The PettingZoo env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The
+    factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
+    central critics get the env's global state, computed in every step; else they get all observations.
+
+    Games repeat exactly only if the env's own `reset(seed)` resets everything; in knights_archers_zombies and Atari's
+    maze_craze it does not.
+    """
+
+    name: ClassVar[str] = "pettingzoo"
+
+    def __init__(
+        self,
+        num_envs: int = 16,
+        *,
+        env: str = "mpe2.simple_spread_v3:parallel_env",
+        options: dict[str, Any] | None = None,
+        state: bool = False,
+        num_processes: int = 0,
+    ) -> None:
+        super().__init__(partial(load_game, env, options, state), num_envs, num_processes)

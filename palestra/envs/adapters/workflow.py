@@ -1,0 +1,328 @@
+"""Runs a user's agent program as an env: each model that it calls is a seat, each model call a step.
+
+The program runs unchanged, in any framework, and calls a chat-completions endpoint on this machine. Its requests are
+the observations, the policies' answers are the endpoint's replies, and its return value holds the rewards. Tree
+rollouts, credit assignment, opponents and evaluation work as in any other env.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import math
+import os
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from palestra.core.chat import same_message
+from palestra.core.config import load_object
+from palestra.core.http.calls import CallRefused, ChatCall
+from palestra.core.http.chat_server import ChatSession
+from palestra.core.types import Seat, Step
+from palestra.envs.base import Env
+from palestra.envs.reward_terms import Terms, terms_info, total_rewards
+from palestra.envs.support.options import check_range
+from palestra.envs.support.splits import Split
+from palestra.parallel.processes import exit_reason
+
+PROGRAM_TERM = "program"  # the term of a reward that the program gives no name
+OUTPUT_TAIL_CHARS = 2000  # characters of a failed command's output quoted in the error
+
+
+@dataclass(frozen=True)
+class WorkflowResult:
+    """Result of an episode: rewards by seat, the team reward, success, and extra info. A seat's reward is a number, or
+    several by name, its terms (envs/reward_terms.py): `{"solver": {"correct": 1.0, "form": -0.1}}`."""
+
+    rewards: Mapping[Seat, float | Terms] = field(default_factory=dict)
+    team_reward: float = 0.0
+    success: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """Input of an agent program: the instance (`seed`, of `split`), and the address of its models.
+
+    `base_url` and `api_key` configure any client of OpenAI's chat completions; the model names are the seats.
+    `add_reward(seat, reward, term)` pays a seat for its last action while the program is running; the name of the
+    reward's term may be left out.
+    """
+
+    seed: int
+    split: Split
+    base_url: str
+    api_key: str
+    seats: tuple[Seat, ...]
+    options: Mapping[str, Any]
+    add_reward: Callable[..., None]
+
+
+class Workflow(Env):
+    """Runs `function` or `command` once per episode.
+
+    `function` is "module:function", called with a `WorkflowContext`, plain or a coroutine function; it returns a
+    `WorkflowResult`, or rewards by seat. `command` is a program with its arguments; its environment has
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `PALESTRA_SEED`, `PALESTRA_SPLIT` and `PALESTRA_OPTIONS` (JSON), and its last
+    output line must be `{"rewards": {...}, "team": 0, "success": true}`.
+
+    `timeout`: maximum seconds between an answer and the program's next call or its end. `settle`: seconds to wait for
+    further concurrent calls, which then form one joint step.
+
+    Forking requires that the same seed and answers lead to the same calls; only then can an algorithm branch at every
+    turn. Other programs can still branch at the root.
+
+    Raises ValueError if not exactly one of `function` and `command` is given, the function cannot be loaded, `seats`
+    are empty or repeated, or a time is out of range.
+    """
+
+    name: ClassVar[str] = "workflow"
+
+    def __init__(
+        self,
+        *,
+        seats: list[str],
+        function: str | None = None,
+        command: list[str] | None = None,
+        split: Split = "train",
+        timeout: float = 60.0,
+        settle: float = 0.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if (function is None) == (not command):
+            raise ValueError("a workflow is either function: module:name or command: [program, argument, ...]")
+        if not seats or len({*seats}) < len(seats):
+            raise ValueError(f"seats: {seats} must name at least one model, and each once")
+        check_range("timeout", timeout, 0.001, 86_400)
+        check_range("settle", settle, 0, 86_400)
+        self.seats, self.split, self.timeout, self.settle = tuple(seats), split, timeout, settle
+        self.options = options or {}
+        self.program = _load_function(function) if function else None
+        self.command = command or []
+        self._running: _ProgramRun | None = None
+        self._asked: dict[Seat, ChatCall] = {}
+
+    async def reset(self, seed: int) -> Step:
+        self.close()
+        self._seed, self._played = seed, list[dict[Seat, tuple[ChatCall, str]]]()
+        self._running = _ProgramRun(self, seed)
+        return await self._next()
+
+    async def step(self, actions: dict[Seat, Any]) -> Step:
+        if not self._asked:
+            raise ValueError("no seat acts next: call reset(seed) before step")
+        if set(actions) != set(self._asked):
+            raise ValueError(f"{sorted(self._asked)} acts next, but the actions are for {sorted(actions)}")
+        turn = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
+        self._played.append(turn)
+        for asked, text in turn.values():
+            if not asked.answer.done():  # else the program closed the connection
+                asked.answer.set_result(text)
+        return await self._next()
+
+    async def fork(self) -> Self:
+        """Restarts the program and replays the answers. Raises ValueError if its requests differ."""
+        twin = copy.copy(self)
+        twin._running = None
+        try:
+            await twin.reset(self._seed)
+            for earlier in self._played:
+                twin._check(earlier)
+                await twin.step({seat: text for seat, (_, text) in earlier.items()})
+        except BaseException:  # also a cancellation: only this method knows the twin
+            twin.close()
+            raise
+        return twin
+
+    def close(self) -> None:
+        if self._running:
+            self._running.close()
+            self._running = None
+
+    async def _next(self) -> Step:
+        """Waits for the program's next model calls, or its end, and returns the step."""
+        assert self._running is not None
+        running = self._running
+        await running.news(self.timeout, self.settle)
+        terms = running.take_rewards()
+        self._asked = running.take()
+        if self._asked:
+            seen = {seat: asked.chat for seat, asked in self._asked.items()}
+            return Step(seen, total_rewards(terms), info=terms_info(terms))
+        score = running.score()
+        self.close()
+        for seat, reward in score.rewards.items():
+            terms.setdefault(seat, {})
+            for name, value in reward.items() if isinstance(reward, Mapping) else [(PROGRAM_TERM, reward)]:
+                _add_term(terms, seat, name, float(value))
+        info = {**score.info, "success": bool(score.success)} | terms_info(terms)
+        return Step({}, total_rewards(terms), float(score.team_reward), info=info)
+
+    def _check(self, earlier: Mapping[Seat, tuple[ChatCall, str]]) -> None:
+        before = {seat: asked.chat for seat, (asked, _) in earlier.items()}
+        now = {seat: asked.chat for seat, asked in self._asked.items()}
+        if before.keys() != now.keys() or not all(_alike(before[seat], now[seat]) for seat in before):
+            raise ValueError(
+                "the workflow made other requests when it was replayed with the same answers, so it cannot be forked "
+                "within an episode. Draw all its randomness from play.seed, or set algorithm.branch_at: root"
+            )
+
+
+class _ProgramRun:
+    """A program running on its own thread; its calls and result are delivered to the env's event loop."""
+
+    def __init__(self, env: Workflow, seed: int) -> None:
+        self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
+        self.waiting: dict[Seat, deque[ChatCall]] = {seat: deque() for seat in env.seats}
+        self.unanswered: list[ChatCall] = []
+        self.paid: list[tuple[Seat, str, float]] = []
+        self.ended: Future[WorkflowResult] = Future()
+        self.process: subprocess.Popen[str] | None = None
+        self.session = ChatSession(env.seats, lambda asked: self._tell(self._hear, asked))
+        play = WorkflowContext(
+            seed, env.split, self.session.url, self.session.key, env.seats, env.options, self._pay(env.seats)
+        )
+        threading.Thread(target=self._run, args=(env, play), name=f"workflow {seed}", daemon=True).start()
+
+    async def news(self, timeout: float, settle: float) -> None:
+        """Waits until a model is called or the program has ended. Raises TimeoutError after `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.ended.done() and not self._asking():
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise TimeoutError(
+                f"the workflow neither called a model nor ended for {timeout:g} s: see timeout"
+            ) from None
+        if settle and not self.ended.done():
+            await asyncio.sleep(settle)
+
+    def _asking(self) -> bool:
+        """True while a model call waits for an answer; drops calls whose client has disconnected."""
+        for calls in self.waiting.values():
+            while calls and calls[0].answer.done():
+                calls.popleft()
+        return any(self.waiting.values())
+
+    def take(self) -> dict[Seat, ChatCall]:
+        """Removes and returns the oldest waiting call of each seat."""
+        self._asking()
+        taken = {seat: calls.popleft() for seat, calls in self.waiting.items() if calls}
+        self.unanswered = list(taken.values())
+        return taken
+
+    def take_rewards(self) -> dict[Seat, dict[str, float]]:
+        """Removes and returns the rewards paid since the last call, summed by seat and term."""
+        paid, self.paid, found = self.paid, [], dict[Seat, dict[str, float]]()
+        for seat, term, reward in paid:
+            _add_term(found, seat, term, reward)
+        return found
+
+    def score(self) -> WorkflowResult:
+        """Returns the result of the ended program. Raises RuntimeError if it failed."""
+        error = self.ended.exception()
+        if error:
+            raise RuntimeError(f"the workflow failed with {type(error).__name__}: {error}") from error
+        return self.ended.result()
+
+    def close(self) -> None:
+        """Rejects the pending model calls and kills a running command."""
+        self.session.close()
+        for asked in [*self.unanswered, *(asked for calls in self.waiting.values() for asked in calls)]:
+            if not asked.answer.done():
+                asked.answer.set_exception(CallRefused("the episode is over"))
+        if self.process:
+            self.process.kill()
+
+    def _pay(self, seats: tuple[Seat, ...]) -> Callable[..., None]:
+        def pay(seat: Seat, reward: float, term: str = PROGRAM_TERM) -> None:
+            if seat not in seats or not math.isfinite(reward):
+                raise ValueError(f"cannot pay {seat!r} {reward!r}: seats are {', '.join(seats)}, rewards are numbers")
+            self.paid.append((seat, term, float(reward)))
+
+        return pay
+
+    def _hear(self, asked: ChatCall) -> None:
+        self.waiting[asked.model].append(asked)
+        self.changed.set()
+
+    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(what, *arguments)
+
+    def _run(self, env: Workflow, play: WorkflowContext) -> None:
+        try:
+            result = self._command(env.command, play) if env.command else _called(env.program, play)
+            self.ended.set_result(_score(result, env.seats))
+        except BaseException as error:  # any error of the user's program fails the episode; `score` raises it
+            self.ended.set_exception(error)
+        self._tell(self.changed.set)
+
+    def _command(self, command: list[str], play: WorkflowContext) -> Any:
+        variables = {
+            "OPENAI_BASE_URL": play.base_url,
+            "OPENAI_API_BASE": play.base_url,
+            "OPENAI_API_KEY": play.api_key,
+            "PALESTRA_SEED": str(play.seed),
+            "PALESTRA_SPLIT": play.split,
+            "PALESTRA_OPTIONS": json.dumps(dict(play.options)),
+        }
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | variables) as self.process:
+            out, errors = self.process.communicate()
+        if self.process.returncode:
+            raise ValueError(
+                f"{command[0]} ended with {exit_reason(self.process.returncode)}: {errors[-OUTPUT_TAIL_CHARS:].strip()}"
+            )
+        try:
+            last = json.loads(out.strip().splitlines()[-1])
+            return WorkflowResult(last.pop("rewards", {}), last.pop("team", 0.0), last.pop("success", False), last)
+        except (IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f'{command[0]} must print {{"rewards": {{...}}}} as its last line; it printed '
+                f"{out[-OUTPUT_TAIL_CHARS:]!r}"
+            ) from error
+
+
+def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:
+    """Adds a reward to a seat's term."""
+    own = terms.setdefault(seat, {})
+    own[name] = own.get(name, 0.0) + reward
+
+
+def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
+    found = load_object(function, "function")
+    if not callable(found):
+        raise ValueError(f"function: {function} is not a function")
+    return found
+
+
+def _called(program: Callable[[WorkflowContext], Any] | None, play: WorkflowContext) -> Any:
+    assert program is not None
+    result = program(play)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _score(result: Any, seats: tuple[Seat, ...]) -> WorkflowResult:
+    score = WorkflowResult(result) if isinstance(result, Mapping) else result
+    if not isinstance(score, WorkflowResult):
+        raise ValueError(f"a workflow must return a WorkflowResult or rewards by seat; this one returned {result!r}")
+    if unknown := sorted(set(score.rewards) - set(seats)):
+        raise ValueError(f'a workflow pays "{unknown[0]}", but its seats are {", ".join(seats)}')
+    return score
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return len(one.messages) == len(other.messages) and all(map(same_message, one.messages, other.messages))

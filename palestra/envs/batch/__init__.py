@@ -1,0 +1,1 @@
+"""Many copies of an env at once: in one process, in several, and as arrays."""

@@ -1,0 +1,59 @@
+"""Base class of the built-in vector envs: preallocated arrays that compiled kernels change in place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+
+import numpy as np
+
+from palestra.envs.batch.rng import seed_streams
+from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep
+
+
+class NativeEnv(VectorEnv):
+    """A built-in vector env whose kernels write into preallocated arrays.
+
+    A subclass fills `vector_step` and `internal_state` (all other state of the games, arrays `[B, ...]`) in `__init__`,
+    and implements `_begin` and `_advance`, which change them in place. `internal_state["rng"]` holds the random number
+    streams, uint64 [B, RNG_WORDS] (see `rng.seed_streams`).
+    """
+
+    vector_step: VectorStep
+    internal_state: Arrays
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self.internal_state["rng"][:] = seed_streams(seeds)
+        self._begin()
+        self.vector_step.rewards[:] = 0
+        self.vector_step.terminated[:] = False
+        self.vector_step.truncated[:] = False
+        if self.vector_step.seat_terminated is not None:
+            self.vector_step.seat_terminated[:] = False
+        return self.vector_step
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        self._advance(np.ascontiguousarray(actions))
+        return self.vector_step
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Starts an episode in every game from its random number stream and writes the first frame."""
+
+    @abstractmethod
+    def _advance(self, actions: np.ndarray) -> None:
+        """Plays one joint step in every game and writes the frame; games that end start their next episode."""
+
+    def save(self) -> Arrays:
+        return {name: array.copy() for name, array in self._arrays().items()}
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
+        for name, array in self._arrays().items():
+            array[:] = saved[name]
+        return self.vector_step
+
+    def _arrays(self) -> Arrays:
+        frame = {f"frame.{part.name}": getattr(self.vector_step, part.name) for part in fields(self.vector_step)}
+        memory = {f"memory.{name}": array for name, array in self.internal_state.items()}
+        return {name: array for name, array in (frame | memory).items() if array is not None}

@@ -1,0 +1,120 @@
+"""Vector env with seats permuted at random in every game, for populations whose members play every seat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from palestra.core.accel.jit import jit
+from palestra.envs.batch.rng import RNG_WORDS, random_below, seed_streams
+from palestra.envs.vector_base import Arrays, RenderFrame, VectorEnv, VectorStep
+
+PERMUTATION_SEED_XOR = 0x5EA75  # makes the seeds of the permutations differ from those of the games
+
+
+class SeatShuffledEnv(VectorEnv):
+    """The same env, with a random permutation of the seats in each game: seat n plays the env's seat `env_seats[b, n]`
+    (int64 [B, N]), each permutation equally likely. A learner at one seat thus learns all seats. The global state is
+    not permuted.
+
+    Raises ValueError if seats differ in observation shape or action space.
+    """
+
+    name: ClassVar[str] = "rotated"
+
+    def __init__(self, env: VectorEnv) -> None:
+        if len(set(env.observation_shapes)) > 1 or len(set(env.action_spaces)) > 1:
+            raise ValueError(
+                f'seats of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '
+                "give each a population of its own"
+            )
+        self.env, self.num_envs, self.seats, self.scripted_policies = (
+            env,
+            env.num_envs,
+            env.seats,
+            env.scripted_policies,
+        )
+        self.observation_shapes, self.action_spaces, self.state_size = (
+            env.observation_shapes,
+            env.action_spaces,
+            env.state_size,
+        )
+        self.observation_entities = env.observation_entities
+        self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
+        self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self.rng[:] = seed_streams(np.asarray(seeds) ^ PERMUTATION_SEED_XOR)
+        self.env_seats[:] = np.arange(len(self.seats))
+        self.previous_env_seats = self.env_seats.copy()
+        _shuffle(self.rng, self.env_seats, np.ones(self.num_envs, bool))
+        return self._by_seat(self.env.reset(seeds))
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        placed = np.empty_like(actions)
+        placed[self._rows, self.env_seats] = actions
+        vector_step = self.env.step(placed)
+        self.previous_env_seats = self.env_seats.copy()
+        _shuffle(self.rng, self.env_seats, vector_step.done)
+        return self._by_seat(vector_step)
+
+    @property
+    def _rows(self) -> np.ndarray:
+        return np.arange(self.num_envs)[:, None]
+
+    def _by_seat(self, vector_step: VectorStep) -> VectorStep:
+        """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
+        to."""
+
+        def by(places: np.ndarray, array: np.ndarray) -> np.ndarray:
+            found: np.ndarray = array[self._rows, places]
+            return found
+
+        return VectorStep(
+            obs=by(self.env_seats, vector_step.obs),
+            final_obs=by(self.previous_env_seats, vector_step.final_obs),
+            agent_mask=by(self.env_seats, vector_step.agent_mask),
+            rewards=by(self.previous_env_seats, vector_step.rewards),
+            terminated=vector_step.terminated,
+            truncated=vector_step.truncated,
+            action_mask=None if vector_step.action_mask is None else by(self.env_seats, vector_step.action_mask),
+            state=vector_step.state,
+            final_state=vector_step.final_state,
+            success=vector_step.success,
+            seat_terminated=None
+            if vector_step.seat_terminated is None
+            else by(self.previous_env_seats, vector_step.seat_terminated),
+        )
+
+    def scripted_actions(self, name: str, seat: int) -> np.ndarray:
+        by_place = np.stack([self.env.scripted_actions(name, place) for place in range(len(self.seats))], 1)
+        moves: np.ndarray = by_place[np.arange(self.num_envs), self.env_seats[:, seat]]
+        return moves
+
+    def render(self, game: int) -> RenderFrame | None:
+        return self.env.render(game)
+
+    def save(self) -> Arrays | None:
+        inner = self.env.save()
+        own = {"rotated/rng": self.rng, "rotated/places": self.env_seats, "rotated/before": self.previous_env_seats}
+        return None if inner is None else inner | {name: array.copy() for name, array in own.items()}
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
+        self.rng[:], self.env_seats[:] = saved["rotated/rng"], saved["rotated/places"]
+        self.previous_env_seats = saved["rotated/before"].copy()
+        return self._by_seat(self.env.load(saved))
+
+    def close(self) -> None:
+        self.env.close()
+
+
+@jit
+def _shuffle(rng: np.ndarray, places: np.ndarray, chosen: np.ndarray) -> None:
+    """Draws new permutations for the chosen games (Fisher-Yates)."""
+    for b in range(len(places)):
+        if chosen[b]:
+            for last in range(places.shape[1] - 1, 0, -1):
+                other = random_below(rng[b], last + 1)
+                places[b, last], places[b, other] = places[b, other], places[b, last]

@@ -1,0 +1,291 @@
+"""Vector env of single games that are stepped one after the other, in this process.
+
+A package's env is adapted to `SingleEnv`: `VectorEnvSpec` describes it, `SingleStep` is the result of its `reset` and
+`step`. `SyncVectorEnv` holds B of them and writes their results into the arrays of a `VectorStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from palestra.core.types import Seat
+from palestra.envs.vector_base import (
+    Arrays,
+    Continuous,
+    Discrete,
+    MultiDiscrete,
+    RenderFrame,
+    Space,
+    VectorEnv,
+    VectorStep,
+    empty_step,
+)
+
+
+@dataclass(frozen=True)
+class VectorEnvSpec:
+    """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
+    `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
+    `reports_success`: games report success; `has_seat_terminated`: seats can terminate before their game ends.
+
+    Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
+    array.
+    """
+
+    seats: tuple[Seat, ...]
+    observation_shapes: tuple[tuple[int, ...], ...]
+    action_spaces: tuple[Space, ...]
+    state_size: int = 0
+    uint8_observations: bool = False
+    has_action_mask: bool = False
+    reports_success: bool = False
+    has_seat_terminated: bool = False
+
+    def __post_init__(self) -> None:
+        if len({type(space) for space in self.action_spaces}) > 1:
+            raise ValueError(f"the seats {', '.join(self.seats)} have different kinds of actions: wrap the env to one")
+        if len({len(shape) if len(shape) == 1 else shape for shape in self.observation_shapes}) > 1:
+            raise ValueError(
+                f"observations of shapes {self.observation_shapes} do not fit in one array: only those of one "
+                "dimension may differ in length"
+            )
+
+    def empty_step(self, num_envs: int) -> VectorStep:
+        """Returns a step result of zeros for this many games."""
+        shape = tuple(max(sizes) for sizes in zip(*self.observation_shapes, strict=True))
+        return empty_step(
+            num_envs,
+            len(self.seats),
+            shape,
+            num_actions=max(space.n for space in self.action_spaces if isinstance(space, Discrete))
+            if self.has_action_mask
+            else None,
+            state_size=self.state_size,
+            reports_success=self.reports_success,
+            has_seat_terminated=self.has_seat_terminated,
+            dtype=np.uint8 if self.uint8_observations else np.float32,
+        )
+
+    def zero_actions(self, num_envs: int) -> np.ndarray:
+        """Returns actions of zeros for this many games, in the shape and dtype that `VectorEnv.step` takes."""
+        first = self.action_spaces[0]
+        if isinstance(first, Discrete):
+            return np.zeros((num_envs, len(self.seats)), np.int32)
+        width = max(
+            len(space.sizes if isinstance(space, MultiDiscrete) else space.low) for space in _wide(self.action_spaces)
+        )
+        return np.zeros((num_envs, len(self.seats), width), np.float32 if isinstance(first, Continuous) else np.int32)
+
+
+@dataclass
+class SingleStep:
+    """The result of `reset` or `step` of one game, by seat: `observations` (None: unchanged), `agent_mask` (None:
+    all seats act), `rewards` (None: zero), `action_mask` (None: unchanged), `seat_terminated` the seats that have
+    terminated in this game so far (None: all if `terminated`, else none)."""
+
+    observations: Sequence[np.ndarray | None]
+    agent_mask: Sequence[bool] | np.ndarray | None = None
+    rewards: Sequence[float] | np.ndarray | None = None
+    action_mask: Sequence[np.ndarray | None] | None = None
+    state: np.ndarray | None = None
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    seat_terminated: Sequence[bool] | np.ndarray | None = None
+
+
+class SingleEnv(Protocol):
+    """One game of a package. `actions [N, ...]` are already legal and within bounds."""
+
+    spec: VectorEnvSpec
+
+    def reset(self, seed: int) -> SingleStep:
+        """Starts the episode of `seed`, an integer below 2**31."""
+
+    def step(self, actions: np.ndarray) -> SingleStep:
+        """Plays one joint step; actions of seats that do not act are undefined."""
+
+    def close(self) -> None:
+        """Releases the resources that the game holds."""
+
+
+@runtime_checkable
+class RenderedEnv(Protocol):
+    """A `SingleEnv` that can also be shown."""
+
+    def render(self) -> RenderFrame:
+        """Returns the current position, as `VectorEnv.render` does."""
+
+
+MakeSingleEnv = Callable[[], SingleEnv]
+MAX_REPLAY_STEPS = 100_000  # longer episodes are not saved: replaying them would take too long
+
+
+class SyncVectorEnv(VectorEnv):
+    """B games stepped one after the other in this process.
+
+    The first episode of a game has the game's own seed, so that it equals the package's episode of that seed; later
+    seeds derive from it (`episode_seed`). The internal state of a package cannot be saved, so `save` returns each
+    game's seed and actions, and `load` plays them again: exact if the game is a deterministic function of its seed.
+    `save` returns None if an episode is longer than `MAX_REPLAY_STEPS` steps.
+
+    Raises ValueError if `num_envs` is below 1.
+    """
+
+    def __init__(self, make: MakeSingleEnv, num_envs: int) -> None:
+        check_at_least_one("num_envs", num_envs)
+        self.single_envs = [make() for _ in range(num_envs)]
+        self.num_envs, self.spec = num_envs, self.single_envs[0].spec
+        self.seats, self.observation_shapes, self.action_spaces = (
+            self.spec.seats,
+            self.spec.observation_shapes,
+            self.spec.action_spaces,
+        )
+        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self._seeds, self._played = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+        self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
+        self._moves = np.stack([self.spec.zero_actions(num_envs)] * 64, 1)
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self._seeds[:], self._played[:] = seeds, 0
+        for name in ("rewards", "terminated", "truncated", "success", "seat_terminated"):
+            if (array := getattr(self.vector_step, name)) is not None:
+                array[:] = 0
+        for b in range(self.num_envs):
+            self._begin(b)
+        return self.vector_step
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        actions, vector_step = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
+        self._record_actions(actions)
+        for b, game in enumerate(self.single_envs):
+            step = game.step(actions[b])
+            self._write_step(b, step)
+            vector_step.rewards[b] = 0.0 if step.rewards is None else step.rewards
+            vector_step.terminated[b], vector_step.truncated[b] = step.terminated, step.truncated
+            if vector_step.success is not None:
+                vector_step.success[b] = step.success
+            if vector_step.seat_terminated is not None:
+                dead = step.seat_terminated
+                vector_step.seat_terminated[b] = step.terminated if dead is None else dead
+            if step.terminated or step.truncated:
+                self._end(b)
+        return vector_step
+
+    def save(self) -> Arrays | None:
+        if (self._made > MAX_REPLAY_STEPS).any():
+            return None
+        own = {"seeds": self._seeds.copy(), "played": self._played.copy(), "made": self._made.copy()}
+        actions = np.concatenate([self._moves[b, :made] for b, made in enumerate(self._made)])
+        return own | {"moves": actions} | {f"frame.{name}": array.copy() for name, array in self._arrays().items()}
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
+        for name, array in self._arrays().items():
+            array[:] = saved[f"frame.{name}"]
+        self._seeds[:], self._played[:] = saved["seeds"], saved["played"]
+        past = np.split(saved["moves"], np.cumsum(saved["made"])[:-1])
+        for b, actions in enumerate(past):
+            self._begin(b)
+            for move in actions:
+                self._write_step(b, self.single_envs[b].step(move))
+        longest = max(len(actions) for actions in past)
+        self._moves = np.zeros((self.num_envs, longest + 64, *self._moves.shape[2:]), self._moves.dtype)
+        for b, actions in enumerate(past):
+            self._moves[b, : len(actions)], self._made[b] = actions, len(actions)
+        return self.vector_step
+
+    def render(self, game: int) -> RenderFrame | None:
+        single = self.single_envs[game]
+        return single.render() if isinstance(single, RenderedEnv) else None
+
+    def close(self) -> None:
+        for game in self.single_envs:
+            game.close()
+
+    def _arrays(self) -> Arrays:
+        return {name: array for name, array in vars(self.vector_step).items() if array is not None}
+
+    def _record_actions(self, actions: np.ndarray) -> None:
+        """Records the actions of this step, in arrays that double in length when they are full."""
+        kept = np.flatnonzero(self._made < MAX_REPLAY_STEPS)
+        if len(kept) and self._made[kept].max() == self._moves.shape[1]:
+            self._moves = np.concatenate([self._moves, np.zeros_like(self._moves)], 1)
+        self._moves[kept, self._made[kept]] = actions[kept]
+        self._made += 1
+
+    def _end(self, b: int) -> None:
+        """Copies the last observations of game b to `final_obs` and starts its next episode."""
+        vector_step = self.vector_step
+        vector_step.final_obs[b] = vector_step.obs[b]
+        if vector_step.state is not None and vector_step.final_state is not None:
+            vector_step.final_state[b] = vector_step.state[b]
+        self._played[b] += 1
+        self._begin(b)
+
+    def _begin(self, b: int) -> None:
+        self.vector_step.obs[b] = 0
+        if self.vector_step.action_mask is not None:
+            self.vector_step.action_mask[b] = False
+        self._made[b] = 0
+        self._write_step(b, self.single_envs[b].reset(episode_seed(int(self._seeds[b]), int(self._played[b]))))
+
+    def _write_step(self, b: int, step: SingleStep) -> None:
+        """Writes observations, masks and state of game b into the arrays of the result."""
+        vector_step = self.vector_step
+        for row, observation in zip(vector_step.obs[b], step.observations, strict=True):
+            if observation is not None:
+                row[: len(observation)] = observation
+        vector_step.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
+        if vector_step.state is not None:
+            vector_step.state[b] = step.state
+        if vector_step.action_mask is not None and step.action_mask is not None:
+            for row, mask in zip(vector_step.action_mask[b], step.action_mask, strict=True):
+                if mask is not None:
+                    row[: len(mask)] = mask
+
+
+def clip_actions(
+    action_spaces: Sequence[Space], actions: np.ndarray, action_mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the actions [B, N, ...] moved into their spaces, same dtype: integers to the nearest valid one, illegal
+    actions to the first legal one (0 if none is), numbers to the bounds (nan becomes 0, then clipped). `action_mask` is
+    the action mask [B, N, A]."""
+    if isinstance(action_spaces[0], Discrete):
+        inside = np.clip(actions, 0, np.array([space.n for space in action_spaces if isinstance(space, Discrete)]) - 1)
+        if action_mask is None:
+            return inside
+        fine = np.take_along_axis(action_mask, inside[..., None], 2)[..., 0]
+        return np.where(fine, inside, action_mask.argmax(2))
+    low, high = np.zeros(actions.shape[1:]), np.zeros(actions.shape[1:])
+    for n, space in enumerate(_wide(action_spaces)):
+        if isinstance(space, Continuous):
+            low[n, : len(space.low)], high[n, : len(space.high)] = space.low, space.high
+        else:
+            high[n, : len(space.sizes)] = np.array(space.sizes) - 1
+    numbers = np.nan_to_num(actions) if actions.dtype.kind == "f" else actions
+    return np.clip(numbers, low, high).astype(actions.dtype)
+
+
+def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
+    return [space for space in spaces if not isinstance(space, Discrete)]
+
+
+def episode_seed(stream: int, number: int) -> int:
+    """Returns the seed, below 2**31, of episode `number` of a stream: for the first one `stream` itself if it is below
+    2**31."""
+    return stream if number == 0 and stream < 2**31 else combine_seeds(stream, number)
+
+
+def combine_seeds(*parts: int) -> int:
+    """Returns an integer below 2**31, a deterministic function of the integers `parts`."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
+
+
+def check_at_least_one(option: str, value: int) -> None:
+    """Raises ValueError if `value` is below 1; `option` names it."""
+    if value < 1:
+        raise ValueError(f"{option} is {value}: at least one is needed")

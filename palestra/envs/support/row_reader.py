@@ -1,0 +1,102 @@
+"""Reads rows of a table: JSON Lines, a JSON list, Parquet, or a folder saved by `datasets`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+from palestra.core.files import check_is_file, parse_line, read_json
+
+Row = Mapping[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), or of a folder
+    that `datasets` saved (`save_to_disk`).
+
+    Raises ValueError if the path does not exist, has an unknown format, or holds no rows.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them")
+    rows = _folder(path) if path.is_dir() else _file(path)
+    if not rows:
+        raise ValueError(f"{path} holds no rows: give a file with at least one")
+    return rows
+
+
+def find_column(row: Row, wanted: str | None, default_names: Sequence[str], field: str, location: str) -> str:
+    """Returns the name of the column for `field`: `wanted` if given, else the first of `default_names` that exists, in
+    any case.
+
+    Raises ValueError with the missing column, the existing ones, and how to name another.
+    """
+    spelled = {name.lower(): name for name in row}
+    if wanted is not None and wanted in row:
+        return wanted
+    if wanted is None and (found := [spelled[name] for name in default_names if name in spelled]):
+        return found[0]
+    missing = f'column "{wanted}"' if wanted is not None else f"column {' or '.join(default_names)}"
+    raise ValueError(
+        f"{location} has no {missing} for the {field}; its columns: {', '.join(row)}. "
+        f"Name the one that holds it: columns: {{{field}: ...}}"
+    )
+
+
+def _file(path: Path) -> list[Row]:
+    check_is_file(path)
+    if path.suffix == ".jsonl":
+        lines = path.read_bytes().split(b"\n")
+        numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        return [parse_line(path, number, line, "was the file cut off?") for number, line in numbered]
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".json":
+        return _json_list(path)
+    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; give .jsonl, .json or .parquet")
+
+
+def _parquet(path: Path) -> list[Row]:
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    return rows
+
+
+def _json_list(path: Path) -> list[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; for a JSON object a line, name it .jsonl") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no list of objects; give [{{...}}, ...], or an object a line in a .jsonl")
+    return rows
+
+
+def _folder(path: Path) -> list[Row]:
+    if (path / "dataset_info.json").exists() or (path / "state.json").exists():
+        return _saved_dataset(path)
+    if (path / "dataset_dict.json").exists():
+        parts = read_json(path / "dataset_dict.json", dict).get("splits")
+        names = ", ".join(map(str, parts)) if isinstance(parts, list) else "its splits"
+        raise ValueError(f"{path} holds several data sets; give the folder of one: {names} in {path}")
+    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
+    return [row for file in files for row in _file(file)]
+
+
+def _saved_dataset(path: Path) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{path} was saved by `datasets`, which is missing: pip install 'palestra[data]'") from error
+    for file in path.glob("*"):
+        check_is_file(file)
+    try:
+        rows: list[Row] = datasets.load_from_disk(str(path)).to_list()
+    except Exception as error:  # the package raises exceptions of any kind for a damaged folder
+        raise ValueError(f"{path} is not whole, `datasets` says: {type(error).__name__}: {error}") from error
+    return rows

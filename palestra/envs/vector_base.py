@@ -1,0 +1,204 @@
+"""Base class of vector envs: B games of one env, stepped in lock-step on arrays.
+
+Shapes: `B` games, `N` seats, `A` actions of the seat with the most actions, `S` numbers of global state. Seats whose
+observations differ in length share one array: shorter observations are padded with zeros at the end,
+`observation_shapes` has each seat's true shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from palestra.core.types import Seat
+
+Arrays = dict[str, np.ndarray]
+RenderFrame = np.ndarray | str  # uint8 [H, W, 3] or [H, W], or a text
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Action space of one integer, 0 to n-1."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Action space of several integers; the i-th is from 0 to `sizes[i] - 1`."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Continuous:
+    """Action space of numbers between `low` and `high`, both as long as the action."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+Space = Discrete | MultiDiscrete | Continuous
+
+
+@dataclass
+class VectorStep:
+    """The result of `reset` or `step` for B games. The env owns the arrays and overwrites them in its next step: copy
+    what must be kept.
+
+    `obs [B, N, *observation_shape]` (float32 or uint8) is the current observation of each seat. If the step ended a
+    game, it is the first observation of the next game (Gymnasium's same-step autoreset), and `final_obs` and
+    `final_state` hold the last observation and state of the ended game; for all other games their content is undefined.
+    `agent_mask [B, N]` bool is the agent mask, the seats that act next: all seats in simultaneous play, one in
+    turn-based play, no dead unit. Actions of other seats are ignored. `action_mask [B, N, A]` bool is the action mask;
+    it is None if all actions are always legal, and for continuous actions. A seat that acts has at least one legal
+    action. `rewards [B, N]` float32 are the rewards of this step; `terminated` and `truncated` [B] bool mark games that
+    the step ended; `success` [B] bool marks ended games that count as a success (None if the env does not
+    define success). After a reset, rewards are zero and no game is marked as ended.
+
+    `seat_terminated [B, N]` bool marks seats that terminated on their own, in this step or earlier in the same game.
+    Such a seat does not act again, gets no reward after the step in which it is marked, and has a future value of 0
+    even if the game is later truncated for the other seats. It is None if all seats always end together. A `terminated`
+    game terminates every seat; a `truncated` game truncates the seats that are not marked. A seat that was truncated
+    before the others keeps its last observation until the game ends. The observation of a seat that has terminated may
+    be anything, NaN included: rollouts show zeros instead where it is not finite.
+    """
+
+    obs: np.ndarray  # float32 or uint8
+    final_obs: np.ndarray
+    agent_mask: np.ndarray  # bool
+    rewards: np.ndarray  # float32
+    terminated: np.ndarray  # bool
+    truncated: np.ndarray  # bool
+    action_mask: np.ndarray | None = None  # bool
+    state: np.ndarray | None = None  # float32 [B, S]
+    final_state: np.ndarray | None = None
+    success: np.ndarray | None = None  # bool
+    seat_terminated: np.ndarray | None = None  # bool
+
+    @property
+    def done(self) -> np.ndarray:
+        """Games that this step ended, bool [B]."""
+        return np.logical_or(self.terminated, self.truncated)
+
+    def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
+        """Returns a step with `change` applied to every array; None stays None."""
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return type(self)(**changed)
+
+    def copy(self) -> Self:
+        """Returns a step with copies of all arrays."""
+        return self.map_arrays(np.copy)
+
+
+def empty_step(
+    num_envs: int,
+    num_seats: int,
+    observation_shape: tuple[int, ...],
+    *,
+    num_actions: int | None = None,
+    state_size: int = 0,
+    reports_success: bool = False,
+    has_seat_terminated: bool = False,
+    dtype: Any = np.float32,
+) -> VectorStep:
+    """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
+    `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
+    length, `reports_success` the array of successes, `has_seat_terminated` `seat_terminated`."""
+    B, N = num_envs, num_seats
+    return VectorStep(
+        obs=np.zeros((B, N, *observation_shape), dtype),
+        final_obs=np.zeros((B, N, *observation_shape), dtype),
+        agent_mask=np.ones((B, N), bool),
+        rewards=np.zeros((B, N), np.float32),
+        terminated=np.zeros(B, bool),
+        truncated=np.zeros(B, bool),
+        action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
+        state=np.zeros((B, state_size), np.float32) if state_size else None,
+        final_state=np.zeros((B, state_size), np.float32) if state_size else None,
+        success=np.zeros(B, bool) if reports_success else None,
+        seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
+    )
+
+
+class Entities(NamedTuple):
+    """Entities of one kind in an observation, such as other agents or landmarks: each is `width` numbers, at the
+    `columns` of the observation that are listed for it. An entity whose numbers are all 0 counts as absent. `position`
+    lists the indices, from 0, of its numbers that are its position relative to the seat (empty: none are)."""
+
+    width: int
+    columns: tuple[tuple[int, ...], ...]
+    position: tuple[int, ...] = ()
+
+    @classmethod
+    def in_a_row(cls, start: int, count: int, width: int, position: tuple[int, ...] = ()) -> Self:
+        """Returns `count` entities that follow each other from column `start` on."""
+        columns = tuple(tuple(range(start + i * width, start + (i + 1) * width)) for i in range(count))
+        return cls(width, columns, position)
+
+
+class VectorEnv(ABC):
+    """B parallel games (`num_envs`) with the same `seats`; a deterministic function of the seeds and the actions.
+
+    Each game is a stream of episodes: when one ends, the next begins in the same step, from the same stream of random
+    numbers. Games are independent: game b of B plays exactly as it would alone. `observation_shapes` holds the
+    observation shape of each seat, `action_spaces` its action space; all seats have the same kind of action space.
+    `state_size` is the length of the global state (0: none). `scripted_policies` names the scripted players that the
+    env offers (see `scripted_actions`). `action_names` names discrete actions, for people who look at a game (empty:
+    their numbers are shown), and `seat_colours` are the RGB colours in which `render` draws the seats (empty: none).
+    `observation_entities` are the kinds of entities in each seat's observation (empty: unknown), which
+    `encoder: attention` and `graph` attend to; all other numbers describe the seat itself.
+    """
+
+    name: ClassVar[str] = ""
+    seats: tuple[Seat, ...]
+    num_envs: int
+    observation_shapes: tuple[tuple[int, ...], ...]
+    action_spaces: tuple[Space, ...]
+    state_size: int = 0
+    scripted_policies: tuple[str, ...] = ()
+    action_names: tuple[str, ...] = ()
+    seat_colours: tuple[tuple[int, int, int], ...] = ()
+    observation_entities: tuple[tuple[Entities, ...], ...] = ()
+
+    @abstractmethod
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        """Starts a new stream of episodes in each game. `seeds [B]` are non-negative integers."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray) -> VectorStep:
+        """Plays one joint step in every game. `actions` is int32 [B, N] for discrete actions, int32 [B, N, M] for
+        multi-discrete, float32 [B, N, D] for continuous ones (clipped to the bounds)."""
+
+    def save(self) -> Arrays | None:
+        """Returns everything that `load` needs to continue exactly, as arrays by name; None if the env cannot be saved
+        (its games then start anew when a run resumes from a checkpoint)."""
+        return None
+
+    def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
+        """Restores what `save` returned; returns the `VectorStep` of that step.
+
+        Raises ValueError if the env cannot be saved.
+        """
+        raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
+
+    def scripted_actions(self, name: str, seat: int) -> np.ndarray:
+        """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current step.
+
+        Raises ValueError if the env has no such scripted player.
+        """
+        known = ", ".join(self.scripted_policies) or "none"
+        raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
+
+    def render(self, game: int) -> RenderFrame | None:
+        """Returns the current position of game number `game` for a person: a picture, uint8 [height, width, 3] (RGB)
+        or [height, width] (grey), or a text; None if the env draws nothing."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most envs hold nothing
+        """Releases the resources that the env holds."""

@@ -1,0 +1,220 @@
+"""Contract check of `VectorEnv`, and random actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv, VectorStep
+
+RANDOM_ACTION_BOUND = 1e3  # random play replaces infinite bounds by this
+MakeVectorEnv = Callable[[int], VectorEnv]
+
+
+def check_vector_env(
+    make_env: MakeVectorEnv,
+    *,
+    num_envs: int = 5,
+    steps: int = 200,
+    seed: int = 0,
+    check_independence: bool = True,
+    expect_end: bool = True,
+) -> None:
+    """Plays `make_env(num_envs)` at random; raises ValueError with the violation and its fix if the env violates the
+    contract.
+
+    Checks: shape and dtype of every array; finite rewards, observations and state; a legal action for every seat that
+    acts; zero padding of observations and action masks; equal seeds and actions give equal frames, in a second instance
+    and after a second reset; other seeds give other games; an ended game continues with its next episode in the same
+    step; with `check_independence`, a game plays as it would alone; after `save` and `load` the games continue exactly;
+    with `expect_end`, at least one game ends within `steps`.
+    """
+    _Check(make_env, num_envs, steps, seed).run(check_independence, expect_end)
+
+
+class _Check:
+    def __init__(self, make_env: MakeVectorEnv, games: int, steps: int, seed: int) -> None:
+        self.make, self.num_envs, self.steps = make_env, games, steps
+        self.seeds = np.arange(games) * 7 + seed
+        self.rng = np.random.default_rng(seed)
+
+    def run(self, alone: bool, ends: bool) -> None:
+        env = self.make(self.num_envs)
+        self.env = env
+        if env.num_envs != self.num_envs:
+            self.fail(f"was asked for {self.num_envs} games and has {env.num_envs}", "take `num_envs` from the caller")
+        frames, actions = self.play(env)
+        self.replay(env, frames, actions, "after a second reset", "reset must set every array")
+        self.saved(env, frames, actions)
+        env.close()
+        twin = self.make(self.num_envs)
+        self.replay(twin, frames, actions, "in a second instance", "draw all randomness from the seeds, share nothing")
+        self.other_seeds(twin, frames)
+        twin.close()
+        if ends and not any(vector_step.done.any() for vector_step in frames):
+            self.fail(f"no game ended within {self.steps} steps", "give it a limit, or let the check take more steps")
+        if alone:
+            self.one_by_one(frames, actions)
+
+    def play(self, env: VectorEnv) -> tuple[list[VectorStep], list[np.ndarray]]:
+        frames, actions = [self.valid(env.reset(self.seeds)).copy()], []
+        if frames[0].done.any() or frames[0].rewards.any():
+            self.fail("reports rewards or ends after reset", "set them to zero there")
+        for _ in range(self.steps):
+            actions.append(random_actions(env, frames[-1], self.rng))
+            frames.append(self.valid(env.step(actions[-1].copy())).copy())
+        return frames, actions
+
+    def replay(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray], where: str, fix: str) -> None:
+        self.same(env.reset(self.seeds), frames[0], f"reset {where}", fix)
+        for number, (action, vector_step) in enumerate(zip(actions, frames[1:], strict=True), 1):
+            self.same(env.step(action.copy()), vector_step, f"step {number} {where}", fix)
+
+    def saved(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
+        half = len(actions) // 2
+        env.reset(self.seeds)
+        for action in actions[:half]:
+            env.step(action.copy())
+        saved = env.save()
+        if saved is None:
+            return
+        kept = {name: array.copy() for name, array in saved.items()}
+        for action in actions[half:]:
+            env.step(action.copy())
+        fix = "save must copy every array that step changes"
+        if any(not np.array_equal(saved[name], kept[name], equal_nan=kept[name].dtype.kind == "f") for name in kept):
+            self.fail("changes the saved arrays when it plays on", fix)
+        other = self.make(self.num_envs)
+        self.same(other.load(saved), frames[half], "load", fix)
+        for number, (action, vector_step) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
+            self.same(other.step(action.copy()), vector_step, f"step {number}, continued from saved games", fix)
+        other.close()
+
+    def other_seeds(self, env: VectorEnv, frames: list[VectorStep]) -> None:
+        """Fails if another seed gives the same first observations although the games differ from each other: games
+        without chance pass."""
+        first = frames[0].obs
+        if np.array_equal(first[0], first[1]):
+            return
+        if np.array_equal(env.reset(self.seeds + 1000).obs, first):
+            self.fail("begins the same games from other seeds", "draw each game from its own seed")
+
+    def one_by_one(self, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
+        for game in (0, self.num_envs - 1):
+            env = self.make(1)
+            where = "of a game alone"
+            fix = "let no game read or write another's arrays, and give each a random stream of its own"
+            self.same(env.reset(self.seeds[game : game + 1]), _of(frames[0], game), f"reset {where}", fix)
+            for number, (action, vector_step) in enumerate(zip(actions, frames[1:], strict=True), 1):
+                self.same(
+                    env.step(action[game : game + 1].copy()), _of(vector_step, game), f"step {number} {where}", fix
+                )
+            env.close()
+
+    def valid(self, vector_step: VectorStep) -> VectorStep:
+        env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
+        if (
+            len(env.observation_shapes) != N
+            or len(env.action_spaces) != N
+            or len({type(space) for space in env.action_spaces}) > 1
+        ):
+            self.fail(
+                "needs an observation shape and an action space for each seat, of one kind", "correct both tuples"
+            )
+        view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
+        self.shape(
+            "obs",
+            vector_step.obs,
+            (B, N, *view),
+            vector_step.obs.dtype if vector_step.obs.dtype == np.uint8 else np.float32,
+        )
+        self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
+        self.shape("rewards", vector_step.rewards, (B, N), np.float32)
+        self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
+        for name in ("terminated", "truncated", "success"):
+            if name != "success" or vector_step.success is not None:
+                self.shape(name, getattr(vector_step, name), (B,), bool)
+        if (vector_step.terminated & vector_step.truncated).any():
+            self.fail("reports a game as terminated and truncated at once", "leave it terminated")
+        if vector_step.seat_terminated is not None:
+            self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
+            if (vector_step.seat_terminated & vector_step.agent_mask)[~vector_step.done].any():
+                self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
+        if env.state_size:
+            self.shape("state", vector_step.state, (B, env.state_size), np.float32)
+            self.shape("final_state", vector_step.final_state, (B, env.state_size), np.float32)
+        for name in ("obs", "rewards", "state"):
+            value = getattr(vector_step, name)
+            if name == "obs" and vector_step.seat_terminated is not None:
+                value = value[~vector_step.seat_terminated | vector_step.done[:, None]]
+            if value is not None and not np.isfinite(value).all():
+                self.fail(f"reports {name} that are not finite", "no nan and no infinity")
+        if not vector_step.agent_mask.any(axis=1).all():
+            self.fail("has a game in which no seat acts", "a game that is done must reset in the same step")
+        if vector_step.action_mask is not None:
+            most = max(_choices(space) for space in env.action_spaces)
+            self.shape("action_mask", vector_step.action_mask, (B, N, most), bool)
+            if not (vector_step.action_mask.any(axis=2) | ~vector_step.agent_mask).all():
+                self.fail("lets a seat act that has no legal action", "mark at least one")
+            for seat, space in enumerate(env.action_spaces):
+                if vector_step.action_mask[:, seat, _choices(space) :].any():
+                    self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
+        for seat, own in enumerate(env.observation_shapes):
+            if len(view) == 1 and vector_step.obs[:, seat, own[0] :].any():
+                self.fail(f"writes past the observation of seat {env.seats[seat]}", "leave the padding zero")
+        return vector_step
+
+    def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
+        if value is None or value.shape != shape or value.dtype != dtype:
+            have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
+            self.fail(f"has {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "correct the array")  # type: ignore[call-overload]
+
+    def same(self, vector_step: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
+        over = expected.done
+        for part in fields(VectorStep):
+            got, want = getattr(vector_step, part.name), getattr(expected, part.name)
+            if want is not None and part.name in ("final_obs", "final_state"):
+                got, want = got[over], want[over]
+            nan = want is not None and want.dtype.kind == "f"  # observations of seats that have terminated may be nan
+            if (got is None) != (want is None) or (want is not None and not np.array_equal(got, want, equal_nan=nan)):
+                self.fail(f"differs in {part.name} at {where}", fix)
+
+    def fail(self, what: str, fix: str) -> None:
+        raise ValueError(f"env {self.env.name or type(self.env).__name__}: {what}. Fix: {fix}.")
+
+
+def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Generator) -> np.ndarray:
+    """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
+    takes."""
+    B, N = env.num_envs, len(env.seats)
+    first = env.action_spaces[0]
+    if isinstance(first, Discrete):
+        action_mask = vector_step.action_mask
+        if action_mask is None:
+            sizes = np.array([_choices(space) for space in env.action_spaces])
+            action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
+        return np.argmax(rng.random(action_mask.shape) * action_mask, axis=2).astype(np.int32)
+    if isinstance(first, MultiDiscrete):
+        width = max(len(space.sizes) for space in env.action_spaces if isinstance(space, MultiDiscrete))
+        drawn = np.zeros((B, N, width), np.int32)
+        for seat, space in enumerate(env.action_spaces):
+            assert isinstance(space, MultiDiscrete)
+            drawn[:, seat, : len(space.sizes)] = rng.integers(0, space.sizes, (B, len(space.sizes)))
+        return drawn
+    width = max(len(space.low) for space in env.action_spaces if isinstance(space, Continuous))
+    drawn = np.zeros((B, N, width), np.float32)
+    for seat, space in enumerate(env.action_spaces):
+        assert isinstance(space, Continuous)
+        low, high = np.maximum(space.low, -RANDOM_ACTION_BOUND), np.minimum(space.high, RANDOM_ACTION_BOUND)
+        drawn[:, seat, : len(space.low)] = rng.uniform(low, high, (B, len(space.low)))
+    return drawn
+
+
+def _choices(space: object) -> int:
+    return space.n if isinstance(space, Discrete) else 0
+
+
+def _of(vector_step: VectorStep, game: int) -> VectorStep:
+    return vector_step.map_arrays(lambda value: value[game : game + 1])

@@ -1,0 +1,366 @@
+"""Charts by matplotlib: curves and heat maps as plain data, drawn into axes, with the look that all figures share.
+
+Figures are made without pyplot: no backend is chosen for the process, and no figure stays in its memory. matplotlib is
+imported where something is drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.core.files import replacing_file
+from palestra.evaluation.report.html import escape_text, visible_text
+from palestra.runs.series import Series, thin
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
+LINE_STYLES = ("-", "--", ":", "-.")  # distinguishable without colour
+INK, GRID = "#59626D", "#D5DAE0"  # text and axes; grid and what stands behind the curves
+MAX_POINTS = 400  # points drawn of a curve
+MAX_LEGEND = 12  # curves that a legend names
+MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
+MAX_LABEL_CHARS = 24
+SETTINGS = {
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "figure.facecolor": "#FFFFFF",
+    "font.size": 8,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "palestra",  # makes equal figures equal byte for byte
+    "pdf.fonttype": 42,
+    "text.parse_math": False,  # the names of a run's policies may have a $
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.pad": 5.0,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+
+DARK_INK, DARK_GRID, DARK_PAPER = "#9AA5B1", "#3A424C", "#14181D"  # of a dark page: --soft, --line and --paper
+DARK_SETTINGS = {
+    "axes.edgecolor": DARK_GRID,
+    "axes.facecolor": DARK_PAPER,
+    "axes.labelcolor": DARK_INK,
+    "axes.titlecolor": DARK_INK,
+    "figure.facecolor": DARK_PAPER,
+    "grid.color": DARK_GRID,
+    "legend.labelcolor": DARK_INK,
+    "text.color": DARK_INK,
+    "xtick.color": DARK_INK,
+    "ytick.color": DARK_INK,
+}
+PAGE_FIGURE_IN = (4.4, 3.3)  # width and height of a chart on a page
+
+
+@dataclass(frozen=True)
+class ChartCurve:
+    """A curve of a chart. `intervals` [T, 2] are the lower and upper bound at each point. `has_markers` draws a dot at
+    every point; a `is_faint` curve is drawn behind the others and has no legend entry."""
+
+    name: str
+    series: Series
+    intervals: np.ndarray | None = None
+    has_markers: bool = False
+    is_faint: bool = False
+
+    @cached_property
+    def drawn(self) -> Series:
+        """The points that are drawn, at most about `MAX_POINTS`."""
+        return thin(self.series, MAX_POINTS)
+
+    @property
+    def has_dots(self) -> bool:
+        """True if dots are drawn: one known value alone would make no line."""
+        return self.has_markers or int(np.isfinite(self.drawn.y).sum()) == 1
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves on common axes. The y axis includes `low` and `high`; `is_log` makes it logarithmic."""
+
+    title: str
+    curves: Sequence[ChartCurve]
+    x_title: str
+    low: float | None = None
+    high: float | None = None
+    is_log: bool = False
+
+    @property
+    def shown(self) -> list[ChartCurve]:
+        """The curves that have a known value."""
+        return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
+
+    @property
+    def named(self) -> list[ChartCurve]:
+        """The curves that have a legend entry: the colour of the i-th is `COLOURS[i % 6]`."""
+        return [curve for curve in self.shown if not curve.is_faint]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Values [R, C] float64 as coloured cells: blue above zero, orange below, scaled by the largest magnitude or
+    `max_value`. NaN cells stay empty. `row_zero_below` has the first row at the bottom."""
+
+    title: str
+    values: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    max_value: float | None = None
+    row_zero_below: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The magnitude that has the full colour."""
+        known = self.values[np.isfinite(self.values)]
+        return self.max_value or (float(np.abs(known).max()) if len(known) else 0.0) or 1.0
+
+
+# ---- figures
+
+
+@contextmanager
+def drawing(**settings: Any) -> Iterator[None]:
+    """Context in which matplotlib draws and saves figures with `SETTINGS` and these in addition."""
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS | settings), warnings.catch_warnings():
+        # Names may have letters that the font lacks: boxes in a PNG, drawn by the reader's own fonts in an SVG.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
+
+
+def new_figure(width: float, height: float, **options: Any) -> Any:
+    """Returns an empty matplotlib figure of a size in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), **options)
+
+
+def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]], *, columns: int = 3) -> None:
+    """Writes a PNG of panels in rows of `columns`; each panel draws into the matplotlib axes that it is given. Replaces
+    a symbolic link at `path` instead of writing through it."""
+    rows = max(1, -(-len(panels) // columns))
+    with drawing():
+        figure = new_figure(4.2 * columns, 3.4 * rows, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for axis, panel in zip(axes.flat, panels, strict=False):
+            panel(axis)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        figure.suptitle(title)
+        with replacing_file(path) as place:
+            figure.savefig(place, dpi=120, format="png")
+
+
+# ---- curves
+
+
+def curve_style(number: int) -> tuple[str, str]:
+    """Returns colour and line style of the curve of this number: six colours, each in four styles."""
+    return COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
+
+
+def panel_html(title: str, panel: Callable[[Any], None], size: tuple[float, float] = PAGE_FIGURE_IN) -> str:
+    """Returns a panel as an HTML figure: matplotlib's SVG as an image, one for light and one for dark pages. `size` is
+    its width and height in inches."""
+    light, dark = (_svg_uri(panel, size, settings) for settings in ({}, DARK_SETTINGS))
+    return (
+        f'<figure><picture><source media="screen and (prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape_text(title)}"></picture></figure>'
+    )
+
+
+def _svg_uri(panel: Callable[[Any], None], size: tuple[float, float], settings: dict[str, Any]) -> str:
+    file = io.BytesIO()
+    with drawing(**settings):
+        figure = new_figure(*size, layout="constrained")
+        panel(figure.subplots())
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def draw_chart(axis: Any, chart: Chart) -> None:
+    """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
+    for curve in chart.shown:
+        if curve.is_faint:
+            axis.plot(*curve.drawn, color=_grid_colour(), linewidth=1.0)
+    for number, curve in enumerate(chart.named):
+        _draw_curve(axis, curve, number)
+    if chart.is_log:
+        axis.set_yscale("log")
+    axis.grid(True)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.02, y=0.06)
+    _set_limits(axis, chart)
+    axis.set_xlabel(shorten(chart.x_title, 60))
+
+
+def _grid_colour() -> str:
+    import matplotlib
+
+    return str(matplotlib.rcParams["grid.color"])
+
+
+def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
+    colour, style = curve_style(number)
+    if curve.intervals is not None:  # one path with gaps
+        gaps = np.full(len(curve.intervals), np.nan)
+        xs, ys = np.repeat(curve.series.x, 3), np.column_stack([curve.intervals, gaps]).ravel()
+        axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
+    marker = "o" if curve.has_dots else None
+    axis.plot(
+        *curve.drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
+        gid=f"curve {number}",
+    )  # fmt: skip
+
+
+def _set_limits(axis: Any, chart: Chart) -> None:
+    """Includes `low` and `high` in the y axis, without a margin beyond them, and puts ticks at round numbers."""
+    from matplotlib import ticker
+
+    bottom, top = axis.get_ylim()
+    if not chart.is_log:
+        known = np.concatenate([curve.series.y for curve in chart.shown] or [np.zeros(1)])
+        lowest, highest = np.nanmin(known), np.nanmax(known)
+        if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
+            bottom, top = lowest - 0.1 * abs(highest), highest + 0.1 * abs(highest)
+        bottom = chart.low if chart.low is not None and lowest >= chart.low else bottom
+        top = chart.high if chart.high is not None and highest <= chart.high else top
+        axis.set_ylim(bottom, top)
+        ticks = ticker.MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(bottom, top)
+        shown = [tick for tick in ticks if bottom <= tick <= top]
+        axis.set_yticks(shown, tick_labels(shown))
+    else:
+        axis.yaxis.set_major_formatter(lambda value, _: format_compact(value))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Returns compact labels for ticks, with as many digits as tell them apart: 0.5, 20k, 1.5M, 1e-05."""
+    labels: list[str] = []
+    for digits in range(4, 17):
+        labels = [format_compact(value, digits) for value in values]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def format_compact(value: float, digits: int = 4) -> str:
+    """Returns a compact number: 1234567 gives "1.235M", 0.00001 gives "1e-05"."""
+    for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if name == 'k' else size):.{digits}g}{name}"
+    return f"{value:.{digits}g}"
+
+
+def chart_panel(chart: Chart) -> Callable[[Any], None]:
+    """Returns a panel of `save_panels` that draws the chart with its title and, of several curves, a legend."""
+
+    def draw(axis: Any) -> None:
+        draw_chart(axis, chart)
+        axis.set_title(visible_text(chart.title), wrap=True)
+        if 1 < len(chart.named) <= MAX_LEGEND:
+            handles = [line for line in axis.get_lines() if line.get_gid()]
+            labels = [shorten(curve.name) for curve in chart.named]
+            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
+
+    return draw
+
+
+def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
+    """Returns a name as one visible line of at most `chars` characters: start and end of a longer one, since names of
+    members often differ at their ends only."""
+    name = " ".join(visible_text(name).split())
+    end = chars // 2
+    return name if len(name) <= chars else f"{name[: chars - end - 1]}…{name[-end:]}"
+
+
+# ---- heat maps
+
+
+def draw_cells(axis: Any, heat: HeatMap) -> None:
+    """Draws the cells of a heat map into matplotlib axes: cell (i, j) is the unit square at (j, i)."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
+
+    places = np.argwhere(np.isfinite(heat.values))
+    values = heat.values[tuple(places.T)]
+    corners = [[(j, i), (j + 1, i), (j + 1, i + 1), (j, i + 1)] for i, j in places.tolist()]
+    colours = np.where(values[:, None] < 0, to_rgba(COLOURS[1]), to_rgba(COLOURS[0]))
+    colours[:, 3] = np.minimum(1.0, np.abs(values) / heat.scale).round(3)
+    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=_grid_colour(), linewidths=0.4))
+    axis.set_xlim(0, heat.values.shape[1])
+    axis.set_ylim(*((0, len(heat.values)) if heat.row_zero_below else (len(heat.values), 0)))
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, chars: int, turn: int) -> None:
+    """Names at most this many rows and columns of a heat map on its axes: all of them, or every k-th. The columns'
+    names are turned by `turn` degrees."""
+    sides = ((heat.rows, axis.set_yticks, max_rows, 0), (heat.columns, axis.set_xticks, max_columns, turn))
+    for names, put, most, turned in sides:
+        kept = range(0, len(names), -(-len(names) // most))
+        options = {"ha": "left", "rotation_mode": "anchor"} if 0 < turned < 90 else {}
+        put([k + 0.5 for k in kept], [shorten(names[k], chars) for k in kept], rotation=turned, **options)
+
+
+def chart_html(chart: Chart) -> str:
+    """Returns a chart as an HTML figure; "" if no curve has a value."""
+    return panel_html(chart.title, chart_panel(chart)) if chart.shown else ""
+
+
+def heat_map_html(heat: HeatMap) -> str:
+    """Returns a heat map as an HTML figure; "" if no cell has a value."""
+    if not np.isfinite(heat.values).any():
+        return ""
+    width, height = PAGE_FIGURE_IN
+    return panel_html(heat.title, heat_panel(heat), (width, height + 0.05 * min(len(heat.rows), MAX_AXIS_LABELS)))
+
+
+def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> Callable[[Any], None]:
+    """Returns a panel of `save_panels` that draws the heat map with its title and a colour bar."""
+
+    def draw(axis: Any) -> None:
+        draw_cells(axis, heat)
+        turn = 90 if max(map(len, heat.columns)) > 2 else 0
+        label_cells(axis, heat, MAX_AXIS_LABELS, MAX_AXIS_LABELS, chars=MAX_LABEL_CHARS, turn=turn)
+        axis.tick_params(labelsize=6)
+        if is_square:
+            axis.set_aspect("equal")
+        axis.set_xlabel(x_title)
+        axis.set_title(visible_text(heat.title), wrap=True)
+        axis.figure.colorbar(_colours(heat), ax=axis, shrink=0.8)
+
+    return draw
+
+
+def _colours(heat: HeatMap) -> Any:
+    """Returns the colour bar's scale: from zero, or from the largest magnitude below it, to that above it."""
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    above, below, paper = COLOURS[0], COLOURS[1], matplotlib.rcParams["figure.facecolor"]
+    has_negative = bool((heat.values < 0).any())
+    colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
+    return ScalarMappable(Normalize(-heat.scale if has_negative else 0.0, heat.scale), colours)

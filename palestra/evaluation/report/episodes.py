@@ -1,0 +1,116 @@
+"""Episodes as HTML: each joint step by seat with observation, answer, reward and advantage, and the siblings that were
+tried."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from palestra.core.types import Episode, Node, Seat
+from palestra.evaluation.report.html import details, escape_text, preformatted
+from palestra.text.rollouts.metrics import episode_return
+from palestra.text.rollouts.transcript import new_text
+
+MAX_STEPS = 120  # joint steps shown of a trajectory
+MAX_SIBLINGS = 16  # siblings shown of a step
+MAX_BRANCHES = 4  # further trajectories shown of an episode
+
+
+def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
+    """Returns at most `count` labelled episodes: the best, the worst, a failed one if any, and others drawn with
+    `seed`."""
+    sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
+    failed = [e for e in episodes if e.error is not None]
+    found = [("the best", sound[0])] if sound else []
+    found += [("the worst", sound[-1])] if len(sound) > 1 else []
+    found += [("one that failed", failed[0])] if failed else []
+    rest = sound[1:-1]
+    drawn = random.Random(seed).sample(rest, min(len(rest), max(0, count - len(found))))
+    return [*found, *(("drawn at random", episode) for episode in drawn)][:count]
+
+
+def episode_html(episode: Episode, label: str = "") -> str:
+    """Returns an episode as an HTML article; all texts are escaped."""
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen]
+    lines = lines or [[node for node in episode.nodes if node.chosen]]
+    seen: dict[Seat, Any] = {}
+    parts = [_turn(episode, node, seen) for node in lines[0][:MAX_STEPS]]
+    if len(lines[0]) > MAX_STEPS:
+        parts.append(f"<p class=soft>{len(lines[0]) - MAX_STEPS} further steps</p>")
+    shown = {node.id for node in lines[0]}
+    for line in lines[1 : 1 + MAX_BRANCHES]:
+        new = [node for node in line if node.id not in shown]
+        shown |= {node.id for node in new}
+        inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
+        parts.append(details(f"another trajectory, from step {new[0].depth} on", inside) if new else "")
+    failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
+    return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
+
+
+def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
+    seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
+    known = any("success" in line[-1].info for line in lines if line)
+    won = f"{'success' if episode.success == 1 else f'{episode.success:.0%} success'}, " if known else ""
+    more = f", {len(lines)} trajectories" if len(lines) > 1 else ""
+    facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
+    title = f"{escape_text(label)}: " if label else ""
+    return f"<h3>{title}{escape_text(episode.env)}, instance {episode.seed}</h3><p class=soft>{facts}</p>"
+
+
+def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
+    """Returns the HTML of a joint step: the answers of its seats, rewards, and the siblings that were tried."""
+    parts = [_seat(node, seat, seen) for seat in node.answers]
+    if node.team_reward:
+        parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
+    others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
+    if others:
+        rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:MAX_SIBLINGS])
+        left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
+        parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
+    if node.done:
+        end = "the end, cut off" if node.truncated else "the end"
+        parts.append(
+            f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"
+        )
+    return f'<div class="turn">{"".join(parts)}</div>'
+
+
+def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
+    answer = node.answers[seat]
+    shown = new_text(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
+    seen[seat] = node.observations.get(seat)
+    notes = " · ".join(_notes(node, seat))
+    head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth} · {notes}</span>'
+    saw = details("what it saw", preformatted(shown)) if len(shown) > 400 else preformatted(shown)
+    return f"<div>{head}{saw if shown else ''}{preformatted(answer.text, 'said')}</div>"
+
+
+def _notes(node: Node, seat: Seat) -> Iterator[str]:
+    answer = node.answers[seat]
+    yield escape_text(answer.policy)
+    if seat in node.rewards:
+        yield f"reward {_signed(node.rewards[seat])}"
+    if seat in node.advantages:
+        yield f"advantage {_signed(node.advantages[seat])}"
+    if len(answer.token_ids):
+        yield f"{len(answer.token_ids)} tokens"
+    if node.is_invalid(seat):
+        yield '<span class="bad">invalid</span>'
+    if answer.stop_reason == "length":
+        yield '<span class="bad">cut off</span>'
+
+
+def _tried(node: Node) -> str:
+    """Returns the HTML of a sibling, as one list item."""
+    rewards = "; ".join(
+        f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
+        for seat, answer in node.answers.items()
+    )
+    return rewards + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")
+
+
+def _signed(value: float) -> str:
+    kind = "good" if value > 0 else "bad" if value < 0 else "soft"
+    return f'<span class="{kind}">{value:+.3g}</span>'

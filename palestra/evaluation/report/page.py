@@ -1,0 +1,144 @@
+"""The report's page: one HTML file without scripts or external resources."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from palestra.core.config import hide_credentials, load
+from palestra.core.files import atomic_write
+from palestra.evaluation.report.episodes import episode_html, pick_samples
+from palestra.evaluation.report.html import details, escape_text, html_table, preformatted, section
+from palestra.evaluation.report.population import population_sections
+from palestra.evaluation.report.run_charts import metric_charts
+from palestra.evaluation.report.style import STYLE
+from palestra.evaluation.report.tables import eval_table, policy_table, time_table
+from palestra.runs import list_checkpoints, load_episodes
+from palestra.runs.headline import algorithm_label, held_out_label, total_steps
+from palestra.runs.series import RunLogs, success_bounds, valid_instances
+from palestra.runs.settings import find_run, read_meta
+
+# Second line of defence after escaping: blocks all requests and scripts.
+CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+NOTHING_RECORDED = "Nothing is recorded yet: the run has finished neither a training step nor an evaluation."
+
+
+def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
+    """Writes the report on the run at `run` (default: report.html in it) and returns its path.
+
+    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (numbered as in metrics.jsonl).
+    """
+    out = out or run / "report.html"
+    page = report_html(run, episodes=episodes, step=step)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, page.encode())
+    return out
+
+
+def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
+    """Returns the report as HTML, with `episodes` sample episodes of `step` (default: the last recorded one). Raises
+    ValueError as `write_report` does."""
+    tree, logs = load(find_run(run) / "config.yaml"), RunLogs(run)
+    meta = read_meta(run, needs_config=False)
+    population = population_sections(run)
+    curves = "" if population else metric_charts(logs)
+    parts = [
+        f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
+        f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
+        "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
+        metric_tiles(logs, tree),
+        section("What was learned", eval_table(logs)),
+        section("Curves", curves),
+        *population,
+        sample_section(run, episodes, step, int(tree.get("seed") or 0)),
+        section("Where the time went", time_table(logs)),
+        section("Metrics of each policy", _unfolded("at the start and at the end", policy_table(logs))),
+        section("How to reproduce it", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
+    ]
+    body = "\n".join(part for part in parts if part)
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
+        f"<title>{escape_text(run.resolve().name)}</title><style>{STYLE}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body class="palestra">\n{body}\n</body></html>\n'
+
+
+def _unfolded(summary: str, inside: str) -> str:
+    """Returns a section that is collapsed on screen and expanded in print."""
+    return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
+
+
+def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
+    envs = [part["type"] for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if part.get("type")]
+    learns = (tree.get("population") or {}).get("type") or algorithm_label(tree)
+    begun = f", begun {meta['created'][:16].replace('T', ' ')} UTC" if meta.get("created") else ""
+    return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
+
+
+def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
+    """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
+    found = []
+    for name, lines in list(logs.evals.items())[:3]:
+        last, label = lines[-1], held_out_label(tree, name)
+        if "success" in last:
+            low, high = success_bounds(last)
+            found.append(
+                (f"{last['success']:.1%}", f"{label}: success of {valid_instances(last):.0f} [{low:.0%}, {high:.0%}]")
+            )
+        elif "return" in last:
+            found.append((f"{last['return']:.2f}", f"{label}: return, mean of {last['episodes']:.0f}"))
+    if logs.team:
+        last = logs.team[-1]
+        done, whole = last["step"] + 1, total_steps(tree)
+        counted = f"{done} of {whole}" if whole else f"{last.get('env_steps', done):,.0f}"
+        found.append((counted, "training steps" if whole else "env steps" if "env_steps" in last else "tasks"))
+        if last.get("nash_conv") is not None:
+            found.append((f"{last['nash_conv']:.3f}", "NashConv"))
+    shown = "".join(
+        f'<div class="tile"><b>{escape_text(figure)}</b><span>{escape_text(what)}</span></div>'
+        for figure, what in found
+    )
+    return f'<div class="tiles">{shown}</div>' if shown else ""
+
+
+def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
+    """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
+    was not recorded."""
+    kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
+    if step is not None and step not in kept:
+        have = ", ".join(map(str, kept)) or "none"
+        raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")
+    if not kept or not count:
+        return ""
+    number = max(kept) if step is None else step
+    episodes = load_episodes(kept[number])
+    chosen = pick_samples(episodes, count, seed)
+    caption = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"
+    shown = section("Sample episodes", caption, *(episode_html(episode, label) for label, episode in chosen))
+    return shown.replace("<section>", '<section class="page">', 1)
+
+
+def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
+    """Returns a table of seed, versions, command line and checkpoints, as HTML."""
+    rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
+    rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
+    rows += [("command", hide_credentials(shlex.join(meta["command"])))] if meta.get("command") else []
+    rows += (
+        [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
+    )
+    kept = list_checkpoints(run)
+    rows += [("checkpoints", f"after {', '.join(str(one.step + 1) for one in kept)} steps")] if kept else []
+    return html_table(["", ""], rows, css_class="facts")
+
+
+def _config(run: Path) -> str:
+    """Returns the HTML of the resolved config without empty values."""
+    tree = load(run / "config.yaml")
+    short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
+    return preformatted(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

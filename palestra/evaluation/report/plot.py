@@ -1,0 +1,207 @@
+"""One figure of several runs for a paper: vector graphics, small type, mean and band over seeds, colour-blind safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.core.config import load
+from palestra.core.files import replacing_file
+from palestra.core.types import TEAM
+from palestra.evaluation.report.charts import curve_style, drawing, format_compact, new_figure
+from palestra.runs.headline import eval_label, headline_eval, training_return_label, training_success_label
+from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
+from palestra.runs.settings import find_run, flatten_tree
+
+FILE_TYPES = (".svg", ".pdf", ".png")
+# Keys in which runs of one experiment may differ.
+IGNORED_KEYS = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """Specification of a figure: metric, band and size in inches."""
+
+    metric: str | None = None
+    """Key of the logs; None for the first that the first run has: success, return, NashConv, team return."""
+    eval_name: str | None = None
+    """Name of an evaluation; None for training, or, without a metric, for the evaluation that all runs have."""
+    policy: str = TEAM
+    """In training: the policy whose metric it is (default: the whole team)."""
+    smooth_window: int = 1
+    """Window of the moving mean, in log lines."""
+    width: float = 3.3
+    """Inches; the default is one column of a two-column paper."""
+    height: float | None = None
+    """Inches; None for two thirds of the width."""
+    band: str = "ci"
+    """The band over seeds: sd, ci (95 % interval of the mean) or range."""
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """The runs of one config: x [K] and one row per seed in y [R, K], both float64."""
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+
+
+def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str]:
+    """Writes the figure to `out`; returns a line of text per curve: its label, its number of runs and its last value.
+
+    Raises ValueError if a run lacks the metric, or for an unknown file type or band.
+    """
+    if out.suffix not in FILE_TYPES:
+        raise ValueError(f"{out} has none of the endings {', '.join(FILE_TYPES)}")
+    if figure.band not in BANDS:
+        raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
+    logs = [read_logs(run) for run in runs]
+    figure = with_default_eval(logs, figure)
+    metric = figure.metric or default_metric(logs[0], figure)
+    groups = group_by_config(logs, figure, metric)
+    size = (figure.width, figure.height or figure.width * 2 / 3)
+    with drawing(**_paper(size[0])):
+        picture = new_figure(*size, layout="constrained")
+        _draw(picture.subplots(), groups, figure, logs[0].x_title, _y_title(metric, figure, logs[0].config))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_file(out) as place:
+            dates = {"metadata": {"Date": None}} if out.suffix == ".svg" else {}
+            picture.savefig(place, format=out.suffix[1:], dpi=300, **dates)
+    lines = [f"{g.label or 'all'}: {len(g.y)} runs, {metric} {g.y[:, -1].mean():.4g} at the end" for g in groups]
+    return [*lines, f"figure: {out}"]
+
+
+def read_logs(run: Path) -> RunLogs:
+    """Returns the logs of a run. Raises ValueError if there is no run."""
+    return RunLogs(find_run(run))
+
+
+def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:
+    """Returns the figure with the leading evaluation that all runs have, if it names neither a metric nor a policy nor
+    an evaluation. Without such an evaluation it stays as it is."""
+    if figure.metric or figure.eval_name or figure.policy != TEAM:
+        return figure
+    return replace(
+        figure, eval_name=headline_eval([name for name in logs[0].evals if all(name in x.evals for x in logs)])
+    )
+
+
+def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
+    """Returns the main metric that a run has. Raises ValueError if it has none."""
+    lines = _lines(logs, figure)
+    for metric in ("success", "return", "nash_conv", "team_return"):
+        if any(line.get(metric) is not None for line in lines):
+            return metric
+    raise ValueError(
+        f"{logs.path} has none of success, return and nash_conv of {figure.eval_name or figure.policy}: pass --metric"
+    )
+
+
+def group_by_config(runs: Sequence[RunLogs], figure: FigureSpec, metric: str) -> list[SeedGroup]:
+    """Groups runs by config, ignoring the keys in `IGNORED_KEYS`, in the order given. Raises ValueError if the runs of
+    one config have no step in common."""
+    groups: dict[str, list[RunLogs]] = {}
+    trees: dict[str, Tree] = {}
+    for run in runs:
+        tree = {key: value for key, value in load(run.path / "config.yaml").items() if key not in IGNORED_KEYS}
+        groups.setdefault(repr(tree), []).append(run)
+        trees[repr(tree)] = tree
+    labels = config_labels(list(trees.values())) if len(groups) > 1 else [""]
+    return [
+        _seed_group(label or members[0].path.resolve().name, members, figure, metric)
+        for label, members in zip(labels, groups.values(), strict=True)
+    ]
+
+
+def _seed_group(label: str, runs: Sequence[RunLogs], figure: FigureSpec, metric: str) -> SeedGroup:
+    each = [_series(run, figure, metric) for run in runs]
+    x, y = align([Series(x, moving_mean(y, figure.smooth_window)) for x, y in each])
+    if not len(x):
+        raise ValueError("the runs of one config have no step in common: draw them one by one")
+    return SeedGroup(label, x, y)
+
+
+def config_labels(trees: Sequence[Tree]) -> list[str]:
+    """Returns for each config the settings in which it differs from the others, such as "algorithm.group_size=4,
+    policies.a.lr=0.001"."""
+    flats = [flatten_tree(tree) for tree in trees]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    short = _shortened(unlike)
+    return [", ".join(f"{short[key]}={flat[key]}" for key in unlike[:4] if key in flat) for flat in flats]
+
+
+def _shortened(keys: Sequence[str]) -> dict[str, str]:
+    """Returns keys by their last component where that is unique."""
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
+
+
+def _lines(run: RunLogs, figure: FigureSpec) -> list[Line]:
+    """Returns the log lines of the figure's evaluation or policy. Raises ValueError if there are none."""
+    log, groups = ("evals.jsonl", run.evals) if figure.eval_name else ("metrics.jsonl", run.by_policy)
+    wanted = figure.eval_name or figure.policy
+    if wanted not in groups:
+        have = ", ".join(groups) or "nothing"
+        raise ValueError(f'{run.path}/{log} has no "{wanted}"; it has: {have}')
+    return groups[wanted]
+
+
+def _series(run: RunLogs, figure: FigureSpec, metric: str) -> Series:
+    """Returns the metric of a run. Raises ValueError if no line has it."""
+    lines = _lines(run, figure)
+    found = run.series(lines, metric)
+    if not len(found.x):
+        keys = ", ".join(key for key, value in flatten_tree(lines[-1]).items() if isinstance(value, int | float))
+        raise ValueError(f"{run.path} has no metric {metric} of {figure.eval_name or figure.policy}; it has: {keys}")
+    return found
+
+
+# ---- drawing
+
+
+def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: str, y_title: str) -> None:
+    from matplotlib import ticker
+
+    for number, group in enumerate(groups):
+        colour, style = curve_style(number)
+        marker = "o" if len(group.x) <= 12 else None
+        axis.plot(group.x, group.y.mean(0), style, color=colour, label=group.label, marker=marker, markersize=2.5)
+        if len(group.y) > 1:
+            axis.fill_between(group.x, *band_bounds(group.y, figure.band), color=colour, alpha=0.2, linewidth=0)
+    axis.set_xlabel(x_title)
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+    axis.set_ylabel(y_title)
+    if len(groups) > 1:
+        axis.legend(handlelength=1.6)
+
+
+def _y_title(metric: str, figure: FigureSpec, config: Tree) -> str:
+    words = metric.replace("_", " ").replace("nash conv", "NashConv")
+    if figure.eval_name:
+        return f"{words} ({eval_label(config, figure.eval_name)})"
+    labels = {"success": training_success_label(config), "return": training_return_label(config)}
+    words = labels.get(metric, words)
+    return words if figure.policy == TEAM else f"{words}, {figure.policy}"
+
+
+def _paper(width: float) -> dict[str, Any]:
+    """Returns the matplotlib settings for a paper: black ink on white, 8 point type as in captions."""
+    black = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), "black")
+    return black | {
+        "font.size": 8 if width < 5 else 9,
+        "axes.grid": True,
+        "grid.color": "#B0B0B0",
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.5,
+        "lines.linewidth": 1.2,
+        "xtick.major.size": 3.5,
+        "ytick.major.size": 3.5,
+    }

@@ -1,0 +1,69 @@
+"""Report sections on a population: distance to equilibrium, payoffs, ratings and opponents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from palestra.evaluation.report.charts import chart_html, heat_map_html
+from palestra.evaluation.report.html import escape_text, html_table, section
+from palestra.evaluation.report.population_data import PopulationRecord, cyclicity_warning, read_record, standings
+from palestra.evaluation.report.population_plots import (
+    learner_charts,
+    mixture_heat_maps,
+    nash_conv_charts,
+    payoff_heat_map,
+)
+from palestra.runs.checkpoints import TASKS_FILE
+
+
+def population_sections(path: Path) -> list[str]:
+    """Returns the sections on the population that a run trains; [] if it trains none or has not started."""
+    if not (path / TASKS_FILE).exists() or not (path / TASKS_FILE).stat().st_size:
+        return []
+    record = read_record(path)
+    return [
+        section("How far from an equilibrium", _grid(map(chart_html, nash_conv_charts(record)))),
+        section("Who beats whom", payoff_figure(record), *_ranks(record)),
+        section(
+            "Whom learners met",
+            _grid(map(heat_map_html, mixture_heat_maps(record))),
+            _grid(map(chart_html, learner_charts(record))),
+        ),
+    ]
+
+
+def _grid(figures: Iterable[str]) -> str:
+    drawn = "".join(figures)
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def payoff_figure(record: PopulationRecord) -> str:
+    """Returns a heat map of the payoffs of the first seat's members (rows) against the second's, as HTML; "" unless
+    there are two seats and payoffs are known."""
+    heat = payoff_heat_map(record)
+    return heat_map_html(heat) if heat else ""
+
+
+def standings_table(record: PopulationRecord) -> str:
+    """Returns the members ranked by Elo, as an HTML table. Raises ValueError if they have not played each other."""
+    rows = [
+        [
+            row.name,
+            f"{row.elo:.0f} ± {1.96 * row.stderr:.0f}",
+            f"{row.skill.mu:.1f} ± {1.96 * row.skill.sigma:.1f}" if row.skill else "-",
+            f"{row.win_rate:.1%}",
+            f"{row.worst_win_rate:.1%} by {row.worst_opponent}",
+            row.games,
+        ]
+        for row in standings(record)
+    ]
+    return html_table(["member", "Elo ± 95 %", "OpenSkill ± 95 %", "win rate", "worst", "games"], rows)
+
+
+def _ranks(record: PopulationRecord) -> list[str]:
+    try:
+        warning = cyclicity_warning(record)
+        return [standings_table(record), f"<p class=soft>{escape_text(warning)}</p>" if warning else ""]
+    except ValueError as error:  # no games yet, or more than two players
+        return [f"<p class=soft>No standings: {escape_text(error)}</p>"]

@@ -1,0 +1,123 @@
+"""The charts of a run, from its logs: success, returns, rewards, and the metrics of its policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.core.types import TEAM
+from palestra.evaluation.report.charts import Chart, ChartCurve, chart_html, chart_panel, save_panels
+from palestra.runs.headline import eval_label, held_out_label, training_return_label, training_success_label
+from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
+
+MAX_PANELS = 6  # charts of `plot_run`
+POLICY_CHARTS = [  # metric, title
+    ("entropy", "entropy of the policy (nats)"),
+    ("kl", "KL from the sampling policy"),
+    ("zero_std_fraction", "groups without differences (share)"),
+    ("invalid", "invalid answers (share)"),
+    ("value_loss", "loss of the critic"),
+    ("clip_fraction", "moves whose gradient the clip removed (share)"),
+    ("td_loss", "loss of the action values"),
+    ("grad_norm", "norm of the gradient"),
+    ("policy_loss", "loss of the policy"),
+    ("local_reward", "own reward of an answer"),
+    ("tokens", "tokens of an answer"),
+]
+SPEEDS = ("tokens_per_s", "env_steps_per_s")
+
+
+def plot_run(path: str | Path, out: Path | None = None) -> Path:
+    """Writes the first charts of the run at `path` as a PNG (default: curves.png in it) and returns its path."""
+    path = Path(path)
+    out = out or path / "curves.png"
+    panels: list[Callable[[Any], None]] = [chart_panel(chart) for chart in run_charts(RunLogs(path))]
+    save_panels(out, path.name, panels[:MAX_PANELS])
+    return out
+
+
+def metric_charts(logs: RunLogs) -> str:
+    """Returns all charts of the run as HTML; "" if there are none."""
+    drawn = "".join(chart_html(chart) for chart in run_charts(logs))
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def run_charts(logs: RunLogs) -> Iterator[Chart]:
+    """Yields the charts for which the run has values, the most informative first."""
+    charts = [_success(logs), _returns(logs), _rewards(logs)]
+    titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
+    charts += [_of_policies(logs, key, title) for key, title in titles]
+    return (chart for chart in [*charts, _speed(logs)] if chart.shown)
+
+
+def _success(logs: RunLogs) -> Chart:
+    raw, evals = logs.series(logs.team, "success"), []
+    for name, lines in logs.evals.items():
+        known = [line for line in lines if "success" in line]
+        spans = [success_bounds(line) for line in known]
+        evals.append(
+            ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
+        )
+    title = "held-out success, with 95 % intervals" if evals else training_success_label(logs.config)
+    curves = [*evals, *_smoothed(training_success_label(logs.config), raw)]
+    return Chart(title, curves, logs.x_title, low=0.0, high=1.0)
+
+
+def _returns(logs: RunLogs) -> Chart:
+    """Returns the chart of the team's return; for evaluations without one, of each seat's return."""
+    curves: list[ChartCurve] = []
+    for name, lines in logs.evals.items():
+        if any("return" in line for line in lines):
+            curves.append(ChartCurve(_eval_name(logs, name), logs.series(lines, "return"), has_markers=True))
+        else:
+            curves += [_seat_return(logs, name, lines, seat) for seat in lines[-1].get("returns", {})]
+    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "team_return"))
+    return Chart("returns, with 95 % intervals", curves, logs.x_title)
+
+
+def _eval_name(logs: RunLogs, name: str) -> str:
+    return held_out_label(logs.config, name)
+
+
+def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:
+    own = [
+        {"step": line["step"], "own": line["returns"][seat], "half": line.get("returns_ci95", {}).get(seat) or 0.0}
+        for line in lines
+        if line.get("returns", {}).get(seat) is not None
+    ]
+    series, half = logs.series(own, "own"), logs.series(own, "half").y
+    return ChartCurve(
+        f"{eval_label(logs.config, name)}: {seat}",
+        series,
+        np.stack([series.y - half, series.y + half], 1),
+        has_markers=True,
+    )
+
+
+def _rewards(logs: RunLogs) -> Chart:
+    """Returns the chart of each policy's reward per answer, team and own parts together."""
+    curves = []
+    for name, lines in logs.policies.items():
+        paid = [line for line in lines if "team_reward" in line and "local_reward" in line]
+        team, own = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
+        curves.append(ChartCurve(name, Series(team.x, smooth(team.y + own.y))))
+    return Chart("reward of an answer (team + own)", curves, logs.x_title)
+
+
+def _of_policies(logs: RunLogs, key: str, title: str) -> Chart:
+    each = {name: logs.series(lines, key) for name, lines in logs.policies.items()}
+    return Chart(title, [ChartCurve(name, Series(x, smooth(y))) for name, (x, y) in each.items()], logs.x_title)
+
+
+def _speed(logs: RunLogs) -> Chart:
+    team = [line for line in logs.timings if line.get("policy") == TEAM]
+    curves = [ChartCurve(key.removesuffix("_per_s").replace("_", " "), logs.series(team, key)) for key in SPEEDS]
+    return Chart("done in a second", curves, logs.x_title, low=0.0)
+
+
+def _smoothed(name: str, raw: Series) -> list[ChartCurve]:
+    """Returns the moving mean of a series, and behind it the series itself."""
+    return [ChartCurve("", raw, is_faint=True), ChartCurve(name, Series(raw.x, smooth(raw.y)))]

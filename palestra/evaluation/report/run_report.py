@@ -1,0 +1,86 @@
+"""Summary table of a run for the terminal, with the likely reason if it learned nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from palestra.runs.headline import eval_label, training_return_label, training_success_label
+from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval
+from palestra.text.rollouts.sample_metrics import sample_rows
+
+SUMMARY_ROWS = [
+    ("local_reward", "local reward"),
+    ("invalid", "invalid answers"),
+    ("entropy", "entropy"),
+]
+
+
+def summary_table(path: str | Path) -> Table:
+    """Returns a table of what a run learned: evaluations before and after, and each policy's metrics at both ends of
+    the run, with a row that names the log lines that are averaged. A single evaluation is in the column of the time at
+    which it was played."""
+    logs = RunLogs(Path(path))
+    table = Table(title="what was learned", title_justify="left")
+    for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for key, lines in logs.evals.items():
+        last, name = lines[-1], eval_label(logs.config, key)
+        n = f"{last['episodes']:.0f}"
+        if "success" in last:
+            table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
+        for title, _ in sample_rows(last):
+            sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
+            table.add_row(f"{name}: {title} of {n}", *sampled)
+        if "return" in last:
+            table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
+        if ("return" in last or "success" not in last) and len(set(last["returns"].values())) > 1:
+            for seat in last["returns"]:
+                table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
+        table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
+    if logs.team and any("success" in line for line in logs.team):
+        begin, end, which = end_windows(logs.team)
+        table.add_section()
+        ends = [mean_of(lines, "success") for lines in (begin, end)]
+        label = f"{training_success_label(logs.config)}, {which}"
+        table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in ends), style="dim")
+    for name, lines in logs.policies.items():
+        begin, end, which = end_windows(lines)
+        table.add_section()
+        table.add_row(f"{name}: {which}", style="dim")
+        for key, label in [("return", training_return_label(logs.config)), *SUMMARY_ROWS]:
+            ends = [mean_of(begin, key), mean_of(end, key)]
+            if ends != [None, None]:
+                table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
+    return table
+
+
+def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
+    """Returns the texts of an evaluation before and after training: of its first and last line. If there is only one
+    line, the other text is "-" (step -1 is before training)."""
+    if len(lines) > 1:
+        return text(lines[0]), text(lines[-1])
+    return (text(lines[0]), "-") if lines[0]["step"] < 0 else ("-", text(lines[0]))
+
+
+def explain_no_update(path: Path) -> str:
+    """Returns why no step of a language-model run made an update, and what to do; "" if one did or no policy learns."""
+    logs = RunLogs(path)
+    lines = [line for own in logs.policies.values() for line in own if "updates" in line]
+    if not lines or any(line["updates"] for line in lines):
+        return ""
+    flat, success = mean_of(lines, "zero_std_fraction") or 0.0, mean_of(logs.team, "success") or 0.0
+    why = "the episodes hold nothing that the algorithm learns from"
+    fix = "let the env pay more, imitate other answers (algorithm.imitate), or give other data"
+    if flat > 0:
+        why = f"in {flat:.0%} of the groups all answers earn the same, so that no advantage differs from 0"
+        fix = "raise algorithm.group_size or the sampling temperature, or pay for part of the task in the env"
+    if success >= 0.95:
+        why, fix = (
+            f"{why}, at a {training_success_label(logs.config)} of {success:.0%}",
+            "the task is solved already: make it harder",
+        )
+    return f"no update was made in {len(logs.team)} steps: {why}. To change this, {fix}"

@@ -1,0 +1,89 @@
+"""HTML tables of the report, from a run's logs: evaluations, metrics of each policy, seconds by phase."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from palestra.core.types import TEAM
+from palestra.evaluation.report.html import escape_text, format_number, html_table
+from palestra.runs.headline import eval_label
+from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
+from palestra.text.rollouts.sample_metrics import sample_rows
+
+
+def eval_table(logs: RunLogs) -> str:
+    """Returns a table of each evaluation's metrics before and after training, as HTML."""
+    rows: list[list[str]] = []
+    for name, lines in logs.evals.items():
+        before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
+        after = lines[-1]
+        for what, format_value in _columns(after):
+            rows.append(
+                [
+                    eval_label(logs.config, name),
+                    what,
+                    f"{after['episodes']:.0f}",
+                    format_value(before) if before else "-",
+                    format_value(after),
+                ]
+            )
+    return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
+
+
+def _columns(line: Line) -> list[tuple[str, Any]]:
+    """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
+    found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
+    found += [(name, partial(_sampled, name)) for name, _ in sample_rows(line)]
+    found += [("return", lambda line: format_number(line.get("return")))] if "return" in line else []
+    found += [(f"return of {seat}", partial(_own, seat)) for seat in line.get("returns", {})]
+    found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
+    return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
+
+
+def _sampled(name: str, line: Line) -> str:
+    return dict(sample_rows(line)).get(name, "-")
+
+
+def _own(seat: str, line: Line) -> str:
+    half = line.get("returns_ci95", {}).get(seat)
+    return format_number(line.get("returns", {}).get(seat)) + (f" ± {half:.2f}" if half is not None else "")
+
+
+def policy_table(logs: RunLogs) -> str:
+    """Returns a table of each policy's metrics at both ends of the run, as HTML, and which log lines are averaged."""
+    rows, windows = [], {}
+    for name, lines in logs.policies.items():
+        first, last, windows[name] = end_windows(lines)
+        for key in dict.fromkeys(key for line in lines for key in line):
+            ends = [mean_of(first, key), mean_of(last, key)]
+            if key not in ("step", "policy", "iteration") and ends != [None, None]:
+                rows.append([f"{name}: {key}", *(_short(end) for end in ends)])
+    return html_table(["metric", "first", "last"], rows) + (_window_note(windows) if rows else "")
+
+
+def _window_note(windows: dict[str, str]) -> str:
+    distinct = dict.fromkeys(windows.values())
+    by_policy = [which if len(distinct) == 1 else f"{name}: {which}" for name, which in windows.items()]
+    return f"<p class=soft>{escape_text('; '.join(dict.fromkeys(by_policy)))}</p>"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def time_table(logs: RunLogs) -> str:
+    """Returns a table of the seconds by phase, or by kind of task, as HTML; shares are of all timed seconds."""
+    spent: dict[str, list[float]] = {}
+    for line in logs.timings:
+        if line.get("policy") != TEAM:
+            continue
+        if "kind" in line:
+            spent.setdefault(str(line["kind"]), []).append(line["seconds"])
+            continue
+        for key, value in line.items():
+            if key.endswith("_s") and not key.endswith(("_per_s", "_cpu_s", "elapsed_s")) and value is not None:
+                spent.setdefault(key.removesuffix("_s"), []).append(value)
+    whole = sum(map(sum, spent.values())) or 1.0
+    rows = [[what, len(some), f"{sum(some):.1f}", f"{sum(some) / whole:.0%}"] for what, some in spent.items()]
+    return html_table(["phase", "times", "seconds", "share"], rows)

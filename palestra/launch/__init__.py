@@ -1,1 +1,0 @@
-"""Starts runs: single process, several processes, Ray, populations."""

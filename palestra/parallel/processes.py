@@ -1,0 +1,159 @@
+"""Child processes that ignore Ctrl-C, end with their parent and stop within a time limit; and why a process ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
+_starting = threading.Lock()  # held while this process's environment has it
+
+
+def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
+    """Starts and returns a process that runs `target(*arguments)`.
+
+    It never receives Ctrl-C, which a terminal sends to all its processes, not even before its first line of code: the
+    parent decides when it ends. A `daemon` may not start processes of its own.
+    """
+    with _starting:
+        safe_path = os.environ.get(SAFE_PATH)
+        process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
+        os.environ[SAFE_PATH] = "1"
+        resource_tracker.ensure_running()  # started first, since its start unblocks the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _restore_safe_path(safe_path)
+    if daemon:  # at the end of this process multiprocessing sends SIGTERM to it and waits, and it may ignore SIGTERM
+        Finalize(None, _kill, (weakref.ref(process),), exitpriority=0)
+    return process
+
+
+def _kill(reference: weakref.ref[BaseProcess]) -> None:
+    process = reference()
+    if process is not None:
+        with suppress(ValueError):  # it was closed
+            process.kill()
+
+
+def leave_signals_to_parent() -> None:
+    """Ignores Ctrl-C and SIGTERM, which a terminal or a cluster sends to all processes of a run: the parent decides
+    when this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that this process starts would inherit
+
+
+def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:
+    _restore_safe_path(safe_path)
+    target(*arguments)
+
+
+def _restore_safe_path(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(SAFE_PATH, None)
+    else:
+        os.environ[SAFE_PATH] = value
+
+
+class StoppableProcess:
+    """A child process that runs `target(*arguments, stop)` and ends with this process. `stop` is an event, which the
+    method `stop` sets to ask the target to return."""
+
+    def __init__(self, target: Callable[..., object], arguments: Iterable[Any]) -> None:
+        self._event = SPAWN_CONTEXT.Event()
+        self._process = start_process(target, (*arguments, self._event))
+
+    @property
+    def exitcode(self) -> int | None:
+        """The process's exit code, None while it runs."""
+        return self._process.exitcode
+
+    def stop(self) -> None:
+        """Sets the event."""
+        self._event.set()
+
+    def kill(self) -> None:
+        """Kills the process."""
+        self._process.kill()
+
+
+class PipeProcess:
+    """A child process that runs `target(pipe, *arguments)`, and this end of the pipe.
+
+    The pipe closes when either process ends, for whatever reason; the child must end when the pipe closes.
+    """
+
+    def __init__(self, target: Callable[..., object], *arguments: Any, daemon: bool = False) -> None:
+        self.pipe: Connection
+        self.pipe, theirs = SPAWN_CONTEXT.Pipe()
+        self.process = start_process(target, (theirs, *arguments), daemon=daemon)
+        theirs.close()  # the child has a copy; this one would keep the pipe open after its death
+
+    def stop(self, timeout_s: float) -> None:
+        """Closes the pipe; kills the process if it still runs `timeout_s` seconds later."""
+        self.pipe.close()
+        join_or_kill(self.process, timeout_s)
+
+    def exit_reason(self) -> str:
+        """Returns how the process ended, for messages; see `exit_reason`."""
+        return exit_reason(self.process.exitcode)
+
+
+def join_or_kill(process: BaseProcess, timeout_s: float) -> bool:
+    """Waits `timeout_s` seconds for a process to end, then kills it. Returns True if it had to be killed."""
+    process.join(max(0.0, timeout_s))
+    if not process.is_alive():
+        return False
+    process.kill()
+    process.join()
+    return True
+
+
+def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Waits `timeout_s` seconds for a command to end, then kills it."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def exit_with_parent(cleanup: Callable[[], object] = lambda: None) -> None:
+    """Ends this process, which `start_process` started, once its parent has ended in any way; calls `cleanup` first."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        cleanup()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="exit with parent", daemon=True).start()
+
+
+def exit_reason(code: int | None) -> str:
+    """Returns how a process with this exit code ended: "exit code 3", or "exit code -9, SIGKILL" for a signal."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"exit code {code}, {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"exit code {code}"
+
+
+class ProcessLost(Exception):
+    """The other process died, with its state."""

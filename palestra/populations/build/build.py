@@ -1,0 +1,226 @@
+"""Builds a population run from its config: plan, workers and backend.
+
+This module imports no transformers, so that networks train without it: `language_population` adds language agents and
+is imported only for configs with language agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_serializer, model_validator
+
+from palestra.parallel.config import PopulationBackendConfig, open_backend
+from palestra.runs.config import RunConfig
+from palestra.vector.build.envs import check_memory
+from palestra.core.config import RunName, StrictModel
+from palestra.envs import load_env_class, validate_env_options
+from palestra.envs.text.board_games import TextGame
+from palestra.envs.vector_base import VectorEnv
+from palestra.core.files import atomic_write, to_json_line
+from palestra.populations.plans.league import League, LeagueConfig
+from palestra.populations.plans.pbt import PBT, PBTConfig
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.plans.psro import PSRO
+from palestra.populations.plans.psro_config import PSROConfig
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.plans.self_play import SelfPlay, SelfPlayConfig
+from palestra.parallel.tasks import Backend, TaskResult, WorkerFactory
+from palestra.populations.plans.xdo import XDO, XDOConfig
+from palestra.envs.remote.remote_env import make_env
+from palestra.runs import Run
+from palestra.core.types import TEAM, Metrics, Seat
+from palestra.populations.workers.exact import ExactWorker
+from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
+from palestra.populations.workers.net_oracle import NetOracle, NetWorker
+
+SHARED_PLAYER = "agent"  # name of the population that plays every seat
+
+AnyPlan = PSRO | XDO | SelfPlay | League | PBT
+PlanConfig = Annotated[PSROConfig | XDOConfig | SelfPlayConfig | LeagueConfig | PBTConfig, Field(discriminator="type")]
+
+
+class ExactOracle(StrictModel):
+    """Exact best responses, for games with rules that are small enough to be enumerated."""
+
+    type: Literal["exact"] = "exact"
+    env: dict[str, Any]
+    """The env, as at the top of the config."""
+
+
+class PopulationConfig(RunConfig):
+    """A run that trains a population of networks, or of exact best responses."""
+
+    name: RunName = "population"
+    symmetric: bool = False
+    """One population plays every seat; else each seat has its own. Leagues and population-based training are always
+    symmetric."""
+    population: PlanConfig
+    """The plan: which members are trained, against which opponents."""
+    oracle: Annotated[NetOracle | ExactOracle, Field(discriminator="type")]
+    """Training of members: networks or exact best responses."""
+    backend: PopulationBackendConfig = PopulationBackendConfig()
+    """Processes that run tasks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_env(cls, tree: Any) -> Any:
+        """Copies the run's env to the oracle, whose config must not contain one."""
+        oracle = tree.get("oracle") if isinstance(tree, Mapping) else None
+        if not isinstance(oracle, Mapping):
+            return tree
+        if "env" in oracle:
+            raise ValueError("oracle.env: the env of a population is set at the top of the config; leave it out here")
+        return {**tree, "oracle": {**oracle, "env": tree.get("env")}}
+
+    @field_serializer("oracle")
+    def _without_env(self, oracle: StrictModel) -> dict[str, Any]:
+        return oracle.model_dump(mode="json", exclude={"env"})
+
+    @property
+    def trains_language_agents(self) -> bool:
+        """True if the members are language agents."""
+        return False
+
+    def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
+        """Returns the factory of the workers that run the plan's tasks; `players` are the game's seats, or the one
+        population that plays every seat."""
+        if isinstance(self.oracle, ExactOracle):
+            return partial(ExactWorker, self.env, players)
+        return partial(NetWorker, self.oracle, players, self.seed)
+
+
+@dataclass
+class PopulationSetup:
+    """Parts of a population run, for `run_population`. `at_once` is the number of tasks that run at once;
+    `as_completed`: the plan gets results in the order of completion."""
+
+    plan: AnyPlan
+    make_worker: WorkerFactory
+    open_backend: Callable[[WorkerFactory], Backend]
+    at_once: int
+    as_completed: bool
+
+
+class PopulationRecorder(PlanCallback):
+    """Writes population.json and payoffs.csv to the run's folder when members were added; calls `watcher` after each
+    task."""
+
+    def __init__(self, plan: AnyPlan, run: Run, watcher: PlanCallback) -> None:
+        self.plan, self.run, self.callback = plan, run, watcher
+        self._lines: list[str] = []  # lines of population.json, one for each member; members do not change
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        if TEAM in lines and len(self.plan.population) > len(self._lines):
+            self.write()
+        self.callback.on_task_done(number, done, lines)
+
+    def write(self) -> None:
+        """Writes both files; payoffs.csv only for plans with a payoff table."""
+        new = islice(self.plan.population, len(self._lines), None)
+        self._lines += [to_json_line(member).decode().rstrip() for member in new]
+        atomic_write(self.run.path / "population.json", "[\n{}\n]\n".format(",\n".join(self._lines)).encode())
+        if isinstance(self.plan, PSRO | SelfPlay) and all(self.plan.payoffs.shape):
+            atomic_write(self.run.path / "payoffs.csv", self.plan.payoffs.to_csv().encode())
+
+
+def build_population(config: PopulationConfig) -> PopulationSetup:
+    """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
+    together."""
+    seats, rules = _game(config.env)
+    _check(config, rules)
+    if isinstance(config.oracle, NetOracle):
+        check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
+    own = _players(config, seats)
+    players = tuple(dict.fromkeys(own))
+    population = Population(players)
+    population.add(Member(UNIFORM_MEMBER, ""))
+    return PopulationSetup(
+        plan=_plan(config, population, own),
+        make_worker=config.worker_factory(players),
+        open_backend=partial(open_backend, config.backend),
+        at_once=config.backend.num_at_once,
+        as_completed=config.backend.as_completed,
+    )
+
+
+def players_by_seat(config: PopulationConfig) -> tuple[Player, ...]:
+    """Returns the player at each seat of the config's game: the seat itself, or the one population that plays all."""
+    return _players(config, _game(config.env)[0])
+
+
+def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player, ...]:
+    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    return tuple(SHARED_PLAYER if one else seat for seat in seats)
+
+
+def run_population(
+    setup: PopulationSetup, run: Run, callback: PlanCallback, stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Runs the rest of the plan. Returns False if `stop` ended it early. Raises ValueError if a task fails."""
+    backend = setup.open_backend(setup.make_worker)
+    recorder = PopulationRecorder(setup.plan, run, callback)
+    try:
+        done = run_plan(setup.plan, backend, run, callback=recorder, stop=stop, as_completed=setup.as_completed)
+    finally:
+        backend.close()
+    recorder.write()
+    return done
+
+
+def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
+    """Returns the seats of an env, and whether its rules are available for exact results."""
+    if env.get("at"):
+        return make_env(**env).seats, False
+    cls = load_env_class(env.get("type", ""))
+    options = validate_env_options(cls, {name: value for name, value in env.items() if name != "type"})
+    if issubclass(cls, VectorEnv):
+        made = cls(**(options | {"num_envs": 1}))
+        seats, rules = made.seats, rules_of_env(env) is not None
+        made.close()
+        return seats, rules
+    game = cls(**options)
+    return game.seats, isinstance(game, TextGame) and game.is_tabular
+
+
+def _check(config: PopulationConfig, rules: bool) -> None:
+    env, oracle = config.env.get("type"), config.oracle
+    vectorised = not config.env.get("at") and issubclass(load_env_class(str(env)), VectorEnv)
+    if vectorised == config.trains_language_agents:
+        fitting = "net or exact" if vectorised else "language"
+        raise ValueError(f'oracle {oracle.type} cannot play env "{env}": set oracle.type to {fitting}')
+    if isinstance(config.population, XDOConfig) and (not rules or config.trains_language_agents):
+        raise ValueError(
+            f"xdo solves restricted games by the rules of a vectorised game, and {env} with oracle {oracle.type} has "
+            "no such rules: use psro"
+        )
+    measured = not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0
+    exact = isinstance(oracle, ExactOracle)
+    if not rules and exact:
+        raise ValueError(
+            f"{no_rules_message(config.env)}, so best responses cannot be computed: use an oracle that trains them "
+            "(oracle: {type: net})"
+        )
+    if not rules and measured:
+        raise ValueError(
+            f"{no_rules_message(config.env)}, so NashConv cannot be measured: set population.nash_conv_every: 0"
+        )
+    if vectorised and (exact or measured or isinstance(config.population, XDOConfig)):
+        tree_of_env(config.env)  # raises ValueError if the game is too large
+
+
+def _plan(config: PopulationConfig, population: Population, seats: tuple[Player, ...]) -> AnyPlan:
+    plan = config.population
+    if isinstance(plan, PSROConfig):
+        return PSRO(plan, population, seats)
+    if isinstance(plan, XDOConfig):
+        return XDO(plan, population, seats)
+    if isinstance(plan, SelfPlayConfig):
+        return SelfPlay(plan, population, seats)
+    if isinstance(plan, LeagueConfig):
+        return League(plan, population, seats, config.seed)
+    return PBT(plan, population, config.seed)

@@ -1,0 +1,206 @@
+"""The league of AlphaStar (Vinyals et al., 2019, and its published pseudocode) as a plan of training slices.
+
+Main agents train against the whole league, main exploiters against the main agents, league exploiters against the
+league's history. Each learner trains slice after slice from its last weights and does not wait for the others. A
+slice's opponents are drawn from a fixed distribution: that of the published rules at the win rates known when the slice
+starts. A frozen copy is the member that the slice produced: no weights are copied.
+
+There are three differences from the published rules. A copy is frozen before a reset, not after it. A reset also clears
+the learner's win rates, which belong to other weights. A share of the games (`explore_share`) is spread evenly over the
+opponents that decide whether the learner is frozen: otherwise an opponent that is always beaten has weight 0, and its
+win rate is never measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from palestra.core.seeding import derive_seed
+from palestra.core.types import TEAM, Metrics
+from palestra.parallel.tasks import Result, Task
+from palestra.populations.plans.league_rules import LeagueConfig, LeagueLearner, LeagueLogic, OpponentWeights
+from palestra.populations.plans.slices import slice_task
+from palestra.populations.population import Member, Mix, Player, Population
+from palestra.populations.tasks import AssessResult, AssessTask, PlayResult, PlayTask, TrainResult, TrainTask
+
+__all__ = ["League", "LeagueConfig"]
+
+
+class League:
+    """Plan of a league. `population` plays all `seats` (default: two).
+
+    Its initial members are the first of the league's history and of every main agent's past. All learners start from
+    the first of them that has weights, and are reset to it. Raises ValueError if the population has several players or
+    no member.
+    """
+
+    def __init__(
+        self, config: LeagueConfig, population: Population, seats: Sequence[Player] = (), seed: int = 0
+    ) -> None:
+        if len(population.players) != 1 or not len(population):
+            raise ValueError(
+                "a league needs a population with one player, whose members play every seat, and with an initial "
+                f"member to play against; this one has players {', '.join(population.players)} and {len(population)} "
+                "members"
+            )
+        self.config, self.population, self.seed = config, population, seed
+        self.seats = tuple(seats) or population.players * 2
+        self.initial_member = next((member.name for member in population if member.weights), "")
+        self.logic = LeagueLogic(config, list(self._learners()), population)
+        self.learners, self.win_rates = self.logic.learners, self.logic.win_rates
+        self.games = self.env_steps = 0
+        self._metrics: dict[str, Metrics] = {}
+        self._counts: dict[str, Metrics] = {}  # by assessment: env steps and games when it was created
+        self.opponents: dict[
+            str, dict[str, list[str]]
+        ] = {}  # by task and opponent member: the names whose win rates it counts for
+
+    def _learners(self) -> Iterable[LeagueLearner]:
+        roles = self.config.roles()
+        for number, role in enumerate(roles):
+            yield LeagueLearner(
+                f"{role}_{number - roles.index(role)}", role, start=self.initial_member, parent=self.initial_member
+            )
+
+    def initial_tasks(self) -> Sequence[Task]:
+        """Returns the first slice of each learner."""
+        return [self._slice(learner) for learner in self.learners.values()]
+
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        """Records a result; returns the learner's next slice, and the games of a newly frozen copy."""
+        self._metrics = {}
+        match task, result:
+            case TrainTask() as trained, TrainResult() as outcome:
+                return self._trained(trained, outcome)
+            case PlayTask(), PlayResult() as played:
+                self.games += sum(cell.games for cell in played.payoffs if not cell.exact)
+            case AssessTask() as assessed, AssessResult() as distance:
+                metrics = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
+                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **metrics}}
+        return []
+
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """Returns metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether
+        it is frozen; or of an assessment: NashConv."""
+        return self._metrics
+
+    def summary(self) -> Metrics:
+        """Returns progress: slices done and in all, members, games, env steps."""
+        done = sum(learner.slices for learner in self.learners.values())
+        counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
+        return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
+
+    def _trained(self, task: TrainTask, result: TrainResult) -> list[Task]:
+        learner = self.learners[task.learner]
+        self.env_steps += result.env_steps
+        self._note(learner, task, result)
+        over = learner.slices == self.config.slices
+        played = self._freeze(learner) if over or self.logic.should_freeze(learner) else []
+        return played if over else [*played, self._slice(learner)]
+
+    def _slice(self, learner: LeagueLearner) -> TrainTask:
+        weights = self.logic.opponent_weights(learner)
+        self_play = weights.current.pop(learner.name, 0.0)
+        latest = {name: self.learners[name].latest for name in weights.current}
+        members = self._draw_opponents(learner, weights, latest)
+        task = slice_task(self.config, self.population, learner, members, start=learner.start, self_play=self_play)
+        numbers = self.logic.number_of
+        names = {m: [m] if m in numbers and weights.frozen[numbers[m]] else [] for m in members}
+        for name, member in latest.items():
+            if member in names:
+                names[member].append(name)
+        self.opponents[task.name] = names
+        return task
+
+    def _draw_opponents(self, learner: LeagueLearner, weights: OpponentWeights, latest: Mapping[str, str]) -> Mix:
+        """Returns the distribution of a slice's opponents, in which a learner is its member in `latest`. It has
+        `opponents_per_slice` draws from `weights`, or if that is 0 all of `weights`."""
+        history, shares = self.logic.history(), np.append(weights.frozen, list(weights.current.values()))
+        if not shares.any():  # nothing but self-play
+            return {self.logic.initial_members[0]: 1.0}
+        shares /= shares.sum()
+        if draws := self.config.opponents_per_slice:
+            rng = np.random.default_rng(derive_seed(self.seed, "opponents", learner.name, learner.slices))
+            shares = rng.multinomial(draws, shares) / draws
+        mix: Mix = {}
+        others = list(latest.values())
+        for number in np.flatnonzero(shares):
+            name = history[number] if number < len(history) else others[number - len(history)]
+            mix[name] = mix.get(name, 0.0) + float(shares[number])
+        return mix
+
+    def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
+        for member, names in self.opponents.pop(task.name).items():
+            if (met := result.opponents.get(member)) is None:
+                continue
+            for name in names:
+                self.win_rates.add(learner.name, name, met.games, met.points)
+        learner.slices += 1
+        learner.slices_since_freeze += 1
+        learner.start = learner.latest = task.output_member
+        rates = self.logic.judge_rates(learner)
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {
+            learner.name: {**metrics, "win_rate": float(rates.mean()), "worst_win_rate": float(rates.min())}
+        }
+
+    def _freeze(self, learner: LeagueLearner) -> list[Task]:
+        """Adds the last slice's member to the history; returns the tasks of its games against earlier members and of
+        its assessment."""
+        before, name = self._rated_opponents(learner), learner.latest
+        info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
+        self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
+        learner.frozen_copies.append(name)
+        learner.slices_since_freeze, learner.parent = 0, name
+        if self._begins_anew(learner):
+            learner.start = learner.parent = self.initial_member
+            learner.latest = ""
+            self.win_rates.remove(learner.name)
+        self._metrics[TEAM] = self.summary()
+        return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
+
+    def _rated_opponents(self, learner: LeagueLearner) -> list[str]:
+        """Returns the earlier members that a new copy of the learner plays, oldest first."""
+        history, wanted = self.logic.history(), self.config.rated_opponents
+        if not wanted or wanted >= len(history):
+            return history
+        rng = np.random.default_rng(derive_seed(self.seed, "rated", learner.name, learner.slices))
+        return [history[number] for number in sorted(rng.choice(len(history), wanted, replace=False))]
+
+    def _assessment(self, learner: LeagueLearner) -> list[AssessTask]:
+        every, copies = self.config.nash_conv_every, len(learner.frozen_copies)
+        if learner.role != "main" or not every or copies % every:
+            return []
+        newest = learner.frozen_copies[-1]
+        self._counts[f"assess/{newest}"] = {"env_steps": self.env_steps, "games": self.games}
+        return [
+            AssessTask(
+                f"assess/{newest}",
+                iteration=copies,
+                strategies={self.population.players[0]: {newest: 1.0}},
+                members=self.population.names_with_files([newest]),
+            )
+        ]
+
+    def _play(self, name: str, others: Sequence[str]) -> list[PlayTask]:
+        tasks: list[PlayTask] = []
+        for i in range(0, len(others), self.config.cells_per_task):
+            some = others[i : i + self.config.cells_per_task]
+            cells = tuple((name, *[other] * (len(self.seats) - 1)) for other in some)
+            tasks.append(
+                PlayTask(
+                    f"play/{name}/{len(tasks)}",
+                    cells=cells,
+                    games_per_cell=self.config.games_per_cell,
+                    members=self.population.names_with_files([name, *some]),
+                )
+            )
+        return tasks
+
+    def _begins_anew(self, learner: LeagueLearner) -> bool:
+        if learner.role == "league_exploiter":
+            drawn = np.random.default_rng(derive_seed(self.seed, "reset", learner.name, learner.slices)).random()
+            return bool(drawn < self.config.reset_probability)
+        return learner.role == "main_exploiter"

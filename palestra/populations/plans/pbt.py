@@ -1,0 +1,239 @@
+"""Population-based training (Jaderberg et al., 2017) as a plan of training slices.
+
+Each learner trains slice after slice. Between two slices, a learner rated among the worst copies the weights and
+settings of one of the best, and perturbs or resamples each setting. Learners do not wait for each other: a learner is
+compared with the latest ratings of the others when its slice ends. The settings of each slice are part of its task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from palestra.core.config import StrictModel
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Metrics
+from palestra.parallel.tasks import Result, Task
+from palestra.populations.plans.matchmaking import WinRates
+from palestra.populations.plans.slices import SliceConfig, slice_task
+from palestra.populations.population import Member, Mix, Population
+from palestra.populations.tasks import TrainResult, TrainTask
+
+
+class SearchSpace(StrictModel):
+    """Range of a searched setting."""
+
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+    log_scale: bool = True
+    """Draw log-uniformly (needs `low` above 0); else uniformly."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> SearchSpace:
+        if self.low > self.high:
+            raise ValueError(f"low: {self.low:g} is above high: {self.high:g}; swap them")
+        if self.log_scale and self.low <= 0:
+            raise ValueError(f"low: {self.low:g} has no logarithm; use a positive one, or log_scale: false")
+        return self
+
+    def sample(self, rng: np.random.Generator) -> float:
+        """Draws a value from the whole range."""
+        if not self.log_scale:
+            return float(rng.uniform(self.low, self.high))
+        return self.clip(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
+
+    def clip(self, value: float) -> float:
+        """Clips `value` to the range."""
+        return min(max(value, self.low), self.high)
+
+
+class PBTConfig(SliceConfig):
+    """Population-based training: number of learners and slices, the searched settings, and the rules of selection."""
+
+    type: Literal["pbt"] = "pbt"
+    num_learners: int = Field(8, ge=2, le=10_000)
+    """Policies that train in parallel."""
+    slices: int = Field(20, ge=1)
+    """Slices that each learner trains."""
+    search: dict[str, SearchSpace] = {"lr": SearchSpace(low=1e-4, high=1e-2)}
+    """Settings to search, by name (settings of the algorithm or of the policy), and their ranges."""
+    rating: Literal["wins", "return"] = "wins"
+    """Rating of a learner. `wins`: mean win rate against the other learners (decayed, 0.5 where unknown). `return`:
+    mean return at the end of the last slice."""
+    select_every: int = Field(2, ge=1)
+    """Selection takes place after every so many slices of a learner."""
+    truncation: float = Field(0.2, gt=0, le=0.5)
+    """Share of the learners that counts as the worst, and as the best."""
+    min_rating_gap: float = Field(0.0, ge=0)
+    """A learner copies a better one only if their ratings differ by more than this."""
+    perturb: tuple[float, float] = (0.8, 1.2)
+    """Two factors: each copied setting is multiplied by one of them, drawn at random."""
+    resample_probability: float = Field(0.0, ge=0, le=1)
+    """Probability that a copied setting is drawn anew from its range instead of perturbed."""
+    self_play: float = Field(0.2, ge=0, le=1)
+    """Share of a learner's games against its own current weights; its other games are against the other learners'
+    latest members."""
+
+
+@dataclass
+class PBTLearner:
+    """A policy in training.
+
+    `copied_from` names the learner whose weights and settings its next slice has copied ("": it continues its own
+    weights); `has_trained` is True once it has trained with its current settings.
+    """
+
+    name: str
+    settings: dict[str, float]
+    latest: str = ""
+    slices: int = 0
+    score: float = 0.0
+    copied_from: str = ""
+    has_trained: bool = False
+
+
+class PBT:
+    """Plan of population-based training. `population` plays all seats; at the end it also holds each learner's last
+    member.
+
+    Raises ValueError if the population has several players or no member.
+    """
+
+    def __init__(self, config: PBTConfig, population: Population, seed: int = 0) -> None:
+        if len(population.players) != 1 or not len(population):
+            raise ValueError(
+                "population-based training needs a population with one player, whose members play every seat, and with "
+                f"an initial member, for example uniform; this one has players {', '.join(population.players)} and "
+                f"{len(population)} members"
+            )
+        self.config, self.population, self.seed = config, population, seed
+        self.win_rates = WinRates(config.win_rate_decay)
+        names = [f"learner_{number}" for number in range(config.num_learners)]
+        self.learners = {name: PBTLearner(name, self._drawn(self._rng(name, 0))) for name in names}
+        self.env_steps = 0
+        self._slice_rating = 0.0  # of the last slice's learner, before selection
+        self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
+
+    def initial_tasks(self) -> Sequence[Task]:
+        """Returns the first slice of each learner."""
+        return [self._slice(learner) for learner in self.learners.values()]
+
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        """Records a slice's result, applies selection if it is due, and returns the learner's next slice."""
+        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
+        learner = self.learners[task.learner]
+        self.env_steps += result.env_steps
+        self._note(learner, task, result)
+        self._slice_rating = self.rating(learner)
+        if learner.slices == self.config.slices:
+            self._keep(learner)
+            return []
+        if learner.slices % self.config.select_every == 0:
+            self._evolve(learner)
+        return [self._slice(learner)]
+
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """Returns metrics of a slice: the learner's return, its rating before selection, and the settings that it was
+        trained with."""
+        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
+        learner = self.learners[task.learner]
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        return {learner.name: {**metrics, "rating": self._slice_rating, **task.settings}}
+
+    def summary(self) -> Metrics:
+        """Returns progress: slices done and in all, members, env steps."""
+        done = sum(learner.slices for learner in self.learners.values())
+        whole = self.config.slices * len(self.learners)
+        return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
+
+    def _slice(self, learner: PBTLearner) -> TrainTask:
+        mix, self_play = self._mixture(learner)
+        copied_from, learner.copied_from = learner.copied_from, ""
+        task = slice_task(
+            self.config,
+            self.population,
+            learner,
+            mix,
+            start=learner.latest,
+            self_play=self_play,
+            settings=dict(learner.settings),
+            copied_from=copied_from,
+        )
+        self.opponents[task.name] = {
+            other.latest: other.name for other in self.learners.values() if other.latest in mix
+        }
+        return task
+
+    def _mixture(self, learner: PBTLearner) -> tuple[Mix, float]:
+        others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
+        others = [name for name in dict.fromkeys(others) if name != learner.latest]
+        if not others or self.config.self_play == 1:
+            return {
+                next(iter(self.population)).name: 1.0
+            }, 1.0  # with self_play 1 the opponent never plays, but a task must name one
+        return {name: 1 / len(others) for name in others}, self.config.self_play
+
+    def _note(self, learner: PBTLearner, task: TrainTask, result: TrainResult) -> None:
+        for member, name in self.opponents.pop(task.name).items():
+            if met := result.opponents.get(member):
+                self.win_rates.add(learner.name, name, met.games, met.points)
+        learner.slices += 1
+        learner.latest, learner.has_trained = task.output_member, True
+        if result.mean_return is not None:  # no game may have ended
+            learner.score = result.mean_return
+
+    # ---- exploit and explore
+
+    def rating(self, learner: PBTLearner) -> float:
+        """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, as `PBTConfig.rating` says."""
+        if self.config.rating == "return":
+            return learner.score
+        others = [other.name for other in self.learners.values() if other is not learner]
+        return float(np.mean([self.win_rates.rate(learner.name, other) for other in others]))
+
+    def _evolve(self, learner: PBTLearner) -> None:
+        """Applies truncation selection once all learners have trained: if `learner` is among the worst, it may copy one
+        of the best."""
+        ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals remain in the learners' order
+        ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)
+        best = [other for other in ranked[-ends:] if other.has_trained]
+        if learner not in ranked[:ends] or not best or not all(other.slices for other in ranked):
+            return
+        rng = self._rng(learner.name, learner.slices)
+        chosen = best[int(rng.integers(len(best)))]
+        if self.rating(chosen) - self.rating(learner) > self.config.min_rating_gap:
+            self._take_over(learner, chosen, rng)
+
+    def _take_over(self, learner: PBTLearner, best: PBTLearner, rng: np.random.Generator) -> None:
+        learner.latest, learner.score, learner.copied_from, learner.has_trained = (
+            best.latest,
+            best.score,
+            best.name,
+            False,
+        )
+        learner.settings = {name: self._explored(name, value, rng) for name, value in best.settings.items()}
+        self.win_rates.remove(learner.name)
+
+    def _explored(self, name: str, value: float, rng: np.random.Generator) -> float:
+        searched = self.config.search[name]
+        if rng.random() < self.config.resample_probability:
+            return searched.sample(rng)
+        return searched.clip(value * self.config.perturb[int(rng.integers(2))])
+
+    def _drawn(self, rng: np.random.Generator) -> dict[str, float]:
+        return {name: searched.sample(rng) for name, searched in self.config.search.items()}
+
+    def _rng(self, learner: str, slices: int) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self.seed, "pbt", learner, slices))
+
+    def _keep(self, learner: PBTLearner) -> None:
+        info = {"learner": learner.name, "settings": dict(learner.settings), "rating": self.rating(learner)}
+        name = learner.latest
+        self.population.add(Member(name, self.population.players[0], f"members/{name}", None, info))

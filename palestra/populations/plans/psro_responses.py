@@ -1,0 +1,141 @@
+"""Responses of PSRO: policies in training, before they become members."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from palestra.core.types import Metrics
+from palestra.populations.plans.meta_strategy import MetaStrategy
+from palestra.populations.plans.psro_config import PSROConfig
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.tasks import TrainResult
+
+MIN_RELATIVE_GAIN = 1e-7  # smaller gains count as 0 (joint solvers); relative to the largest payoff
+
+
+@dataclass
+class Response:
+    """A policy in training: the response of iteration `iteration` for `player`. `name` is its name as a member.
+
+    `recommended` is the member that it deviates from or continues, if an iteration has one response for each of several
+    members. `latest` is its newest snapshot. With joint solvers, `gain` is its gain (minus the standard error if it is
+    learned), infinite if unknown; `digest` identifies its policy and is equal for equal exact responses.
+    """
+
+    name: str
+    player: Player
+    iteration: int
+    recommended: str | None = None
+    start: str | None = None
+    slices: int = 0
+    latest: str = ""
+    gain: float = math.inf
+    digest: str = ""
+
+    @property
+    def is_frozen(self) -> bool:
+        """True once its last slice is done."""
+        return self.latest == self.name
+
+    def to_member(self) -> Member:
+        """Returns the finished response as a member."""
+        info: dict[str, Any] = {"iteration": self.iteration, "slices": self.slices}
+        info |= {"recommended": self.recommended} if self.recommended else {}
+        return Member(self.name, self.player, f"members/{self.name}", self.start, info)
+
+
+def recommended_members(config: PSROConfig, meta: MetaStrategy, player: Player) -> Sequence[str | None]:
+    """Returns the members for each of which a response is trained; [None] for one response for all members."""
+    return list(meta.marginal(player)) if config.rectified or config.meta_solver.type == "ce" else [None]
+
+
+def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
+    """Returns the `count` members that `meta` recommends most often (of equals, the oldest), in the order of
+    `members`."""
+    if len(members) <= count:
+        return list(members)
+    mix = meta.marginal(player)
+    kept = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
+    return [name for name in members if name in kept]
+
+
+def start_member(
+    config: PSROConfig,
+    population: Population,
+    meta: MetaStrategy,
+    payoffs: Sequence[np.ndarray],
+    player: Player,
+    recommended: str | None,
+) -> str | None:
+    """Returns the member from whose weights a response starts; None for new weights. `payoffs` are the payoff tensors
+    of `meta`."""
+    if config.rectified:
+        start = recommended
+    elif config.start == "fresh":
+        return None
+    else:
+        last = meta.names[meta.seats.index(player)][-1]
+        start = last if config.start == "last" else meta.best_member(payoffs, player)
+    return start if population.names_with_files([start]) else None
+
+
+def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs: Sequence[np.ndarray]) -> float:
+    """Returns the gain of a response to `meta` with return `value` over its player's value, times the probability of
+    the recommendation that it deviates from; 0 if negligible."""
+    seat = meta.seats.index(response.player)
+    table, joint = payoffs[seat], meta.joint
+    if response.recommended:
+        place = [meta.names[seat].index(response.recommended)]
+        table, joint = table.take(place, axis=seat), joint.take(place, axis=seat)
+    gain = float(joint.sum() * value - (joint * table).sum())
+    return gain if gain > MIN_RELATIVE_GAIN * max(float(np.abs(table).max()), abs(value)) else 0.0
+
+
+def gain_error(
+    response: Response, result: TrainResult, meta: MetaStrategy, stderr: Sequence[np.ndarray]
+) -> float | None:
+    """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
+    standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
+    met, seat = list(result.opponents.values()), meta.seats.index(response.player)
+    games = sum(own.games for own in met)
+    if games < 2:
+        return None
+    mean, square = (
+        sum(own.games * value for own, value in zip(met, values, strict=True)) / games
+        for values in ([own.mean_return for own in met], [own.mean_squared_return for own in met])
+    )
+    joint, error = meta.joint, stderr[seat]
+    if response.recommended:
+        place = [meta.names[seat].index(response.recommended)]
+        joint, error = joint.take(place, axis=seat), error.take(place, axis=seat)
+    played = games / (len(meta.seats) - 1)  # `games` counts each game once per opponent
+    own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
+    return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))
+
+
+def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
+    """Warns that a run ends because the solver's table has no room for more members than `meta` has; `metrics` are the
+    metrics of the iteration."""
+    members = " x ".join(map(str, meta.joint.shape))
+    gap = f", whose newest responses gained {metrics['gap']:.3g} in all" if "gap" in metrics else ""
+    fix = "; a lower max_responses or meta_solver cce adds fewer members" if solver == "ce" else ""
+    warnings.warn(
+        f"the run ends after iteration {metrics['iteration']:.0f} with {members} members{gap}, since solver {solver} "
+        f"takes no larger table{fix}",
+        stacklevel=2,
+    )
+
+
+def newest_snapshots(responses: Iterable[Response], players: Sequence[Player]) -> dict[Player, dict[str, str]]:
+    """Returns, by player, the newest snapshot of each response in training that has one."""
+    found: dict[Player, dict[str, str]] = {player: {} for player in players}
+    for response in responses:
+        if response.latest and not response.is_frozen:
+            found[response.player][response.name] = response.latest
+    return found

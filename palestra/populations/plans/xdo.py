@@ -1,0 +1,162 @@
+"""Extensive-form double oracle (XDO; McAleer et al., 2021) as a plan of tasks, for two-player zero-sum games with
+rules.
+
+PSRO mixes whole policies, and may need as many as there are combinations of actions. XDO mixes actions at each
+information state: each player's best response to the last solution adds the actions that it prefers to the allowed
+ones, and the game restricted to the allowed actions is solved by CFR+. With networks as responses this is NXDO. A
+solution is a member whose policy is a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from palestra.core.config import StrictModel
+from palestra.core.types import TEAM, Metrics
+from palestra.parallel.tasks import Result, Task
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    Opponents,
+    SolveResult,
+    SolveTask,
+    TrainResult,
+    TrainTask,
+)
+
+
+class XDOConfig(StrictModel):
+    """Extensive-form double oracle: iterations, responses, and the solution of the restricted game."""
+
+    type: Literal["xdo"] = "xdo"
+    iterations: int = Field(10, ge=1)
+    """Iterations, each with one response for each player."""
+    env_steps: int = Field(100_000, ge=1)
+    """Env steps of each response."""
+    cfr_iterations: int = Field(1000, ge=1)
+    """Iterations of CFR+ on the restricted game."""
+    nash_conv_every: int = Field(1, ge=0)
+    """Measure NashConv every n iterations; 0: never."""
+    stop_nash_conv: float = Field(0.0, ge=0)
+    """The run ends once NashConv is at most this; 0: never."""
+
+
+class XDO:
+    """Plan of XDO. `population` holds the initial member; its two players have one seat each."""
+
+    def __init__(self, config: XDOConfig, population: Population, seats: Sequence[Player] = ()) -> None:
+        """Raises ValueError unless there are two players with one seat each and an initial member."""
+        self.config, self.population = config, population
+        self.players = population.players
+        if len(self.players) != 2 or (seats and tuple(seats) != self.players):
+            raise ValueError(
+                f"xdo needs two players with one population each; this game has {', '.join(seats or self.players)}: "
+                "use psro"
+            )
+        if not population.members:
+            raise ValueError("xdo needs an initial member: add one, for example uniform")
+        self.solution = next(iter(population)).name
+        self.responses: dict[Player, list[str]] = {player: [] for player in self.players}
+        self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
+        self.nash_convs: dict[int, float] = {}
+        self.is_done = False
+        self._metrics: dict[str, Metrics] = {}
+
+    def initial_tasks(self) -> Sequence[Task]:
+        """Returns both players' first responses."""
+        return self._responses()
+
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        """Records a result; returns the next responses, the solve task or the assessment."""
+        self._metrics = {}
+        match task, result:
+            case AssessTask() as assessed, AssessResult() as distance:
+                self._assessed(assessed, distance)
+            case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
+                return self._trained(trained, outcome)
+            case SolveTask() as solved, SolveResult() as solution if not self.is_done:
+                return self._solved(solved, solution)
+        return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
+
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
+        """Returns metrics of a response or a solution, or NashConv. `allowed` counts actions over all information
+        states."""
+        return self._metrics
+
+    def summary(self) -> dict[str, float]:
+        """Returns progress: iterations done and in all, members, env steps, allowed actions, and the latest
+        NashConv."""
+        last = {"nash_conv": self.nash_convs[max(self.nash_convs)]} if self.nash_convs else {}
+        return {"iteration": self.iteration, "iterations": self.config.iterations, **self._counts(), **last}
+
+    def _counts(self) -> Metrics:
+        return {"members": len(self.population), "games": 0, "env_steps": self.env_steps, "allowed": self.num_allowed}
+
+    # ---- results
+
+    def _trained(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
+        player, number = task.player, self.iteration + 1
+        self.responses[player].append(task.output_member)
+        self.population.add(
+            Member(task.output_member, player, f"members/{task.output_member}", None, {"iteration": number})
+        )
+        self.env_steps += result.env_steps
+        self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
+        return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
+
+    def _solved(self, task: SolveTask, result: SolveResult) -> list[Task]:
+        self.iteration, self.solution = self.iteration + 1, task.output_member
+        self.num_allowed = result.num_allowed_actions
+        self.population.add(
+            Member(task.output_member, "", f"members/{task.output_member}", None, {"iteration": self.iteration})
+        )
+        mixed: Metrics = {"iteration": self.iteration, f"mix/{task.output_member}": 1.0}
+        self._metrics = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
+        self.is_done |= self.iteration == self.config.iterations
+        return [*self._assessment(), *([] if self.is_done else self._responses())]
+
+    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+        number, measured = task.iteration, result.nash_conv
+        self.nash_convs[number] = measured
+        self.is_done |= measured <= self.config.stop_nash_conv > 0
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+
+    # ---- tasks
+
+    def _responses(self) -> list[TrainTask]:
+        """Returns both players' responses to the last solution."""
+        first, second = self.players
+        return [self._response(first, second), self._response(second, first)]
+
+    def _response(self, player: Player, other: Player) -> TrainTask:
+        name = f"{player}-{self.iteration + 1}"
+        return TrainTask(
+            f"train/{name}",
+            player=player,
+            opponents=Opponents({other: {self.solution: 1.0}}),
+            env_steps=self.config.env_steps,
+            members=self.population.names_with_files([self.solution]),
+            output_member=name,
+        )
+
+    def _solve(self, number: int) -> SolveTask:
+        return SolveTask(
+            f"solve/{number}",
+            iteration=number,
+            responses={player: tuple(own) for player, own in self.responses.items()},
+            cfr_iterations=self.config.cfr_iterations,
+            members=tuple(name for own in self.responses.values() for name in own),
+            output_member=f"solution-{number}",
+        )
+
+    def _assessment(self) -> list[AssessTask]:
+        every, last = self.config.nash_conv_every, self.iteration == self.config.iterations
+        if not every or (self.iteration % every and not last):
+            return []
+        strategies = {player: {self.solution: 1.0} for player in self.players}
+        files = self.population.names_with_files([self.solution])
+        return [AssessTask(f"assess/{self.iteration}", iteration=self.iteration, strategies=strategies, members=files)]

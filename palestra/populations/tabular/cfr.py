@@ -1,0 +1,114 @@
+"""Iterative solvers of small games: CFR, CFR+ and extensive-form fictitious play."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from palestra.populations.tabular.best_response import best_response, sequence_values
+from palestra.populations.tabular.game_tree import (
+    GameTree,
+    end_probabilities,
+    policy_from_plan,
+    realization_plan,
+    uniform_policy,
+    write_realization_plan,
+)
+
+
+class TabularSolver(Protocol):
+    """A solver whose average policy converges to an equilibrium of a two-player zero-sum game."""
+
+    def run(self, iterations: int) -> None: ...
+
+    def average_policy(self) -> np.ndarray:
+        """Returns the current average policy, float64 [I, A]."""
+        ...
+
+
+class CFRSolver:
+    """Counterfactual regret minimisation (Zinkevich et al., 2007) with alternating updates; with `is_plus` CFR+
+    (Tammelin, 2014): regrets are clipped at zero and the average weighs iteration t by t.
+
+    `action_mask` bool [I, A] restricts the players to some of the legal actions; each information state must keep at
+    least one.
+    """
+
+    def __init__(self, tree: GameTree, *, plus: bool = False, action_mask: np.ndarray | None = None) -> None:
+        self.tree, self.is_plus = tree, plus
+        self.action_mask = tree.action_mask if action_mask is None else action_mask
+        self.iterations = 0
+        self.regrets = np.zeros(tree.action_mask.shape)
+        self.plan_sum = np.zeros(tree.num_sequences)  # weighted sum of the realisation plans
+        self.default_policy = self.action_mask / self.action_mask.sum(1, keepdims=True)
+        self.policy = self.default_policy.copy()
+        self.current_plans = realization_plan(tree, self.policy)
+
+    def run(self, iterations: int) -> None:
+        """Runs this many more iterations."""
+        for _ in range(iterations):
+            self.iterations += 1
+            self.plan_sum += self.current_plans * (self.iterations if self.is_plus else 1)
+            for player in range(self.tree.num_players):
+                self._update_player(player)
+
+    def average_policy(self) -> np.ndarray:
+        """Returns the average policy, float64 [I, A]; uniform over the allowed actions in information states that it
+        never reaches."""
+        return policy_from_plan(self.tree, self.plan_sum, self.default_policy)
+
+    def _update_player(self, player: int) -> None:
+        """Updates one player's regrets against the current policies of the others, and its policy by regret
+        matching."""
+        tree, own = self.tree, self.tree.player_rows(player)
+        regrets = self.regrets[own]
+        regrets += self._advantages(player)[own]
+        if self.is_plus:
+            np.maximum(regrets, 0, out=regrets)
+        self.policy[own] = self._regret_matching(own)
+        write_realization_plan(self.current_plans, tree, self.policy, player)
+
+    def _advantages(self, player: int) -> np.ndarray:
+        """Returns the counterfactual advantage [I, A] of each action over the current policy."""
+        tree = self.tree
+        won = sequence_values(tree, end_probabilities(tree, self.current_plans, player), player)
+        rows = won[tree.num_players :].reshape(self.action_mask.shape)
+        for level in reversed(tree.levels[player]):
+            mean = np.einsum("ia,ia->i", self.policy[level], rows[level])
+            np.add.at(won, tree.parent_sequence[level], mean)
+            rows[level] -= mean[:, None]
+        return np.where(self.action_mask, rows, 0)
+
+    def _regret_matching(self, own: slice) -> np.ndarray:
+        """Returns the policy by regret matching: actions in proportion to their positive regrets; uniform if none is
+        positive."""
+        positive = np.maximum(self.regrets[own], 0)
+        total = positive.sum(1, keepdims=True)
+        return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[own])
+
+
+class XFPSolver:
+    """Extensive-form fictitious play (Heinrich et al., 2015): every player plays a best response to the others' average
+    policy, and the response joins the average with equal weight. Starts from the uniform policy."""
+
+    def __init__(self, tree: GameTree) -> None:
+        self.tree = tree
+        self.iterations = 0
+        self.policy = uniform_policy(tree)
+        self.plan_sum = realization_plan(tree, self.policy)
+
+    def run(self, iterations: int) -> None:
+        """Runs this many more iterations."""
+        for _ in range(iterations):
+            self.iterations += 1
+            average = self.average_policy()
+            for player in range(self.tree.num_players):
+                answer, _ = best_response(self.tree, average, player)
+                self.policy[self.tree.player_rows(player)] = answer[self.tree.player_rows(player)]
+            self.plan_sum += realization_plan(self.tree, self.policy)
+
+    def average_policy(self) -> np.ndarray:
+        """Returns the average policy, float64 [I, A]; uniform over the legal actions in information states that it
+        never reaches."""
+        return policy_from_plan(self.tree, self.plan_sum, uniform_policy(self.tree))

@@ -1,0 +1,212 @@
+"""Worker for populations of small networks: trains them in vectorised games against a mixture of frozen members.
+
+Shapes: `N` seats, `F` finished games.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from palestra.core.accel.malloc import keep_freed_memory
+from palestra.core.config import StrictModel, validate
+from palestra.core.failures import RunFailed
+from palestra.core.files import read_arrays, write_arrays
+from palestra.core.seeding import derive_seed
+from palestra.core.tracing import span
+from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
+from palestra.parallel.tasks import Result, Task
+from palestra.populations.population import Player
+from palestra.populations.tabular.game_tree import GameTree
+from palestra.populations.tasks import PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.workers.exact import ExactSolver, seats_by_player
+from palestra.populations.workers.member_loader import MemberLoader, tree_of_env
+from palestra.populations.workers.opponent_sampling import MemberRegistry, OpponentStats, opponent_sampler
+from palestra.populations.workers.payoff_games import play_cells
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.q_learning import ValueHead
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.config import VectorAlgorithmConfig
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.policies import base as vector
+from palestra.vector.policies.frozen import NetMember
+from palestra.vector.policies.mixture import Mixture, SelfPlaySampler
+from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
+
+TRAINING_FILE = "training.safetensors"  # in a member's folder: training state from which a learner continues
+SELF_PLAY_NAME = "self"  # the learner as its own opponent
+RESULT_START = 0.8  # share of training after which games count in the result
+
+
+class NetOracle(StrictModel):
+    """Best responses trained by reinforcement learning, as small networks in a vectorised game."""
+
+    type: Literal["net"] = "net"
+    env: dict[str, Any]
+    """The env, as at the top of the config."""
+    algorithm: VectorAlgorithmConfig = PPO()
+    """The algorithm that trains responses."""
+    policy: NetPolicyConfig = NetPolicyConfig()
+    """The network."""
+    env_steps: int = Field(500_000, ge=1)
+    """Env steps of a response, if the plan gives none."""
+    greedy: bool = False
+    """Frozen members play their most likely actions instead of sampling."""
+    payoffs: Literal["simulated", "exact"] = "simulated"
+    """`simulated`: payoffs are measured in games. `exact`: computed from policies; needs a game with rules."""
+    tabulate: bool = True
+    """In games with rules, evaluate each network once into a table over information states and play from the table,
+    which is faster. `false`: play with the network."""
+
+
+class NetWorker:
+    """Worker that trains and plays networks.
+
+    `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
+    and `solve` solves a restricted game. `players` are the game's seats, or the one population that plays every seat.
+    All randomness follows from `seed` and the task's name.
+    """
+
+    def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
+        keep_freed_memory()
+        torch.set_num_threads(1)
+        self.config, self.seed = config, seed
+        env = make_vector_env(config.env)
+        self.seats = seats_by_player(players, len(env.seats))
+        self.symmetric = len(self.seats) < len(env.seats)
+        tree = self._tree()
+        self.exact = ExactSolver(tree, players) if tree else None
+        self.loader = MemberLoader(env, tree, greedy=config.greedy, tables=config.tabulate)
+        start = np.arange(env.num_envs)
+        self.payoff_rollout = VectorRollout(env, start)
+        self.training_rollout = (
+            VectorRollout(SeatShuffledEnv(make_vector_env(config.env)), start)
+            if self.symmetric
+            else self.payoff_rollout
+        )
+
+    def _tree(self) -> GameTree | None:
+        try:
+            return tree_of_env(self.config.env)
+        except ValueError:  # too large to enumerate
+            if self.config.payoffs == "exact":
+                raise
+            return None
+
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """Runs a task. Raises ValueError if it does not fit the game, or if training diverged."""
+        if isinstance(task, TrainTask) and out is not None:
+            return self._train(task, members, out)
+        if isinstance(task, PlayTask) and self.config.payoffs == "simulated":
+            return self._play(task, members)
+        if self.exact is None:
+            raise ValueError(
+                f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which it does '
+                "not have, or a game small enough to enumerate: use simulated payoffs, and no assessment"
+            )
+        return self.exact.run_task(task, lambda name: self.loader.policy(name, members), out)
+
+    # ---- learning
+
+    def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
+        name = task.output_member
+        config = apply_settings(self.config, task.settings)
+        learner = self._learner(config, name, self.seats[task.player][0])
+        if task.start:
+            NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
+        mixture, stats = self._mixture(task, members, learner)
+        horizon, games = config.algorithm.rollout_length, self.training_rollout.env.num_envs
+        env_steps = self.config.env_steps if task.env_steps is None else task.env_steps
+        sweeps = math.ceil(env_steps / (horizon * games))
+        self.training_rollout.restart(self._seeds(task))
+        for step in range(sweeps):
+            players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
+            with span("rollout"):
+                batch = self.training_rollout.collect(players, horizon, derive_seed(self.seed, task.name, step))
+            try:
+                with span("train", policy=name):
+                    metrics = learner.update(batch, step / sweeps)[name]
+            except FloatingPointError as error:
+                raise RunFailed(
+                    f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "
+                    f"{error}. {nonfinite_loss_advice(self.training_rollout.env, batch)}"
+                ) from error
+            if step >= int(RESULT_START * sweeps):
+                stats.add(batch, mixture.played_members(batch)[1], metrics)
+        learner.member_writers()[name](out)
+        write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
+        return stats.result(sweeps * horizon * games)
+
+    def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
+        seeds = {name: derive_seed(self.seed, "net", name)}
+        return config.algorithm.build_learner(self.training_rollout.env, {name: [seat]}, {name: config.policy}, seeds)
+
+    def _seeds(self, task: Task) -> np.ndarray:
+        """Returns the seeds of a task's games, int64 [games]."""
+        return derive_seed(self.seed, "games", task.name) % 2**62 + np.arange(self.payoff_rollout.env.num_envs)
+
+    def _mixture(
+        self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
+    ) -> tuple[Mixture, OpponentStats]:
+        """Returns the mixture that plays the seats other than the learner's, and the statistics of its games."""
+        seat = self.seats[task.player][0]
+        others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
+        table = self._table(members)
+        sampler = opponent_sampler(task.opponents, table, [self._player(number) for number in others])
+        if task.self_play:
+            current = table.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
+            sampler = SelfPlaySampler(sampler, task.self_play, current)
+        return Mixture(self.training_rollout.env, others, table.members, sampler), OpponentStats(
+            seat, others, table.names
+        )
+
+    def _table(self, members: Mapping[str, Path]) -> MemberRegistry:
+        return MemberRegistry(lambda player, name: self.loader.member(name, members, self.seats[player]))
+
+    def _player(self, seat: int) -> Player:
+        """Returns the player of the meta-game that plays a seat."""
+        return next(player for player, seats in self.seats.items() if seat in seats)
+
+    def _itself(self, learner: NetLearner) -> NetMember:
+        """Returns the learner's network with its current weights as an opponent, greedy if it has action values.
+
+        Raises ValueError unless one population plays every seat.
+        """
+        if not self.symmetric:
+            raise ValueError(
+                f"self_play: a learner of one seat cannot play another of env {self.config.env.get('type')}; only a "
+                "population that plays every seat can"
+            )
+        stack = learner.stacks[0]
+        return NetMember(
+            stack.seat_mapping, stack.net, stack.head, stack.norm, isinstance(stack.head, ValueHead), live=True
+        )
+
+    # ---- games
+
+    def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
+        """Plays the cells of a payoff table."""
+        table, seed = self._table(members), derive_seed(self.seed, task.name)
+        keys = [[table.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
+        rollout, games = self.payoff_rollout, task.games_per_cell
+        return PlayResult(tuple(play_cells(rollout, table.members, keys, games, seed, rotate_seats=self.symmetric)))
+
+
+def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
+    """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
+    unknown name."""
+    algorithm, policy = config.algorithm.model_dump(), config.policy.model_dump()
+    for name, value in settings.items():
+        owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)
+        if owner is None:
+            known = ", ".join(sorted({*algorithm, *policy} - {"type"}))
+            raise ValueError(f'"{name}" is not a setting of {config.algorithm.type} or its network; there are: {known}')
+        owner[name] = value
+    return validate(NetOracle, config.model_dump() | {"algorithm": algorithm, "policy": policy})

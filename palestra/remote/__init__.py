@@ -1,1 +1,0 @@
-"""Envs and samplers on other machines."""

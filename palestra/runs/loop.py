@@ -1,0 +1,270 @@
+"""The training loop of every run: collect, update, log, evaluate, checkpoint, stop.
+
+A trainer (`TrainerProtocol`) does the work of one kind of run: text.py trains language agents, async_rollouts.py does
+so while episodes are played ahead, vector.py trains networks in vectorised envs. This module imports neither torch nor
+any concrete env, algorithm or backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.core.tracing import end_shared_span, shared_span, span
+from palestra.core.types import Episode, Metrics
+from palestra.runs import Checkpoint
+from palestra.runs.replays import GameReplay, ReplayHeader
+
+CHECKPOINT_INTERVAL_S = 600.0  # seconds of training that a killed run loses at most, if it can be saved at any step
+
+
+class Callback:
+    """Callback for events of a run, such as a progress bar. The methods do nothing unless overridden.
+
+    `stop()`, called in any of them, ends the run after the current step, with a checkpoint; it can be resumed.
+    """
+
+    stop_requested = False
+
+    def stop(self) -> None:
+        """Ends the run after the current step."""
+        self.stop_requested = True
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        """Called after step `step` (from 0) is logged: each step of a text run, each log line of a vector run, each
+        task of a population. `metrics` holds the metrics of each policy, and those of all policies together as "team".
+        """
+
+    def on_episode(self, episode: Episode) -> None:
+        """Called after each training episode of a text run, in the order in which they end."""
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        """Called after evaluation `name`, played after step `step` (-1: before training)."""
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """A held-out evaluation of `episodes` episodes, played after every `every` steps (0: only before and after
+    training)."""
+
+    name: str
+    episodes: int
+    every: int = 0
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """True before the first step (`step` = -1), after the last, and after every `every` steps in between."""
+        return step + 1 in (0, steps) or (self.every > 0 and (step + 1) % self.every == 0)
+
+
+class RunProtocol(Protocol):
+    """The part of `Run` that training writes to; processes of rank above 0 use a `NullRun` in its place."""
+
+    next_step: int
+
+    @property
+    def path(self) -> Path: ...
+    def log_metrics(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
+    def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any], /) -> None: ...
+    def log_eval(self, step: int, name: str, metrics: Mapping[str, Any], /) -> None: ...
+    def log_workers(self, step: int, /) -> None: ...
+    def write_episodes(self, step: int, episodes: list[Episode], /) -> Any: ...
+    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay], /) -> Any: ...
+    def sync(self) -> None: ...
+    def resume(self) -> Checkpoint | None: ...
+    def checkpoint(
+        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
+    ) -> Any: ...
+
+
+class TrainerProtocol(Protocol):
+    """Protocol of a trainer: one step of a run of its kind, and its checkpoints. The loop calls `collect`, `update`
+    and, for logged steps, `log`, all inside `open`.
+
+    Evaluations, checkpoints and stops happen only after logged steps: after every `log_every` steps and the last.
+    """
+
+    @property
+    def policy_names(self) -> Sequence[str]:
+        """Names of the policies that are trained."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps of the run."""
+        ...
+
+    @property
+    def log_every(self) -> int:
+        """Steps between logged steps."""
+        ...
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints; a multiple of `log_every`."""
+        ...
+
+    @property
+    def can_save_any_time(self) -> bool:
+        """True if `save` leaves the training that follows as it is, so that the clock may decide when to call it."""
+        ...
+
+    @property
+    def keep_every(self) -> int:
+        """Steps between checkpoints that are never pruned; a multiple of `log_every`. 0: only the last."""
+        ...
+
+    @property
+    def evals(self) -> Sequence[Evaluation]:
+        """The held-out evaluations that this process plays."""
+        ...
+
+    def open(self, run: RunProtocol, callback: Callback) -> AbstractContextManager[None]:
+        """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
+        ...
+
+    def collect(self, step: int) -> None:
+        """Plays the episodes or the rollout of `step`."""
+        ...
+
+    def update(self, step: int) -> None:
+        """Trains the policies on what `collect` played. Raises RunFailed if training cannot continue."""
+        ...
+
+    def log(self, step: int) -> Mapping[str, Metrics]:
+        """Writes metrics and timings since the last logged step to the run. Returns the metrics by policy, and those
+        of all together as "team"."""
+        ...
+
+    def evaluate(self, evaluation: Any) -> dict[str, Any]:
+        """Plays one of `evals` with the current weights. Returns its metrics. Raises RunFailed if too many episodes
+        failed."""
+        ...
+
+    def save(self, step: int, folder: Path) -> None:
+        """Writes the state after `step`: a folder for each of `policy_names`, and the rest of the training state."""
+        ...
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restores the state that `save` wrote."""
+        ...
+
+    def all_gather(self, item: Any, /) -> list[Any]:
+        """Returns the `item` of every process that runs this loop, by rank; [item] if there is only this one."""
+        ...
+
+
+def run_training(
+    trainer: TrainerProtocol,
+    run: RunProtocol,
+    callback: Callback | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    any_rank: Callable[[bool], bool] | None = None,
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
+) -> bool:
+    """Trains from `run.next_step` on, inside the trainer's context. `should_stop` is called after each logged step and
+    requests an early end.
+
+    A checkpoint is written after every `checkpoint_every` and `keep_every` steps, and after a logged step that ends
+    `checkpoint_interval_s` seconds or more after the last checkpoint. `any_rank` returns True in every process if its
+    argument is True in one of them.
+
+    Returns True if all steps are done, False if `should_stop` returned True; the run then has a checkpoint of its last
+    step. Raises RunFailed if training cannot continue.
+    """
+    callback = callback or Callback()
+    any_rank = any_rank or (lambda flag: any(trainer.all_gather(flag)))
+    saved_at = time.monotonic()
+    with trainer.open(run, callback):
+        if run.next_step == 0:
+            play_evals(trainer, run, -1, callback)
+        for step in range(run.next_step, trainer.steps):
+            with step_span(step):
+                with span("collect"):
+                    trainer.collect(step)
+                with span("update"):
+                    trainer.update(step)
+            end_shared_span(f"step {step}")
+            done = step + 1
+            last = done == trainer.steps
+            if done % trainer.log_every and not last:
+                continue
+            callback.on_step(step, trainer.log(step))
+            play_evals(trainer, run, step, callback)
+            run.sync()
+            stopping = any_rank(should_stop()) and not last
+            waited = time.monotonic() - saved_at >= checkpoint_interval_s
+            is_overdue = any_rank(waited and trainer.can_save_any_time)
+            keep = last or (trainer.keep_every > 0 and done % trainer.keep_every == 0)
+            if keep or stopping or is_overdue or done % trainer.checkpoint_every == 0:
+                save_checkpoint(trainer, run, step, keep=keep)
+                saved_at = time.monotonic()
+            if stopping:
+                return False
+    return True
+
+
+def step_span(step: int) -> AbstractContextManager[Any]:
+    """Context in which the span of `step` is current; it begins with the first episode that the step trains on."""
+    return shared_span(f"step {step}", "step", step=step)
+
+
+def play_evals(
+    trainer: TrainerProtocol, run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
+) -> None:
+    """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
+    run."""
+    for evaluation in trainer.evals:
+        if not due_only or evaluation.is_due(step, trainer.steps):
+            with span("evaluate", evaluation=evaluation.name, step=step):
+                metrics = trainer.evaluate(evaluation)
+            run.log_eval(step, evaluation.name, metrics)
+            callback.on_eval(step, evaluation.name, metrics)
+
+
+def save_checkpoint(trainer: TrainerProtocol, run: RunProtocol, step: int, *, keep: bool) -> None:
+    """Writes a checkpoint after `step`. With `keep` it is never pruned."""
+    names = {name: name for name in trainer.policy_names}
+    with span("checkpoint", step=step):
+        run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
+
+
+def restore_checkpoint(trainer: TrainerProtocol, run: RunProtocol) -> int:
+    """Restores the run and the trainer from the newest intact checkpoint. Returns the next step to train.
+
+    Raises ValueError if the run has checkpoints and none can be loaded.
+    """
+    checkpoint = run.resume()
+    run.next_step, checkpoint = trainer.all_gather((run.next_step, checkpoint))[0]
+    if checkpoint:
+        with checkpoint.explain_load_errors():
+            trainer.load(checkpoint)
+    return run.next_step
+
+
+@dataclass
+class PhaseTimer:
+    """Wall-clock and CPU seconds by phase."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def add_since(self, phase: str, start: tuple[float, float]) -> None:
+        """Adds the time since `start`, a result of `read_clocks`, to `phase`."""
+        wall, cpu = read_clocks()
+        self.wall_s[phase] = self.wall_s.get(phase, 0.0) + wall - start[0]
+        self.cpu_s[phase] = self.cpu_s.get(phase, 0.0) + cpu - start[1]
+
+    def metrics(self) -> Metrics:
+        """Returns the seconds as metrics `<phase>_s` (wall clock) and `<phase>_cpu_s`."""
+        wall = {f"{phase}_s": seconds for phase, seconds in self.wall_s.items()}
+        return wall | {f"{phase}_cpu_s": seconds for phase, seconds in self.cpu_s.items()}
+
+
+def read_clocks() -> tuple[float, float]:
+    """Returns the current wall-clock and CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()

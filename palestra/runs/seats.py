@@ -1,0 +1,47 @@
+"""Assignment of policies to seats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from palestra.core.types import Seat
+
+
+def resolve_seats(
+    seats: Sequence[Seat], policies: Sequence[str], plays: str, *assignments: Mapping[str, str]
+) -> dict[Seat, str]:
+    """Returns the name of the policy at each seat.
+
+    `assignments` map seats to policies; an earlier one takes precedence over a later one. Keys may contain the
+    wildcards `*` and `?`; within one assignment an exact name takes precedence over a pattern, an earlier pattern over
+    a later one. A seat that no key matches gets the policy of its own name, else the policy `default`, else the only
+    policy. `plays` names the seats in error messages: 'env "relay" plays planner, coder'.
+
+    Raises ValueError for a key that matches no seat, for an unknown policy and for a seat without a policy.
+    """
+    for assignment in assignments:
+        for key, name in assignment.items():
+            if not any(fnmatchcase(seat, key) for seat in seats):
+                raise ValueError(f'seats names "{key}", but {plays}')
+            if name not in policies:
+                raise ValueError(f'seats gives "{key}" to "{name}", but policies: names only {", ".join(policies)}')
+    return {seat: _policy(seat, policies, plays, assignments) for seat in seats}
+
+
+def _policy(seat: Seat, policies: Sequence[str], plays: str, assignments: Sequence[Mapping[str, str]]) -> str:
+    for assignment in assignments:
+        if seat in assignment:
+            return assignment[seat]
+        for pattern, name in assignment.items():
+            if fnmatchcase(seat, pattern):
+                return name
+    for name in (seat, "default"):
+        if name in policies:
+            return name
+    if len(policies) == 1:
+        return policies[0]
+    raise ValueError(
+        f'seat "{seat}" has no policy: {plays}, but policies: names only {", ".join(policies)}. Add '
+        f"policies.{seat}, or set policies.default."
+    )

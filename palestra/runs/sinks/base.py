@@ -1,0 +1,137 @@
+"""Sink protocol, config models of the sinks, and conversion of log lines to metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import BeforeValidator, Field
+
+from palestra.core.config import StrictModel
+
+LOG_PREFIXES = {
+    "metrics.jsonl": "",
+    "timings.jsonl": "time/",
+    "evals.jsonl": "eval/",
+}  # prefix of the metric names, by log file
+Metrics = dict[str, float]
+
+
+class Sink(Protocol):
+    """A destination for metrics.
+
+    `write` takes metrics and the number of completed training steps, which may repeat and need not increase. Methods
+    raise the tracker's own exceptions.
+    """
+
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def flush(self) -> None:
+        """Sends everything written so far."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardConfig(StrictModel):
+    """TensorBoard event files."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+    """Kind of sink: TensorBoard."""
+    folder: str | None = None
+    """Folder of the event files. Null: sinks/tensorboard in the run's folder."""
+
+
+class WandbConfig(StrictModel):
+    """Weights & Biases."""
+
+    type: Literal["wandb"] = "wandb"
+    """Kind of sink: Weights & Biases."""
+    project: str = "palestra"
+    """W&B project of the run."""
+    entity: str | None = None
+    """W&B user or team. Null: the default entity of the account."""
+    group: str | None = None
+    """W&B group of the run, for example one group for all seeds of an experiment."""
+    tags: list[str] = []
+    """W&B tags of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to sinks/wandb in the run's folder, for a later `wandb sync`."""
+
+
+class MLflowConfig(StrictModel):
+    """MLflow."""
+
+    type: Literal["mlflow"] = "mlflow"
+    """Kind of sink: MLflow."""
+    experiment: str = "palestra"
+    """MLflow experiment of the run; created if it does not exist."""
+    uri: str | None = None
+    """URI of a tracking server, a database or a folder. Null: the environment variable MLFLOW_TRACKING_URI."""
+
+
+class TrackioConfig(StrictModel):
+    """Trackio."""
+
+    type: Literal["trackio"] = "trackio"
+    """Kind of sink: Trackio."""
+    project: str = "palestra"
+    """Trackio project of the run."""
+    space: str | None = None
+    """Hugging Face Space that shows the metrics. Null: they stay in a database on this machine."""
+
+
+class PrometheusConfig(StrictModel):
+    """Prometheus."""
+
+    type: Literal["prometheus"] = "prometheus"
+    """Kind of sink: Prometheus, which reads the newest values from the run's process."""
+    port: int = Field(9464, ge=1, le=65535)
+    """Port of /metrics."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts other machines, without a key."""
+
+
+def _typed(value: Any) -> Any:
+    return [{"type": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+
+
+SinkConfig = Annotated[
+    TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig | PrometheusConfig, Field(discriminator="type")
+]
+SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_typed)]
+
+
+class SinksConfig(StrictModel):
+    """The sinks of a run."""
+
+    sinks: SinkConfigs = []
+    """Destinations of the metrics, by name (`[tensorboard]`) or with settings (`[{type: wandb, project: games}]`)."""
+
+
+def metrics_of_line(log: str, line: Mapping[str, Any]) -> tuple[int, Metrics]:
+    """Converts a line of the log file `log` to the number of completed steps and its metrics.
+
+    Metric names are paths: "planner/loss", "time/team/rollout_s", "eval/test/returns/planner". Values that are not
+    numbers are left out.
+    """
+    whose = line.get("policy", line.get("name", "run"))
+    rest = {key: value for key, value in line.items() if key not in ("step", "policy", "name")}
+    return int(line["step"]) + 1, dict(_flat(f"{LOG_PREFIXES[log]}{whose}", rest))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}/{key}", inner)
+    elif isinstance(value, int | float):
+        yield name, float(value)
+
+
+def flatten_config(tree: Mapping[str, Any], name: str = "") -> dict[str, str]:
+    """Flattens a config to text by dotted path: {"policies.planner.lr": "0.001"}. None, "" and [] are left out."""
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flatten_config(value, f"{name}{key}.")
+        elif value not in (None, [], ""):
+            found[f"{name}{key}"] = str(value)
+    return found

@@ -1,0 +1,44 @@
+"""Creates sinks from their config; imports a tracker's package only if it is used."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from palestra.runs.sinks.base import Sink, SinkConfigs
+
+PACKAGES = {"prometheus": ("prometheus_client", "uvicorn", "httptools")}  # of sinks that need others than their name
+
+
+def check_sinks(sinks: SinkConfigs) -> None:
+    """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
+    kinds = [sink.type for sink in sinks]
+    for kind in kinds:
+        if not all(map(find_spec, PACKAGES.get(kind, (kind,)))):
+            raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
+        if kinds.count(kind) > 1:
+            raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")
+
+
+def open_sink(config: Any, run: Path, folder: Path) -> Sink:
+    """Opens the sink described by `config` for the run at `run`; `folder` stores its state for a resumed run."""
+    if config.type == "tensorboard":
+        from palestra.runs.sinks.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(config, run, folder)
+    if config.type == "wandb":
+        from palestra.runs.sinks.wandb import WandbSink
+
+        return WandbSink(config, run, folder)
+    if config.type == "mlflow":
+        from palestra.runs.sinks.mlflow import MLflowSink
+
+        return MLflowSink(config, run, folder)
+    if config.type == "prometheus":
+        from palestra.runs.sinks.prometheus import PrometheusSink
+
+        return PrometheusSink(config, run, folder)
+    from palestra.runs.sinks.trackio import TrackioSink
+
+    return TrackioSink(config, run, folder)

@@ -1,0 +1,74 @@
+"""Waiting for answers, with one shared query of the store for all pending polls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from palestra.service.server.state import ServiceContext
+from palestra.service.storage.database import OUTAGE_ERRORS
+
+POLL_INTERVAL_S = 0.02  # seconds between two queries without a wake-up
+MAX_IDS_PER_QUERY = 1000  # ids in one query
+OUTAGE_PAUSE_S = 1.0  # seconds between two queries while the database does not answer
+
+
+class AnswerPoller:
+    """Wakes polls when their request has an answer. One instance for each front end.
+
+    While any poll is pending, one task waits on the wake-up socket and queries the store for all of them: a thousand
+    polls cost one query per interval.
+    """
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._watch: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends all polls without an answer; later ones return at once."""
+        self._closed = True
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+
+    async def wait(self, ids: Sequence[str], seconds: float) -> bool:
+        """Waits up to `seconds` until one of the requests `ids` has an answer, and returns whether one has. Returns
+        False at once after `close`."""
+        if self._closed:
+            return False
+        answered = asyncio.Event()
+        for id in ids:
+            self._waiting[id].add(answered)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look())
+        try:
+            async with asyncio.timeout(seconds):
+                await answered.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._forget(ids, answered)
+        return not self._closed
+
+    def _forget(self, ids: Sequence[str], answered: asyncio.Event) -> None:
+        for id in ids:
+            self._waiting[id].discard(answered)
+            if not self._waiting[id]:
+                del self._waiting[id]
+
+    async def _look(self) -> None:
+        while self._waiting:
+            try:
+                await self._wake(list(self._waiting))
+            except OUTAGE_ERRORS:  # polls keep waiting: clients repeat a poll that ends without an answer
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+            await self.context.wakeup.wait_async(POLL_INTERVAL_S)
+
+    async def _wake(self, ids: list[str]) -> None:
+        for start in range(0, len(ids), MAX_IDS_PER_QUERY):
+            found = await asyncio.to_thread(self.context.store.answered_ids, ids[start : start + MAX_IDS_PER_QUERY])
+            for event in [event for id in found for event in self._waiting.get(id, ())]:
+                event.set()

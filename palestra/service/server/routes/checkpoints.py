@@ -1,0 +1,306 @@
+"""Routes for checkpoints: saving, loading, lists of runs and checkpoints, and changes of one checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Header, Response
+
+from palestra.service.server.deps import BodyDep, ContextDep, JsonBody, OwnerDep, QueueDep, metadata_as_text
+from palestra.service.server.routes.models import adapter_settings, client_base_name, create_from_checkpoint, load_job
+from palestra.service.server.routes.sessions import Limit, Offset
+from palestra.service.server.state import ServiceContext
+from palestra.service.storage.tables import RowUpdate, checkpoints, models, sessions
+from palestra.service.storage.weight_store import KIND_SEGMENTS, TinkerPath
+from palestra.service.wire.jobs import SaveJob
+from palestra.service.wire.schemas.responses import (
+    Checkpoint,
+    CheckpointsListResponse,
+    CopyWeightsResponse,
+    Cursor,
+    TrainingRun,
+    TrainingRunsResponse,
+    UntypedAPIFuture,
+    WeightsInfoResponse,
+)
+from palestra.service.wire.schemas.weights import (
+    CopyWeightsRequest,
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    TtlRequest,
+    WeightsInfoRequest,
+)
+from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
+
+router = APIRouter()
+CHECKPOINT_ROUTE = "/training_runs/{run}/checkpoints/{kind}/{name}"  # a checkpoint's id, "weights/step-10", has a slash
+KINDLESS_ROUTE = "/training_runs/{run}/checkpoints/{id}"  # rejected: training and sampling weights may share a name
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------
+
+
+@router.post("/save_weights")
+def save_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
+    """Queues a checkpoint with optimizer state. Older clients, which send no `overwrite`, replace an existing one;
+    newer ones only with `overwrite` true."""
+    with queue.recording_rejection(owner, "save", body):
+        call = parse_body(SaveWeightsRequest, body)
+        overwrite = call.overwrite if "overwrite" in call.model_fields_set else None
+        job = _save_job(ctx, owner, call, "training", overwrite=overwrite)
+        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/save_weights_for_sampler")
+def save_weights_for_sampler(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
+    """Queues a checkpoint or a sampler of the current weights."""
+    with queue.recording_rejection(owner, "save", body):
+        call = parse_body(SaveWeightsForSamplerRequest, body)
+        if call.kind != "snapshot":
+            raise BadRequest('samplers whose weights change under way are not served here: send kind "snapshot"')
+        job = _save_job(ctx, owner, call, "sampler")
+        if call.path is None:
+            session = ctx.model(owner, call.model_id).session
+            job = SaveJob(sampler=f"{session}:sample:{call.sampling_session_seq_id}")
+        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+@router.post("/save_weights_external")
+def save_weights_external(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
+    """Queues a checkpoint for download."""
+    with queue.recording_rejection(owner, "save", body):
+        call = parse_body(SaveWeightsExternalRequest, body)
+        if call.age_encryption_recipients:
+            raise BadRequest("age_encryption_recipients is not served here: encrypt the files once you have them")
+        job = _save_job(ctx, owner, call, "external")
+        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+def _save_job(
+    ctx: ServiceContext,
+    owner: str,
+    call: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+    kind: str,
+    *,
+    overwrite: bool | None = None,
+) -> SaveJob:
+    model = ctx.model(owner, call.model_id)
+    name = call.path or f"unnamed-{uuid.uuid4().hex[:12]}"
+    path = TinkerPath.parse(f"tinker://{model.id}/{KIND_SEGMENTS[kind]}/{name}")
+    metadata = None if isinstance(call, SaveWeightsExternalRequest) else call.user_metadata
+    info = {"base_model": client_base_name(ctx, model), "user_metadata": metadata_as_text(metadata)}
+    return SaveJob(path=str(path), ttl_seconds=call.ttl_seconds, overwrite=overwrite, info=info)
+
+
+@router.post("/load_weights")
+def load_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
+    """Queues loading into an existing model, or, for the newest clients, into one that is created by the call."""
+    with queue.recording_rejection(owner, "load", body):
+        call = parse_body(LoadWeightsRequest, body)
+        if call.model_id is None:
+            return create_from_checkpoint(call, ctx, owner, queue)
+        model, source = ctx.model(owner, call.model_id), ctx.checkpoint(owner, call.path)
+        _check_same_shape(call.path, model, source)
+        request = queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
+    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+
+
+def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
+    has, needs = adapter_settings(source), adapter_settings(model)
+    differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
+    if differs:
+        raise BadRequest(f"{path} does not fit model {model.id}: it has {', '.join(differs)}. Create a client from it.")
+
+
+@router.post("/weights_info")
+def weights_info(call: JsonBody[WeightsInfoRequest], ctx: ContextDep, owner: OwnerDep) -> WeightsInfoResponse:
+    """Returns base and adapter settings of a checkpoint."""
+    row = ctx.checkpoint(owner, call.tinker_path)
+    return WeightsInfoResponse(
+        base_model=client_base_name(ctx, row),
+        is_lora=True,
+        lora_rank=row.lora.get("rank"),
+        train_unembed=row.lora.get("train_unembed"),
+        train_mlp=row.lora.get("train_mlp"),
+        train_attn=row.lora.get("train_attn"),
+    )
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/training_runs")
+def training_runs(
+    ctx: ContextDep, owner: OwnerDep, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+) -> TrainingRunsResponse:
+    """Lists the owner's training runs, newest first."""
+    mine = [models.c.owner == owner]
+    if project_id is not None:
+        project = sessions.c.info["project"].as_string()
+        mine.append(models.c.session.in_(sql.select(sessions.c.id).where(project == project_id)))
+    rows = ctx.store.find(models, *mine, limit=limit, offset=offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(models, *mine))
+    return TrainingRunsResponse(training_runs=[_run(ctx, row) for row in rows], cursor=cursor)
+
+
+@router.get("/training_runs/{run}")
+def training_run(run: str, ctx: ContextDep, owner: OwnerDep) -> TrainingRun:
+    """Returns one run. The run of an unloaded model remains, for its checkpoints."""
+    return _run(ctx, _own_run(ctx, owner, run))
+
+
+def _own_run(ctx: ServiceContext, owner: str, run: str) -> sql.Row:
+    row = ctx.store.get(models, run)
+    if row is None or row.owner != owner:
+        raise BadRequest(f'there is no training run "{run[:200]}", or it is not yours', 404)
+    return row
+
+
+def _run(ctx: ServiceContext, row: sql.Row) -> TrainingRun:
+    def last(kind: str) -> Checkpoint | None:
+        found = ctx.store.find(checkpoints, checkpoints.c.run == row.id, checkpoints.c.kind == kind, _alive(), limit=1)
+        return _shown(found[0]) if found else None
+
+    return TrainingRun(
+        training_run_id=row.id,
+        base_model=client_base_name(ctx, row),
+        model_owner=row.owner,
+        is_lora=True,
+        corrupted=row.state == "lost",
+        lora_rank=row.lora["rank"],
+        last_request_time=_time(row.used),
+        last_checkpoint=last("training"),
+        last_sampler_checkpoint=last("sampler"),
+        user_metadata=row.info.get("user_metadata") or None,
+    )
+
+
+@router.get("/training_runs/{run}/checkpoints")
+def run_checkpoints(run: str, ctx: ContextDep, owner: OwnerDep) -> CheckpointsListResponse:
+    """Lists the checkpoints of a run."""
+    _own_run(ctx, owner, run)
+    return CheckpointsListResponse(
+        checkpoints=[_shown(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
+    )
+
+
+@router.get("/checkpoints")
+def all_checkpoints(
+    ctx: ContextDep, owner: OwnerDep, limit: Limit = 100, offset: Offset = 0
+) -> CheckpointsListResponse:
+    """Lists the owner's checkpoints, newest first."""
+    mine = (checkpoints.c.owner == owner, _alive())
+    rows = ctx.store.find(checkpoints, *mine, limit=limit, offset=offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(checkpoints, *mine))
+    return CheckpointsListResponse(checkpoints=[_shown(row) for row in rows], cursor=cursor)
+
+
+def _alive() -> sql.ColumnElement[bool]:
+    return sql.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > time.time())
+
+
+def _shown(row: sql.Row) -> Checkpoint:
+    return Checkpoint(
+        checkpoint_id=TinkerPath.parse(row.path).id,
+        checkpoint_type=row.kind,
+        time=_time(row.created),
+        tinker_path=row.path,
+        size_bytes=row.size,
+        public=row.public,
+        user_metadata=row.info.get("user_metadata") or None,
+        expires_at=_time(row.expires) if row.expires else None,
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+# -- one checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_path(run: str, kind: str, name: str) -> str:
+    """Returns the tinker:// path of a checkpoint; `kind` is its wire name, such as "weights"."""
+    return f"tinker://{run}/{kind}/{name}"
+
+
+@router.delete(KINDLESS_ROUTE)
+@router.get(f"{KINDLESS_ROUTE}/archive")
+@router.post(f"{KINDLESS_ROUTE}/publish")
+@router.put(f"{KINDLESS_ROUTE}/ttl")
+def without_kind(run: str, id: str, owner: OwnerDep) -> Response:
+    """Raises BadRequest: like hosted services, this server requires the kind in a checkpoint's id."""
+    id = id[:200]
+    raise BadRequest(f'checkpoint id "{id}" has no kind: say "weights/{id}" or "sampler_weights/{id}"')
+
+
+@router.delete(CHECKPOINT_ROUTE, status_code=204)
+def delete(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+    """Deletes a checkpoint."""
+    row = ctx.checkpoint(owner, checkpoint_path(run, kind, name), to_change=True)
+    ctx.store.apply_updates([RowUpdate.delete(checkpoints, row.path)])
+    return Response(status_code=204)
+
+
+@router.post(f"{CHECKPOINT_ROUTE}/publish", status_code=204)
+def publish(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+    """Makes a checkpoint readable for every API key."""
+    return _change(ctx, owner, checkpoint_path(run, kind, name), public=True)
+
+
+@router.delete(f"{CHECKPOINT_ROUTE}/publish", status_code=204)
+def unpublish(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
+    """Makes a checkpoint readable for its owner only. URLs signed before stay valid until they expire."""
+    return _change(ctx, owner, checkpoint_path(run, kind, name), public=False)
+
+
+@router.put(f"{CHECKPOINT_ROUTE}/ttl", status_code=204)
+def set_ttl(run: str, kind: str, name: str, call: JsonBody[TtlRequest], ctx: ContextDep, owner: OwnerDep) -> Response:
+    """Sets a checkpoint's time to live."""
+    return _change(ctx, owner, checkpoint_path(run, kind, name), expires=_expires(call.ttl_seconds))
+
+
+def _expires(ttl: float | None) -> float | None:
+    return None if ttl is None else time.time() + ttl
+
+
+def _change(ctx: ServiceContext, owner: str, path: str, **values: Any) -> Response:
+    row = ctx.checkpoint(owner, path, to_change=True)
+    ctx.store.update(checkpoints, row.path, **values)
+    return Response(status_code=204)
+
+
+@router.post("/copy_weights")
+def copy_weights(
+    call: JsonBody[CopyWeightsRequest],
+    ctx: ContextDep,
+    owner: OwnerDep,
+    x_idempotency_key: Annotated[str, Header()] = "",
+) -> CopyWeightsResponse:
+    """Copies weights that the caller may read to a new run of the caller's. The files are shared. A repeated request
+    makes one copy."""
+    source = ctx.checkpoint(owner, call.source_path)
+    if call.session_id is not None:
+        ctx.session(owner, call.session_id)
+    slot = f"{call.session_id}:train:{call.model_seq_id}"
+    unique = x_idempotency_key or uuid.uuid4().hex
+    seed = f"{owner} {unique}" if call.session_id is None or call.model_seq_id is None else f"{owner} {slot}"
+    run = f"copy-{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
+    path = TinkerPath(run, source.kind, TinkerPath.parse(source.path).name)
+    kept = {name: getattr(source, name) for name in ("kind", "base", "lora", "folder", "size", "info")}
+    own = {"path": str(path), "owner": owner, "run": run, "created": time.time(), "public": False}
+    if not ctx.store.insert(checkpoints, **kept, **own, expires=_expires(call.ttl_seconds)):
+        there = ctx.checkpoint(owner, path)
+        if there.folder != source.folder:
+            raise BadRequest(f"{path} is a copy of other weights: take another model_seq_id")
+    return CopyWeightsResponse(tinker_path=str(path))

@@ -1,0 +1,143 @@
+"""Routes for retrieving the results of long calls. A poll is held open until the result exists; results can be read
+repeatedly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import sqlalchemy as sql
+from fastapi import APIRouter, Header, Request, Response
+
+from palestra.service.server.answer_poller import AnswerPoller
+from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
+from palestra.service.server.state import ServiceContext
+from palestra.service.storage.tables import requests
+from palestra.service.wire import codec
+from palestra.service.wire.schemas.requests import (
+    MAX_INT64,
+    CancelFutureRequest,
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+)
+from palestra.service.wire.schemas.responses import FutureCompletion, FuturesRetrieveResponse, TryAgainResponse
+from palestra.service.wire.schemas.wire_model import BadRequest
+
+router = APIRouter()
+PROTOBUF_TYPE = "application/x-protobuf"
+MAX_COMPLETIONS = 100_000  # completions in one batch poll, at most
+SEQS_PER_CLONE = 10**9  # sequence numbers reserved for each copy of a sampling client
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(
+    call: JsonBody[FutureRetrieveRequest],
+    request: Request,
+    ctx: ContextDep,
+    owner: OwnerDep,
+    queue: QueueDep,
+    accept: Annotated[str, Header()] = "*/*",
+) -> Response:
+    """Returns the result; after `limits.poll` seconds without one, 408, upon which clients poll again.
+
+    An unknown id gives 410: newer clients then repeat their sampling request, all others report the loss.
+    """
+    row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
+    if row.finished is None and await _answered_or_gone(request, [call.request_id], ctx.limits.poll):
+        row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
+    if row.finished is None:
+        return await asyncio.to_thread(_try_again, ctx, queue, row)
+    return _answer(row, binary=PROTOBUF_TYPE in accept)
+
+
+def _request(ctx: ServiceContext, owner: str, id: str) -> sql.Row:
+    row = ctx.store.get_request(owner, id)
+    if row is None:
+        raise BadRequest(f"there is no request {id}: its answer was kept for a day, or it is not yours", 410)
+    return row
+
+
+async def _answered_or_gone(request: Request, ids: Sequence[str], seconds: float) -> bool:
+    """Waits up to `seconds` and returns whether one of the requests `ids` has an answer. Returns early if the client
+    disconnects."""
+    waiter: AnswerPoller = request.app.state.waiter
+    answered = asyncio.create_task(waiter.wait(ids, seconds))
+    gone = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return answered.done() and answered.result()
+    finally:
+        answered.cancel()
+        gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(row: sql.Row, *, binary: bool) -> Response:
+    if row.result_kind == "json":
+        return Response(row.result, media_type="application/json")
+    if binary:
+        return Response(row.result, media_type=PROTOBUF_TYPE)
+    as_json = codec.sample_to_json if row.result_kind == "sample" else codec.forward_backward_to_json
+    return Response(as_json(row.result), media_type="application/json")
+
+
+def _try_again(ctx: ServiceContext, queue: RequestQueue, row: sql.Row) -> Response:
+    ahead = ctx.store.count(requests, requests.c.state.in_(("queued", "taken")), requests.c.serial < row.serial)
+    depth = queue.depth(row.owner).num_requests
+    response = TryAgainResponse(
+        request_id=row.id, status="pending", queue_depth=depth, queue_position=ahead, retry_after_s=0.0
+    )
+    headers = {"Retry-After": "0", "X-Queue-Depth": f"{depth}", "X-Queue-Position": f"{ahead}"}
+    headers["X-Queue-Status"] = "running" if row.state == "taken" else "queued"
+    return Response(response.model_dump_json(), 408, headers, "application/json")
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(
+    call: JsonBody[FuturesRetrieveRequest], request: Request, ctx: ContextDep, owner: OwnerDep
+) -> FuturesRetrieveResponse:
+    """Returns the samples of one sampling client that were answered after `prev_cursor`, as soon as there is one."""
+    await asyncio.to_thread(ctx.sampler, owner, call.target.sampling_session_id)
+    seconds = ctx.limits.poll if call.timeout is None else min(call.timeout, ctx.limits.poll)
+    found, pending = await asyncio.to_thread(_completions, ctx, owner, call)
+    if not found.completions and pending and seconds:
+        await _answered_or_gone(request, pending, seconds)
+        found, _ = await asyncio.to_thread(_completions, ctx, owner, call)
+    return found
+
+
+def _completions(
+    ctx: ServiceContext, owner: str, call: FuturesRetrieveRequest
+) -> tuple[FuturesRetrieveResponse, list[str]]:
+    """Returns the requests answered after the cursor, a time in microseconds, and the ids of unanswered ones."""
+    first = call.target.cloned_sampler_id * SEQS_PER_CLONE
+    if first > MAX_INT64 - SEQS_PER_CLONE:
+        raise BadRequest("target.cloned_sampler_id is too large: it is seq_id // 1000000000")
+    mine = (requests.c.model == call.target.sampling_session_id, requests.c.owner == owner)
+    within = requests.c.seq.between(first, first + SEQS_PER_CLONE - 1)
+    new = sql.or_(requests.c.finished.is_(None), requests.c.finished > call.prev_cursor / 1e6)
+    rows = ctx.store.find(requests, *mine, within, new, limit=MAX_COMPLETIONS)
+    done = [row for row in rows if row.finished is not None]
+    cursor = max([call.prev_cursor, *(math.ceil(row.finished * 1e6) for row in done)])
+    completions = [_completion(row) for row in done]
+    pending = [row.id for row in rows if row.finished is None]
+    return FuturesRetrieveResponse(completions=completions, cursor=cursor), pending
+
+
+def _completion(row: sql.Row) -> FutureCompletion:
+    failed = row.state == "failed"
+    size = None if failed else len(row.result)
+    state: Literal["finished", "failed"] = "failed" if failed else "finished"
+    return FutureCompletion(state=state, request_id=row.id, response_payload_uncompressed_size=size)
+
+
+@router.post("/cancel_future")
+def cancel_future(call: JsonBody[CancelFutureRequest], ctx: ContextDep, owner: OwnerDep) -> dict[str, bool]:
+    """Cancels a sample that has not started; a running one shares its batch with others and is completed."""
+    return {"cancelled": ctx.store.cancel(owner, call.request_id)}

@@ -1,0 +1,367 @@
+"""Encoding of training data, gradient results and samples as protobuf and JSON.
+
+Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Malformed
+bytes raise BadRequest only. Memory use is proportional to the size of the input, except for sparse tensors: those of
+one call may have `tensors.MAX_SPARSE_CELLS` cells in total.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic_core import to_json
+
+from palestra.core.types import Datum
+from palestra.service.wire import tensors
+from palestra.service.wire import wire_pb2 as pb
+from palestra.service.wire.schemas import requests
+from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
+
+EMPTY_LOGPROB = -99999.0  # log-probability of an empty cell of a top-k matrix; its token is 0
+_STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_STOP_NAMES = {number: name for name, number in _STOPS.items()}
+
+
+class TopK(NamedTuple):
+    """The most likely (or sampled) tokens at each position and their log-probabilities, both [N, K]. NaN marks an empty
+    cell."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One sampled completion: `tokens` and `logprobs` are [T]; `stop` is "stop" or "length"."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: str
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Prompt log-probabilities of a sampling call with a prompt of P tokens. None means not requested.
+
+    `logprobs` [P] is NaN where there is none. `target_logprobs` [P-1, K] holds the log-probabilities of the requested
+    ids, 0 where none was requested; with `target_mask` [P-1, K], bool, it is sent as a sparse tensor of those cells.
+    `sampled_alternatives` is [P-1, K]. `num_cached_tokens` counts prompt tokens taken from the cache.
+    """
+
+    logprobs: np.ndarray | None = None
+    topk: TopK | None = None
+    target_logprobs: np.ndarray | None = None
+    target_mask: np.ndarray | None = None
+    sampled_alternatives: TopK | None = None
+    num_cached_tokens: int = 0
+
+
+# Training data
+
+
+def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
+    """Parses a ForwardBackwardRequest; its arrays stay encoded. Raises BadRequest if the bytes are no such message or
+    `model_id`, `seq_id` or the number of sequences is out of bounds."""
+    call = pb.ForwardBackwardRequest()
+    try:
+        call.ParseFromString(body)
+    except DecodeError as error:
+        raise BadRequest(f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
+    if (
+        not 0 < len(call.model_id) <= requests.MAX_ID_CHARS
+        or call.seq_id < 0
+        or len(call.data) > requests.MAX_SEQUENCES
+    ):
+        raise BadRequest(
+            f"model_id has {len(call.model_id)} characters (1 to {requests.MAX_ID_CHARS}), seq_id is {call.seq_id} (at "
+            "least 0), "
+            f"data has {len(call.data)} sequences (up to {requests.MAX_SEQUENCES}): one of them is out of bounds"
+        )
+    return call
+
+
+def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwardRequest:
+    """Parses the JSON body of forward (`forward_only`) or forward_backward to protobuf. A missing `seq_id` becomes 0.
+    Raises BadRequest if the body is invalid."""
+    request: requests.ForwardRequest | requests.ForwardBackwardRequest
+    if forward_only:
+        request = parse_body(requests.ForwardRequest, body)
+        given = request.forward_input
+    else:
+        request = parse_body(requests.ForwardBackwardRequest, body)
+        given = request.forward_backward_input
+    return train_call_to_proto(request.model_id, request.seq_id or 0, given, forward_only=forward_only)
+
+
+def train_call_to_proto(
+    model_id: str, seq_id: int, given: requests.ForwardBackwardInput, *, forward_only: bool = False
+) -> pb.ForwardBackwardRequest:
+    """Converts a validated JSON training call to protobuf. Raises BadRequest if a tensor is invalid."""
+    call = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=given.loss_fn, forward_only=forward_only)
+    for name, value in (given.loss_fn_config or {}).items():
+        number, text = (None, value) if isinstance(value, str) else (value, None)
+        call.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(number=number, text=text))
+    for index, datum in enumerate(given.data):
+        message = call.data.add()
+        for chunk in datum.model_input.chunks:
+            message.model_input.add().encoded_text.tokens = tensors.encode_values(chunk.tokens, pb.DTYPE_INT32)
+        for name, tensor in datum.loss_fn_inputs.items():
+            with _at(f"data[{index}].loss_fn_inputs.{name}"):
+                message.loss_fn_inputs[name].CopyFrom(tensors.from_json(tensor))
+    return call
+
+
+def decode_data(call: pb.ForwardBackwardRequest) -> list[Datum]:
+    """Decodes the call's sequences: `tokens` int64 [N], `targets` int64 [N] or [N, K], other inputs float32,
+    all dense; text chunks are concatenated.
+
+    Raises BadRequest if a tensor has more than two dimensions, a chunk is not text, or `target_tokens` are missing or
+    not int64.
+    """
+    tensors.check_sparse_size(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
+    return [_datum(index, datum) for index, datum in enumerate(call.data)]
+
+
+def replace_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.ForwardBackwardRequest:
+    """Returns a copy of the call with other `data`, encoded dense: the form in which validated calls are stored."""
+    changed = pb.ForwardBackwardRequest()
+    changed.CopyFrom(call)
+    del changed.data[:]
+    for datum in data:
+        message = changed.data.add()
+        message.model_input.add().encoded_text.tokens = tensors.encode_values(datum.tokens, pb.DTYPE_INT32)
+        for name, array in {"target_tokens": datum.targets, **datum.inputs}.items():
+            message.loss_fn_inputs[name].CopyFrom(tensors.from_array(array))
+    return changed
+
+
+def loss_options(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """Returns the loss's options. Clients that send `loss_fn_config_v2` repeat its numbers in `loss_fn_config`."""
+    if not call.loss_fn_config_v2:
+        return dict(call.loss_fn_config)
+    values = call.loss_fn_config_v2.items()
+    return {name: value.number if value.WhichOneof("value") == "number" else value.text for name, value in values}
+
+
+def prompt_tokens(given: requests.ModelInput) -> np.ndarray:
+    """Returns the token ids of a prompt, int32 [N]."""
+    return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int32)
+
+
+def decode_array(tensor: requests.TensorData, *, pad: float = 0) -> np.ndarray:
+    """Decodes a JSON tensor to an int64 or float32 array; `pad` fills the cells that a sparse tensor does not list.
+    Raises BadRequest if it is inconsistent or too large."""
+    message = tensors.from_json(tensor)
+    tensors.check_sparse_size([message])
+    return tensors.to_array(message, pad)
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Prefixes the message of a BadRequest raised inside with its place in the body."""
+    try:
+        yield
+    except BadRequest as error:
+        raise BadRequest(f"{place}: {error}", error.status) from None
+
+
+def _datum(index: int, datum: pb.Datum) -> Datum:
+    with _at(f"data[{index}].model_input"):
+        tokens = [_text(chunk) for chunk in datum.model_input]
+    arrays = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        with _at(f"data[{index}].loss_fn_inputs.{name[: requests.MAX_ID_CHARS]}"):
+            arrays[name] = tensors.to_array(tensor)
+    targets = arrays.pop("target_tokens", None)
+    if targets is None:
+        raise BadRequest(f"data[{index}] has no target_tokens. Send the token that each position should predict.")
+    if targets.dtype != np.int64:
+        raise BadRequest(f"data[{index}].loss_fn_inputs.target_tokens are floats. Send token ids as int64.")
+    inputs = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return Datum(np.concatenate([np.zeros(0, np.int64), *tokens]), targets, inputs)
+
+
+def _text(chunk: pb.Chunk) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise BadRequest(f'a chunk is "{kind or "empty"}". This server reads text only: send encoded_text.')
+    return tensors.decode_values(chunk.encoded_text.tokens, pb.DTYPE_INT32)
+
+
+# Gradient results
+
+
+def encode_forward_backward(
+    outputs: Sequence[Mapping[str, np.ndarray]],
+    metrics: Mapping[str, float],
+    loss_fn_output_type: str = "ArrayRecord",
+) -> bytes:
+    """Encodes a ForwardBackwardOutput.
+
+    `outputs` holds, for each datum, arrays of one or two dimensions by name (the same names for all data); integer
+    arrays are sent as int64, others as float32. Keys of `metrics` have the form "name:reduction".
+    """
+    assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=loss_fn_output_type, metrics=dict(metrics))
+    for _, alike in itertools.groupby(outputs, _layout):
+        message.loss_fn_outputs.append(_record(list(alike)))
+    return message.SerializeToString()
+
+
+def _layout(output: Mapping[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, array.dtype.kind, array.shape[1:]) for name, array in output.items()]
+
+
+def _record(outputs: list[Mapping[str, np.ndarray]]) -> pb.ArrayRecord:
+    record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name in outputs[0]:
+        parts = [tensors.from_array(output[name]) for output in outputs]
+        ends = np.cumsum([0, *(len(part.dense) for part in parts)])
+        batched = pb.BatchedTensor(
+            data=b"".join(part.dense for part in parts),
+            offsets=tensors.encode_values(ends, pb.DTYPE_INT64),
+            dtype=parts[0].dtype,
+            trailing_shape=outputs[0][name].shape[1:],
+        )
+        record.fields[name].CopyFrom(batched)
+    return record
+
+
+def forward_backward_to_json(result: bytes) -> bytes:
+    """Translates an encoded ForwardBackwardOutput to the JSON of the oldest clients. Values that are not finite are
+    written as NaN or Infinity, which their parser accepts; it rejects the whole answer for a null."""
+    message = pb.ForwardBackwardOutput.FromString(result)
+    outputs = [datum for record in message.loss_fn_outputs for datum in _unbatched(record)]
+    kind = message.loss_fn_output_type
+    return _json({"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": dict(message.metrics)})
+
+
+def _unbatched(record: pb.ArrayRecord) -> list[dict[str, Any]]:
+    datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+    for name, batched in record.fields.items():
+        ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)
+        for datum, start, end in zip(datums, ends[:-1], ends[1:], strict=True):
+            values = tensors.decode_values(batched.data[start:end], batched.dtype)
+            rows = values.size // (math.prod(batched.trailing_shape) or 1)
+            datum[name] = _tensor_json(values.reshape(rows, *batched.trailing_shape))
+    return datums
+
+
+def _tensor_json(array: np.ndarray) -> dict[str, Any]:
+    dtype = "int64" if array.dtype.kind == "i" else "float32"
+    return {"data": array.reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
+
+
+def _json(tree: Any) -> bytes:
+    return to_json(tree, inf_nan_mode="constants")
+
+
+# Sampling results
+
+
+def encode_sample(sequences: Iterable[SampledSequence], prompt: PromptScores = PromptScores()) -> bytes:
+    """Encodes a SampleResponse: token ids as int32, log-probabilities as float32."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.num_cached_tokens)
+    for sequence in sequences:
+        message.sequences.append(_sequence(sequence))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = tensors.encode_values(prompt.logprobs, pb.DTYPE_FLOAT32)
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if prompt.target_logprobs is not None:
+        targets = prompt.target_logprobs.astype(np.float32)
+        message.target_prompt_logprobs.CopyFrom(
+            tensors.from_array(targets) if prompt.target_mask is None else _sparse(targets, prompt.target_mask)
+        )
+    if prompt.sampled_alternatives is not None:
+        ids = tensors.encode_values(prompt.sampled_alternatives.token_ids, pb.DTYPE_INT32)
+        shape = prompt.sampled_alternatives.token_ids.shape
+        message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT32, shape=shape))
+        message.prompt_alt_tokens.logprobs.CopyFrom(tensors.from_array(prompt.sampled_alternatives.logprobs))
+    return message.SerializeToString()
+
+
+def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
+    return pb.SampledSequence(
+        stop_reason=_STOPS[sequence.stop_reason],
+        tokens=tensors.encode_values(sequence.tokens, pb.DTYPE_INT32),
+        logprobs=tensors.encode_values(sequence.logprobs, pb.DTYPE_FLOAT32),
+        topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+    )
+
+
+def _topk(topk: TopK) -> pb.TopkLogprobs:
+    length, k = topk.logprobs.shape
+    none = np.isnan(topk.logprobs)
+    return pb.TopkLogprobs(
+        token_ids=tensors.encode_values(np.where(none, 0, topk.token_ids), pb.DTYPE_INT32),
+        logprobs=tensors.encode_values(np.where(none, EMPTY_LOGPROB, topk.logprobs), pb.DTYPE_FLOAT32),
+        k=k,
+        length=length,
+    )
+
+
+def _sparse(array: np.ndarray, listed: np.ndarray) -> pb.Tensor:
+    rows, columns = np.nonzero(listed)
+    starts = np.searchsorted(rows, np.arange(len(array) + 1))
+    csr = pb.SparseCsr(
+        values=tensors.encode_values(array[rows, columns], pb.DTYPE_FLOAT32),
+        crow_indices=tensors.encode_values(starts, pb.DTYPE_INT64),
+        col_indices=tensors.encode_values(columns, pb.DTYPE_INT64),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=array.shape)
+
+
+def sample_to_json(result: bytes) -> bytes:
+    """Translates an encoded SampleResponse to the JSON of older clients. Keys that only newer clients read are present
+    only if they were requested."""
+    message = pb.SampleResponse.FromString(result)
+    tree: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [_sequence_json(sequence) for sequence in message.sequences],
+        "prompt_logprobs": None,
+        "topk_prompt_logprobs": None,
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+    }
+    if message.HasField("prompt_logprobs"):
+        logps = tensors.decode_values(message.prompt_logprobs, pb.DTYPE_FLOAT32).tolist()
+        tree["prompt_logprobs"] = [None if math.isnan(logp) else logp for logp in logps]
+    if message.HasField("topk_prompt_logprobs"):
+        tree["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tree["target_prompt_logprobs"] = _tensor_json(tensors.to_array(message.target_prompt_logprobs))
+    if message.HasField("prompt_alt_tokens"):
+        drawn = message.prompt_alt_tokens
+        tree["prompt_alt_tokens"] = {
+            n: _tensor_json(tensors.to_array(getattr(drawn, n))) for n in ("tokens", "logprobs")
+        }
+    return _json(tree)
+
+
+def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
+    tree = {
+        "stop_reason": _STOP_NAMES[sequence.stop_reason],
+        "tokens": tensors.decode_values(sequence.tokens, pb.DTYPE_INT32).tolist(),
+        "logprobs": tensors.decode_values(sequence.logprobs, pb.DTYPE_FLOAT32).tolist(),
+    }
+    if sequence.HasField("topk_sampled_logprobs"):
+        tree["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
+    return tree
+
+
+def _topk_json(topk: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    """Returns the (token, log-probability) pairs of each position, or None for a position without any."""
+    shape = (topk.length, topk.k)
+    ids = tensors.decode_values(topk.token_ids, pb.DTYPE_INT32).reshape(shape)
+    logps = tensors.decode_values(topk.logprobs, pb.DTYPE_FLOAT32).reshape(shape)
+    there = (logps != np.float32(EMPTY_LOGPROB)) | (ids != 0)
+    rows = zip(ids.tolist(), logps.tolist(), there.tolist(), strict=True)
+    return [[(token, logp) for token, logp, some in zip(*row, strict=True) if some] or None for row in rows]

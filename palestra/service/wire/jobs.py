@@ -1,0 +1,133 @@
+"""Job bodies that the front end queues for the engine worker: validated, with every name resolved.
+
+Training data use the wire's own protobuf (`codec.py`). Folders are names in the weight store.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from palestra.engine.sampling.token_sampling import SamplingConfig
+
+# Values of a request's `kind`. Requests of a model run in the order of their sequence numbers.
+ModelKind = Literal[
+    "create_model",
+    "forward",
+    "forward_backward",
+    "reverse_kl",
+    "optim_step",
+    "save",
+    "load",
+    "unload",
+]
+FreeKind = Literal["sample", "interpolate"]
+
+
+class LoraSettings(BaseModel):
+    """Settings of the trained LoRA adapter: which linear layers of the base it covers, and its scale.
+
+    `seed` null derives the seed from the model's id. `alpha` is an extension: official adapters have 32, whatever their
+    rank.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+class SampleJob(BaseModel):
+    """Request for `num_samples` completions of `tokens` under the weights in `folder` (null: the bare base).
+
+    The other fields select log-probabilities: `prompt_logprobs` those of the prompt, `topk_prompt` the most likely
+    tokens at each prompt position, `target_prompt` [P-1][K] given ids (-1: skip), all restricted to the last `last_n`
+    positions; `topk_sample` the most likely tokens beside each sampled one.
+    """
+
+    base: str
+    folder: str | None
+    tokens: list[int]
+    num_samples: int
+    sampling: SamplingConfig
+    seed: int
+    prompt_logprobs: bool = False
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    target_prompt: list[list[int]] | None = None
+    last_n: int | None = None
+
+    @property
+    def asks_prompt(self) -> bool:
+        """True if any prompt log-probabilities are requested."""
+        return bool(self.prompt_logprobs or self.topk_prompt or self.target_prompt)
+
+    @property
+    def size(self) -> int:
+        """Largest number of tokens in the answer; each token counts once more for every additional log-probability."""
+        targets = len(self.target_prompt[0]) if self.target_prompt else 0
+        prompt = len(self.tokens) * (1 + self.topk_prompt + targets) if self.asks_prompt else 0
+        return prompt + self.num_samples * self.sampling.max_tokens * (1 + self.topk_sample)
+
+
+class DistillExampleJob(BaseModel):
+    """One reverse-KL example: the answer's ids and weights, the student's prompt and the reference's prompt."""
+
+    student: list[int]
+    reference: list[int]
+    answer: list[int]
+    weights: list[float]
+
+
+class ReverseKLJob(BaseModel):
+    """Reverse-KL pass towards a reference: the weights in `folder` (null: the bare base)."""
+
+    folder: str | None
+    lessons: list[DistillExampleJob]
+    temperature: float
+
+
+class OptimJob(BaseModel):
+    """AdamW settings of one step; `grad_clip_norm` 0 disables clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class SaveJob(BaseModel):
+    """Saves a model's weights at the tinker:// path `path`, or for the sampler with id `sampler`, which has no path.
+
+    A path of kind "training" includes the optimizer. If the path exists, `overwrite` false raises an error; null and
+    true replace it.
+    """
+
+    path: str | None = None
+    sampler: str | None = None
+    ttl_seconds: float | None = None
+    overwrite: bool | None = None
+    info: dict[str, Any] = {}
+
+
+class LoadJob(BaseModel):
+    """Loads the weights in `folder` into a model, with the optimizer state if `optimizer` is true. `path` is the
+    client's name of them."""
+
+    folder: str
+    path: str
+    optimizer: bool
+
+
+class InterpolateJob(BaseModel):
+    """Saves at `path` the weighted sum of adapters with the same base and shape."""
+
+    folders: list[str]
+    coefficients: list[float]
+    path: str
+    source_paths: list[str]

@@ -1,0 +1,110 @@
+"""Checkpoint operations of the worker: `save`, `load`, `unload` and `interpolate`."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sql
+
+from palestra.engine.lora.adapters import weighted_sum
+from palestra.engine.training.peft_format import load_adapter, save_adapter
+from palestra.service.storage.outbox import Outbox
+from palestra.service.storage.store import StoredAnswer
+from palestra.service.storage.tables import RowUpdate, checkpoints, models, samplers
+from palestra.service.storage.weight_store import TinkerPath
+from palestra.service.wire.jobs import InterpolateJob, LoadJob, SaveJob
+from palestra.service.worker.live_models import LiveModel, LiveModels, save_weights
+
+REPLY_TYPES = {  # `type` fields that older clients require
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
+
+
+class CheckpointOps:
+    """Moves weights between the models in memory and the weight store; results go to the outbox."""
+
+    def __init__(self, live_models: LiveModels, outbox: Outbox) -> None:
+        self.live_models, self.outbox = live_models, outbox
+        self.store, self.weight_store = live_models.store, live_models.weight_store
+
+    def save(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        """Saves a model's weights as a checkpoint or for a sampler. Raises ValueError if the path exists and may not be
+        overwritten."""
+        job = SaveJob.model_validate_json(row.body)
+        path = TinkerPath.parse(job.path) if job.path else None
+        if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
+            raise ValueError(f"{path} exists already: choose another name, or save with overwrite")
+        whole = bool(path and path.kind == "training")
+        fill = partial(save_weights, live_model=live_model, optimizer=whole)
+        # a sampler ends with its session, so losing it in a power failure is acceptable
+        folder, size = self.weight_store.write(fill, synced=path is not None)
+        model = self.store.get(models, live_model.id)
+        assert model is not None
+        if path is None:
+            self._sampler(live_model, job, model, folder)
+            self.outbox.add_answer(row, sampling_session_id=job.sampler, type="save_weights_for_sampler")
+            return
+        expires = time.time() + job.ttl_seconds if job.ttl_seconds else None
+        self._checkpoint(
+            path, model.owner, live_model.base.name, model.lora, folder, size, expires=expires, info=job.info
+        )
+        if whole and not live_model.has_gradients:
+            live_model.saved_seq = live_model.changed_seq
+            info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
+            self.outbox.updates.append(
+                RowUpdate.update(models, live_model.id, saved=folder, kept=live_model.changed_seq, info=info)
+            )
+        self.outbox.add_answer(row, path=str(path), type=REPLY_TYPES[path.kind])
+
+    def interpolate(self, row: sql.Row) -> None:
+        """Saves a weighted sum of adapters as a checkpoint for sampling."""
+        job = InterpolateJob.model_validate_json(row.body)
+        source = self.store.get(checkpoints, job.source_paths[0])
+        assert source is not None
+        base, path = self.live_models.base(source.base), TinkerPath.parse(job.path)
+        adapters = [load_adapter(self.weight_store.read(folder), base.engine) for folder in job.folders]
+        mixed = weighted_sum(adapters, job.coefficients, base.engine.linear_layers)
+        folder, size = self.weight_store.write(partial(save_adapter, adapter=mixed, base=base.name))
+        self._checkpoint(path, row.owner, base.name, source.lora, folder, size)
+        details = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
+        self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **details)
+
+    def load(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        """Loads weights into a model. Raises ValueError if they are damaged or do not fit."""
+        job = LoadJob.model_validate_json(row.body)
+        self.live_models.load(live_model, job.folder, optimizer=job.optimizer)
+        live_model.changed_seq = live_model.saved_seq = seq
+        model = self.store.get(models, live_model.id)
+        info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
+        values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
+        self.outbox.updates.append(RowUpdate.update(models, live_model.id, **values))
+        self.outbox.add_answer(row, path=job.path, model_id=live_model.id, type="load_weights")
+
+    def unload(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        """Removes a model; the requests that it still has queued fail."""
+        self.live_models.live.pop(live_model.id)
+        self.outbox.updates.append(RowUpdate.update(models, live_model.id, state="gone", saved=None))
+        self.outbox.add_answer(row, model_id=live_model.id, type="unload_model")
+        for _, _, later in live_model.queue:
+            self.outbox.answers.append(
+                StoredAnswer.failure(later.id, f"model {live_model.id} was unloaded before this request")
+            )
+
+    def _sampler(self, live_model: LiveModel, job: SaveJob, model: sql.Row, folder: str) -> None:
+        assert live_model.trainer.adapter is not None
+        values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
+        self.outbox.updates += RowUpdate.upsert(samplers, {**values, "id": job.sampler, "folder": folder})
+        self.live_models.cache_snapshot(
+            folder, live_model.trainer.adapter.snapshot(folder, live_model.base.engine.dtype)
+        )
+
+    def _checkpoint(
+        self, path: TinkerPath, owner: str, base: str, lora: Any, folder: str, size: int, **more: Any
+    ) -> None:
+        values = {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size, "info": {}}
+        values |= {"owner": owner, "base": base, "lora": lora, "created": time.time(), "expires": None, "public": False}
+        self.outbox.updates += RowUpdate.upsert(checkpoints, values | more)

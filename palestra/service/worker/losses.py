@@ -1,0 +1,65 @@
+"""The wire's losses by name: sums over tokens, with inputs and options under the names that clients send.
+
+The formulas are those of palestra/vector/losses; this module maps options such as `clip_low_threshold` onto them.
+Data have passed `validation.py`: every input is present in the targets' shape, `weights` always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.core.losses import LOSSES, LossInputs, TensorMetrics
+from palestra.engine.training.multi_adapter import JobLossFunction, JobLossInputs
+from palestra.service.wire.validation import WEIGHTED_ONLY
+
+# Bounds of the ratio: defaults of official servers (Tinker cookbook, tutorial 202; gspo's are not documented).
+RATIO_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+
+
+def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction:
+    """Returns the loss that clients call `name`, as a function of a job's predictions that returns a scalar and
+    metrics."""
+
+    def loss(predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
+        inputs, entropy = predicted.inputs, float(options.get("entropy", 0.0))
+        scored = LossInputs(
+            logp_M=predicted.logp_M,
+            entropy_M=_entropies(predicted) if entropy else torch.zeros_like(predicted.logp_M),
+            old_logp_M=inputs.get("logprobs", predicted.logp_M.detach()),
+            ref_logp_M=None,
+            advantage_M=inputs.get("advantages", torch.ones_like(predicted.logp_M)),
+            weight_M=inputs["weights"],
+            sequence_M=predicted.sequence_M,
+        )
+        ours = "clipped_policy" if name == "ppo" else name
+        value, metrics = LOSSES[ours](scored, **_options(name, options, inputs))
+        return value, metrics if entropy else {k: v for k, v in metrics.items() if k != "entropy"}
+
+    return loss
+
+
+def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the options of the formula. Bounds may also be given per token, as inputs."""
+    if name not in RATIO_BOUNDS:
+        return {key: value for key, value in options.items() if key != WEIGHTED_ONLY}
+    keys = ("clip_low_threshold", "clip_high_threshold")
+    low, high = (inputs.get(k, options.get(k, default)) for k, default in zip(keys, RATIO_BOUNDS[name], strict=True))
+    if name == "ppo":
+        return {"clip": 1 - low, "clip_high": high - 1, "entropy": float(options.get("entropy", 0.0))}  # type: ignore[operator]
+    bounds = dict(zip(keys, (low, high), strict=True))
+    mask = {"sequence_ratio_mask": inputs["sequence_ratio_mask"]} if "sequence_ratio_mask" in inputs else {}
+    return bounds | mask
+
+
+def _entropies(predicted: JobLossInputs) -> Tensor:
+    return predicted.map_logits(lambda logits_CV, _: entropy_of(logits_CV))
+
+
+def entropy_of(logits_MV: Tensor) -> Tensor:
+    """Returns the entropy [M], in nats, of the distribution in each row of logits [M, V]."""
+    logp_MV = torch.log_softmax(logits_MV, -1)
+    return -(logp_MV.exp() * logp_MV).sum(-1)

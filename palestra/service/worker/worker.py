@@ -1,0 +1,352 @@
+"""The engine worker: the process that takes requests from the store, runs them, and writes their answers.
+
+Each iteration of its loop takes new requests, runs one micro-batch of training, and samples for as long as that took,
+at least one token for every active row. Requests of one model run in the order of their sequence numbers; requests of
+different models, and all samples, share batches. A request that fails is answered with its error and does not affect
+others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sql
+from pydantic import BaseModel
+
+from palestra.core.accel.malloc import release_freed_memory
+from palestra.engine.bases.model import Engine
+from palestra.engine.cache.kv_cache import budget_bytes
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.distill import DistillExample, ReverseKL
+from palestra.engine.training.multi_adapter import Job, JobResult
+from palestra.engine.training.trainer import AdamConfig
+from palestra.service.storage.database import OUTAGE_ERRORS
+from palestra.service.storage.outbox import Outbox
+from palestra.service.storage.store import Store, StoredAnswer
+from palestra.service.storage.tables import RowUpdate, models
+from palestra.service.storage.wakeup import WakeupSocket
+from palestra.service.storage.weight_store import WeightStore
+from palestra.service.wire import codec
+from palestra.service.wire.jobs import OptimJob, ReverseKLJob
+from palestra.service.wire.validation import WEIGHTED_ONLY
+from palestra.service.worker.checkpoint_ops import CheckpointOps
+from palestra.service.worker.encoding import reverse_kl_answer
+from palestra.service.worker.live_models import LiveModel, LiveModels, LoadedBase, StateLost
+from palestra.service.worker.losses import build_loss
+from palestra.service.worker.pending_samples import SampleScheduler
+from palestra.service.worker.training import GRADIENT_KINDS, TrainRequest, TrainScheduler
+
+BATCHED_KINDS = (*GRADIENT_KINDS, "sample")  # kinds that share batches with other requests
+SWEEP_INTERVAL_S = 60.0  # seconds between two maintenance runs
+MEMORY_RELEASE_DELAY_S = 1.0  # seconds without work after which memory is released
+BURST_GAP_S = 0.005  # seconds without a new request that end a burst
+MAX_BURST_S = 0.1  # longest duration of a burst in seconds
+SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
+
+
+class WorkerSettings(BaseModel):
+    """Settings that `palestra serve` passes to its worker."""
+
+    store: str
+    """URL of the database."""
+    data: Path
+    """Data folder of the server."""
+    bases: dict[str, str]
+    """Base models: name -> path."""
+    device: str = "auto"
+    """Torch device; "auto" chooses one."""
+    dtype: str = "auto"
+    """Dtype of the base model's weights; "auto" chooses one."""
+    threads: int = 1
+    """CPU threads of torch."""
+    max_num_seqs: int = 512
+    """Sequences that are sampled in one batch, at most."""
+    kv_cache_gib: float | None = None
+    """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
+    pack_tokens: int = 16384
+    """Tokens of one training micro-batch, at most."""
+    patience: float = 20.0
+    """Seconds to wait for a missing sequence number before a model continues with the next request."""
+    idle: float = 900.0
+    """Seconds without requests after which a model is removed from memory."""
+    resident: int = 64
+    """Models kept in memory, at most; the least recently used are removed first."""
+
+
+class Worker:
+    """Runs requests until `stop` is called or the front-end process exits."""
+
+    def __init__(self, settings: WorkerSettings, store: Store, wakeup: WakeupSocket) -> None:
+        self.settings, self.store, self.wakeup = settings, store, wakeup
+        self.weight_store = WeightStore(settings.data / "weights")
+        self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
+        self.live_models = LiveModels(store, self.weight_store, self.bases, max_live=settings.resident)
+        self.outbox = Outbox(store)
+        self.sample_scheduler = SampleScheduler(self.live_models, self.outbox)
+        self.checkpoint_ops = CheckpointOps(self.live_models, self.outbox)
+        self.train_scheduler = TrainScheduler(
+            self.live_models, settings.pack_tokens, settings.patience, self._read, self._learned
+        )
+        self.stopping = False
+        self._swept = self._moved = time.monotonic()
+        self._rested = True
+
+    def run(self) -> None:
+        """Recovers the state of an earlier worker, runs requests, and finishes on shutdown."""
+        self.recover()
+        while not self.stopping and not self.wakeup.peer_gone:
+            moved = self.step()
+            if not moved:
+                self._reclaim()
+            self._rest(moved)
+            self.wakeup.wait(0 if moved else 0.02)
+        self.shut_down()
+
+    def stop(self) -> None:
+        """Requests shutdown; the loop ends after the current iteration."""
+        self.stopping = True
+
+    def recover(self) -> None:
+        """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
+        changed after they were last saved."""
+        changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
+        self.store.apply_updates(RowUpdate.update(models, row.id, state="lost") for row in changed)
+        self.store.requeue_after_crash()
+
+    def shut_down(self) -> None:
+        """Ends the current training, saves every model, and completes samples for up to `SAMPLE_GRACE_S` seconds.
+        Requests that were not started or not completed stay queued for the next worker."""
+        self.train_scheduler.finish()
+        self.flush()
+        for live_model in self.live_models:
+            self._keeping(partial(self._release, live_model))
+        self.flush()
+        until = time.monotonic() + SAMPLE_GRACE_S
+        while time.monotonic() < until and self.sample_scheduler.advance():
+            self.flush()
+        self.store.release_taken()
+
+    def step(self) -> bool:
+        """Runs one iteration of the loop. Returns False if there was nothing to do."""
+        moved = self._take()
+        start = time.monotonic()
+        moved |= self._train()
+        moved |= self._sample(time.monotonic() - start)
+        if time.monotonic() - self._swept > SWEEP_INTERVAL_S:
+            self._sweep()
+        return moved
+
+    def _sample(self, seconds: float) -> bool:
+        """Samples a token for every active row, and further tokens for up to `seconds`: a training micro-batch of many
+        models takes as long as hundreds of tokens, and an answer would wait for one of them at each token. Returns
+        False if there was nothing to do."""
+        until, moved = time.monotonic() + seconds, False
+        while self.sample_scheduler.advance():
+            moved = True
+            self.flush()
+            if time.monotonic() >= until or self.stopping:
+                break
+            self._take()
+        self.flush()
+        return moved
+
+    def flush(self) -> None:
+        """Writes pending answers and wakes the front end."""
+        if self.outbox.flush():
+            self.wakeup.wake()
+
+    # -- taking requests -----------------------------------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        rows = self.store.take_queued()
+        if rows and rows[-1].kind in BATCHED_KINDS and not self.train_scheduler.busy and not self.sample_scheduler.busy:
+            rows += self._more()
+        for row in rows:
+            self.outbox.run_guarded(row, partial(self._place, row))
+        return bool(rows)
+
+    def _more(self) -> list[sql.Row]:
+        """Returns the rest of a burst of requests.
+
+        Rollouts request many samples at once, and clients that sampled together train together. A batch that is
+        complete at its start needs fewer passes than one that grows while it runs.
+        """
+        rows, until = [], time.monotonic() + MAX_BURST_S
+        while time.monotonic() < until and not self.stopping:
+            time.sleep(BURST_GAP_S)
+            more = self.store.take_queued()
+            if not more:
+                break
+            rows += more
+        return rows
+
+    def _reclaim(self) -> None:
+        """Queues again the requests that the store marks as taken by this worker but that it never received: the
+        database connection failed while it returned them."""
+        if (
+            self.store.database.had_outage
+            and not self.sample_scheduler.busy
+            and not any(t.queue for t in self.live_models)
+        ):
+            self.store.database.had_outage = False
+            self.store.release_taken()
+
+    def _rest(self, moved: bool) -> None:
+        """Releases unused memory to the operating system after `MEMORY_RELEASE_DELAY_S` seconds without work."""
+        if moved:
+            self._moved, self._rested = time.monotonic(), False
+        elif not self._rested and time.monotonic() - self._moved > MEMORY_RELEASE_DELAY_S:
+            self.sample_scheduler.release_memory()
+            release_freed_memory()
+            self._rested = True
+
+    def _place(self, row: sql.Row) -> None:
+        if row.kind == "sample":
+            self.sample_scheduler.submit(row)
+        elif row.kind == "interpolate":
+            self.checkpoint_ops.interpolate(row)
+        else:
+            self._queue(row)
+
+    def _queue(self, row: sql.Row) -> None:
+        live_model = self.live_models.get(row.model)
+        if row.seq is not None and row.seq < live_model.next_seq:
+            message = (
+                f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
+                "send it again"
+            )
+            self.outbox.answers.append(StoredAnswer.failure(row.id, message))
+        else:
+            live_model.push(row)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def _train(self) -> bool:
+        """Runs the ready tasks that are not batched, then one training micro-batch. Returns False if there was nothing
+        to do."""
+        ready = self.train_scheduler.ready_models()
+        single = [model for model in ready if model.queue[0][2].kind not in GRADIENT_KINDS]
+        for live_model in single:
+            seq, row = live_model.pop()
+            self.outbox.run_guarded(row, partial(self._alone, live_model, seq, row))
+        return self.train_scheduler.advance() or bool(single)
+
+    def _alone(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
+        answered here."""
+        if row.result is not None:
+            self.outbox.answers.append(StoredAnswer(row.id, row.result, failed=True))
+            return
+        if live_model.lost_reason and row.kind not in ("load", "unload"):
+            raise StateLost(live_model.lost_reason)
+        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
+        verbs |= {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload}
+        verbs[row.kind](live_model, seq, row)
+
+    def _created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        self.outbox.answers.append(StoredAnswer.json(row.id, model_id=live_model.id, type="create_model"))
+
+    def _read(self, live_model: LiveModel, row: sql.Row) -> Job | None:
+        found: Job | None = self.outbox.run_guarded(row, partial(self._job, live_model, row))
+        return found
+
+    def _job(self, live_model: LiveModel, row: sql.Row) -> Job:
+        if row.result is not None or live_model.lost_reason:
+            raise StateLost(json.loads(row.result)["error"] if row.result else live_model.lost_reason)
+        if row.kind == "reverse_kl":
+            kl = self._reverse_kl(live_model, ReverseKLJob.model_validate_json(row.body))
+            return Job(live_model.trainer, kl.data, kl)
+        call = codec.train_call_from_proto(row.body)
+        options = codec.loss_options(call)
+        loss, weighted_only = build_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
+        backward = row.kind == "forward_backward" and not call.forward_only
+        return Job(live_model.trainer, codec.decode_data(call), loss, backward, weighted_only)
+
+    def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
+        reference = self.live_models.snapshot(live_model.base, job.folder)
+        lessons = [
+            DistillExample(
+                np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32)
+            )
+            for x in job.lessons
+        ]
+        return ReverseKL(live_model.base.engine, reference, lessons, temperature=job.temperature)
+
+    def _learned(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
+        self.outbox.run_guarded(work.row, partial(self._note, work.model, work.seq, work.row, work.job, outcome))
+
+    def _note(self, live_model: LiveModel, seq: int, row: sql.Row, job: Job, outcome: JobResult | Exception) -> None:
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(job.loss, ReverseKL):
+            self.outbox.answers.append(StoredAnswer.json(row.id, **reverse_kl_answer(job.loss)))
+        else:
+            metrics = {f"{name}:sum": value for name, value in outcome.metrics.items()}
+            result = codec.encode_forward_backward([{"logprobs": logps} for logps in outcome.logprobs], metrics)
+            self.outbox.answers.append(StoredAnswer(row.id, result, "forward_backward"))
+        if job.backward:
+            live_model.has_gradients = True
+            self._changed(live_model, seq)
+
+    def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        job = OptimJob.model_validate_json(row.body)
+        adam = AdamConfig(
+            lr=job.learning_rate,
+            adam_betas=(job.beta1, job.beta2),
+            adam_eps=job.eps,
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.grad_clip_norm or None,
+        )
+        live_model.has_gradients = False
+        metrics = live_model.trainer.optim_step(adam)
+        self._changed(live_model, seq)
+        self.outbox.answers.append(
+            StoredAnswer.json(row.id, metrics={"grad_norm:mean": metrics["grad_norm"]}, type="optim_step")
+        )
+
+    def _changed(self, live_model: LiveModel, seq: int) -> None:
+        # a request without a number has the number of the one before
+        live_model.changed_seq = max(seq, live_model.saved_seq + 1)
+        self.outbox.updates.append(
+            RowUpdate.update(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)
+        )
+
+    # -- maintenance ---------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
+        answers."""
+        self._swept, now = time.monotonic(), time.time()
+        for live_model in self.live_models.evictable(self.settings.idle):
+            self._keeping(partial(self._release, live_model))
+        self.flush()
+        self.store.expire(now)
+        self._keeping(lambda: self.weight_store.sweep(self.store.referenced_folders()))
+
+    def _release(self, live_model: LiveModel) -> None:
+        if change := self.live_models.evict(live_model):
+            self.outbox.updates.append(change)
+
+    def _keeping(self, work: Callable[[], Any]) -> None:
+        """Runs a maintenance task and prints its error: a failure such as a full disk must not lose the models in
+        memory. Database errors propagate."""
+        try:
+            work()
+        except OUTAGE_ERRORS:
+            raise
+        except Exception:
+            traceback.print_exc()
+
+
+def load_base(name: str, path: str, settings: WorkerSettings) -> LoadedBase:
+    """Loads a base model, with an engine and a sampler for it."""
+    engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
+    sampler = Sampler(engine, max_num_seqs=settings.max_num_seqs, cache_bytes=budget_bytes(settings.kv_cache_gib))
+    return LoadedBase(name, engine, sampler)

@@ -1,0 +1,138 @@
+"""Groups of siblings, the answers whose values are compared: they share one starting point."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from palestra.core.types import Episode, Node, Seat
+from palestra.text.algorithms.base import TextAlgorithm
+from palestra.text.rollouts.metrics import member_name
+from palestra.text.rollouts.tree_rollout import Branching, Keep
+
+
+@dataclass(frozen=True)
+class SiblingGroup:
+    """Siblings of one seat: `values` [K], and for each sibling the nodes that receive its advantage (none for a
+    trajectory in which the seat did not act). With `branch_at: root`, `turn_rewards` has the reward of each of these
+    nodes, counted until the seat's next one."""
+
+    seat: Seat
+    values: list[float]
+    nodes: list[list[Node]]
+    turn_rewards: list[list[float]] = field(default_factory=list)
+
+
+class GroupAlgorithm(TextAlgorithm):
+    """Base config of algorithms that compare siblings: whole trajectories or answers to one observation."""
+
+    branch_at: Literal["root", "turn"] = "turn"
+    """`root`: siblings are `group_size` whole trajectories from one first step. `turn`: they are `group_size` answers
+    of one seat to one observation."""
+    continue_from: Keep = "best"
+    """With `branch_at: turn`, the siblings that the episode continues from: `best`, `random`, `epsilon` (best, but
+    random with probability `epsilon`) or `all`."""
+    group_size: int = Field(8, ge=2, le=4096)
+    """Siblings per group (group size)."""
+    epsilon: float = Field(0.1, ge=0, le=1)
+    """With `continue_from: epsilon`, the probability of continuing from a random sibling."""
+    team_weight: float = Field(1.0, ge=0)
+    """Weight of the team's reward: rewards are team_weight * team + local."""
+
+    @model_validator(mode="after")
+    def _explores_where_epsilon_is_set(self) -> Self:
+        explores = self.branch_at == "turn" and self.continue_from == "epsilon"
+        if not explores and self.epsilon != type(self).model_fields["epsilon"].default:
+            raise ValueError(
+                f"epsilon: {self.epsilon:g} has no effect: it is the probability of a random sibling with "
+                "branch_at: turn and continue_from: epsilon: set these, or remove it"
+            )
+        return self
+
+    @property
+    def branching(self) -> Branching:
+        return Branching(
+            self.branch_at,
+            self.group_size,
+            "all" if self.branch_at == "root" else self.continue_from,
+            self.epsilon,
+            self.team_weight,
+        )
+
+    def reward(self, node: Node, seat: Seat) -> float:
+        """Returns the node's part of the value of a seat's answers: team_weight * team reward + the seat's own."""
+        return node.reward(seat, self.team_weight)
+
+    def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
+        """Returns the groups of `policy`'s answers in all episodes."""
+        return [
+            group
+            for episode in episodes
+            for group in self.groups(episode)
+            if any(member_name(node.answers[group.seat].policy) == policy for nodes in group.nodes for node in nodes)
+        ]
+
+    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields the groups of an episode; none if it failed."""
+        if episode.error is not None:
+            return
+        if self.branch_at == "root":
+            yield from self._trajectories(episode)
+        else:
+            yield from self._turns(episode)
+
+    @property
+    def compares_trajectories(self) -> bool:
+        """True if the siblings of a group are compared by one value for each whole trajectory."""
+        return True
+
+    def _trajectories(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields one group per seat: the trajectories in which it acted, with their returns (the sum of `reward` over
+        the nodes).
+
+        If the seat's policy plays other seats too, trajectories in which the seat did not act are siblings as well,
+        since it was the policy's own choice not to call that seat (MATPO, Mo et al., 2025).
+        """
+        trajectories = [episode.trajectory(leaf) for leaf in episode.leaves()]
+        players = Counter(map(member_name, episode.seats.values()))
+        for seat, policy in episode.seats.items():
+            nodes = [[node for node in trajectory if seat in node.answers] for trajectory in trajectories]
+            with_all = self.compares_trajectories and players[member_name(policy)] > 1
+            kept = [i for i, own in enumerate(nodes) if own or with_all]
+            if any(nodes):
+                values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in kept]
+                rewards = [self._turn_rewards(trajectories[i], seat) for i in kept]
+                yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards)
+
+    def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
+        """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are
+        dropped, since none of its answers caused them."""
+        rewards: list[float] = []
+        for node in trajectory:
+            if seat in node.answers:
+                rewards.append(0.0)
+            if rewards:
+                rewards[-1] += self.reward(node, seat)
+        return rewards
+
+    def _turns(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields one group per branching point and seat. In full trees (`continue_from: all`) a sibling's value
+        includes its subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
+        families: dict[int | None, list[Node]] = {}
+        for node in episode.nodes:
+            families.setdefault(node.parent, []).append(node)
+        for siblings in families.values():
+            for seat in siblings[0].answers:
+                values = [self._value(node, seat, families) for node in siblings]
+                yield SiblingGroup(seat, values, [[node] for node in siblings])
+
+    def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]]) -> float:
+        value = self.reward(node, seat)
+        if self.continue_from == "all" and node.id in families:
+            value += float(np.mean([self._value(child, seat, families) for child in families[node.id]]))
+        return value

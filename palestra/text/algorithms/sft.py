@@ -1,0 +1,177 @@
+"""Supervised fine-tuning: cross-entropy on all, successful or best trajectories, optionally plus next-observation
+prediction.
+
+With a teacher at the seat (`policies.NAME.teacher`) or on recorded episodes (`data:`), imitation is behaviour cloning.
+Without either a policy imitates its own successes: rejection-sampling fine-tuning (expert iteration, Anthony et al.,
+2017). A world model predicts each next observation from the tokens before it, answer included (Ha & Schmidhuber, 2018;
+for language agents: Zhang et al., 2025, arXiv:2510.08558, "implicit world modeling").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from palestra.core.losses import LOSSES
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.text.algorithms.base import TextAlgorithm
+from palestra.text.rollouts.metrics import member_name
+from palestra.text.rollouts.tree_rollout import Branching
+
+
+@dataclass(frozen=True)
+class SeatTrajectory:
+    """One seat's part of a trajectory: the nodes where the policy answered, the seat's return, and whether the
+    trajectory succeeded."""
+
+    seat: Seat
+    nodes: list[Node]
+    value: float
+    success: bool
+
+
+class SFT(TextAlgorithm):
+    """Imitates the answers of trajectories, and optionally predicts the seat's next observations. Nodes that several
+    trajectories share count once."""
+
+    type: Literal["sft"] = "sft"
+    """Selects supervised fine-tuning."""
+    imitate: Literal["success", "best", "all", "none"] = "success"
+    """Trajectories whose answers are imitated: those that ended in `success`; the `best` of each start, by its seat's
+    return, the first of equals (best-of-n distillation); `all`; or `none` (observation prediction only, on every
+    trajectory)."""
+    world_model_weight: float = Field(0.0, ge=0)
+    """Weight per token of predicting the seat's next observation (imitation has 1); 0 turns it off."""
+    min_return: float | None = None
+    """Minimum return of a seat (team_weight * team + local) for a trajectory to be used; null uses all."""
+    group_size: int = Field(1, ge=1, le=4096)
+    """Trajectories per start: the n of best-of-n with `imitate: best`."""
+    team_weight: float = Field(1.0, ge=0)
+    """Weight of the team's reward in the return that `imitate: best` and `min_return` compare: team_weight * team +
+    local."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if self.imitate == "none" and not self.world_model_weight:
+            raise ValueError(
+                "imitate: none leaves nothing to learn: set world_model_weight: 1 for a world model, or imitate: all"
+            )
+        return self
+
+    @property
+    def branching(self) -> Branching:
+        return Branching("root", self.group_size)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return False
+
+    @property
+    def loss(self) -> Callable:
+        return LOSSES["cross_entropy"]
+
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
+        metrics.
+
+        `target_fraction` is the share of the policy's (seat, trajectory) pairs whose answers are imitated;
+        `world_model_fraction`, only with `world_model_weight`, the share of answers in the used trajectories
+        that are followed by an observation with new tokens.
+        """
+        starts = [list(_parts(episode, policy, self.team_weight)) for episode in episodes]
+        parts = [part for own in starts for part in own]
+        if self.imitate == "best":
+            starts = [_best_of_seats(own) for own in starts]
+        kept = [part for own in starts for part in own if self._worthy(part)]
+        copied = [] if self.imitate == "none" else kept
+        samples = _imitations(copied)
+        metrics = {"target_fraction": len(copied) / len(parts) if parts else 0.0}
+        if self.world_model_weight:
+            predicted = _observation_samples(kept, self.world_model_weight)
+            samples += [sample for _, sample in predicted]
+            turns = {id(node.answers[part.seat]) for part in kept for node in part.nodes}
+            metrics["world_model_fraction"] = (
+                len({id(answer) for answer, _ in predicted}) / len(turns) if turns else 0.0
+            )
+        return samples, metrics
+
+    def _worthy(self, part: SeatTrajectory) -> bool:
+        return (self.imitate != "success" or part.success) and (
+            self.min_return is None or part.value >= self.min_return
+        )
+
+
+def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTrajectory]:
+    """Yields the trajectories of `policy` at each of its seats in an episode; none if it failed."""
+    for leaf in [] if episode.error is not None else episode.leaves():
+        trajectory = episode.trajectory(leaf)
+        for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
+            if own := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
+                value = sum(node.reward(seat, team_weight) for node in trajectory)
+                yield SeatTrajectory(seat, own, value, bool(leaf.info.get("success")))
+
+
+def _best_of_seats(parts: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:
+    """Returns the trajectory with the highest return of each seat, the first of equals."""
+    seats = dict.fromkeys(part.seat for part in parts)
+    return [max((part for part in parts if part.seat == seat), key=lambda part: part.value) for seat in seats]
+
+
+def _is_of(answer: Answer, policy: str) -> bool:
+    return member_name(answer.policy) == policy and len(answer.token_ids) > 0
+
+
+def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
+    """Returns the answers as samples and writes advantage 1 to their nodes; an answer in several trajectories or
+    siblings counts once."""
+    answers: dict[int, Answer] = {}
+    for part in parts:
+        for node in part.nodes:
+            node.advantages[part.seat] = 1.0
+            answers[id(node.answers[part.seat])] = node.answers[part.seat]
+    return [
+        Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, np.ones(len(answer.token_ids), np.float32))
+        for answer in answers.values()
+    ]
+
+
+def _observation_samples(parts: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
+    """Returns each new observation that follows an answer, with that answer; an observation that siblings share counts
+    once."""
+    found: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}
+    for part in parts:
+        for node, later in zip(part.nodes, part.nodes[1:], strict=False):
+            answer = node.answers[part.seat]
+            new = new_tokens(answer, later.answers[part.seat])
+            if len(new):
+                known = np.concatenate([answer.prompt_ids, answer.token_ids])
+                blank, ones = np.zeros(len(new), np.float32), np.ones(len(new), np.float32)
+                found[id(answer), later.parent] = answer, Sample(known, new, blank, ones, weight=weight)
+    return list(found.values())
+
+
+def new_tokens(answer: Answer, later: Answer) -> np.ndarray:
+    """Returns the token ids [T] that `later`'s prompt adds to the prompt and answer of `answer`.
+
+    In a conversation the next prompt begins with prompt and answer, and everything after them is new. If each prompt
+    stands alone, everything after the common prefix of the two prompts is new, since role and template are part of
+    every prompt.
+    """
+    known = np.concatenate([answer.prompt_ids, answer.token_ids])
+    after = common_prefix_length(known, later.prompt_ids)
+    if after < len(known):
+        after = common_prefix_length(answer.prompt_ids, later.prompt_ids)
+    return later.prompt_ids[after:]
+
+
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns the length of the common prefix of two 1-D arrays."""
+    n = min(len(one), len(other))
+    differing = np.flatnonzero(one[:n] != other[:n])
+    return int(differing[0]) if len(differing) else n

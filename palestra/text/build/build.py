@@ -1,0 +1,265 @@
+"""Builds a language-agent run from its config (text_config.py), with the policies that policy_resolver.py makes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from palestra.text.algorithms.grpo_config import GRPOConfig
+from palestra.text.build.critics import critic_kind
+from palestra.text.build.engines import Engines, build_engines
+from palestra.text.build.learned_reward import learned_reward_source
+from palestra.text.build.policy_resolver import PolicyResolver, make_policy, stage_resolver, stage_scorers, teachers_of
+from palestra.text.build.sampling_masks import biased_sampling_notes, check_dropout, check_sampling_masks
+from palestra.runs.seats import resolve_seats
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm import LanguageLearner, Scorer
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.policies.in_flight import InFlightPolicy
+from palestra.envs.remote.address import pop_metrics
+from palestra.envs.remote.remote_env import env_factory, has_option, make_env
+from palestra.text.rollouts.dataset import DataFile, read_data
+from palestra.text.rollouts.dataset_source import DatasetSource
+from palestra.text.rollouts.rank_split import RankSplit, RankSplitRunner, RankSplitSource
+from palestra.text.rollouts.sources import EnvSource, EpisodeSource
+from palestra.text.rollouts.tree_rollout import EpisodeRunner
+from palestra.core.seeding import derive_seed
+from palestra.text.training.async_rollouts import AsyncTextTrainer
+from palestra.text.training.trainer import Stage, TextEval, TextTrainer
+from palestra.core.types import Seat
+
+if TYPE_CHECKING:
+    from palestra.text.tinker.client import RemoteEngines
+
+
+def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> TextTrainer:
+    """Builds everything that `config` describes, ready for `run_training`.
+
+    Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
+    together.
+    """
+    parts = list(config.stage_configs())
+    records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
+    seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
+    parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
+    policy_names = {seat: name for names in seats for seat, name in names.items()}
+    eval_seats = {name: _eval_seats(config, name) for name in config.evals}
+    eval_runners = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
+    runners = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
+    engines = engines or build_engines(config)
+    used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
+    used |= {name for names in eval_seats.values() for name in names.values()}
+    for part in parts:
+        seen = {name: policy for name, policy in part.policies.items() if name in used}
+        engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen, config.eval_sampling)
+    critic = critic_kind(parts, used)
+    learners = {
+        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), **critic)
+        for name, policy in parts[0].policies.items()
+        if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
+    }
+    fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
+    resolver = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
+    learning = {name: learner for name, learner in learners.items() if name in policy_names.values()}
+    check_sampling_masks(parts, learning)
+    check_dropout(parts, learning)
+    labels = [stage.name for stage in config.stages] or [""]
+    table = _table(engines)
+    resolvers = [stage_resolver(part, config, resolver) for part in parts]
+    sources = [_source(*row) for row in zip(parts, seats, runners, records, resolvers, strict=True)]
+    if table:
+        sources = [RankSplitSource(source, table) for source in sources]
+        eval_runners = {name: RankSplitRunner(runner, table) for name, runner in eval_runners.items()}
+    scorers = [stage_scorers(*row) for row in zip(parts, resolvers, strict=True)]
+    stages = [_stage(*row, resolver) for row in zip(parts, labels, sources, scorers, strict=True)]
+    make: Callable[..., TextTrainer] = TextTrainer
+    if config.staleness:
+        in_flight = {name: policy for name, policy in resolver.in_flight.items() if name in learning}
+        make = partial(AsyncTextTrainer, staleness=config.staleness, in_flight=in_flight)
+    return make(
+        stages=stages,
+        learners=learning,
+        evals=[_build_eval(config, eval_runners[name], eval_seats[name], resolver) for name in config.evals],
+        seed=config.seed,
+        checkpoint_every=config.checkpoint_every,
+        keep_every=config.keep_every,
+        record_every=config.save_episodes_every,
+        max_failed=config.max_failed,
+        worker_metrics=pop_metrics,
+        notes=[*(engines.notes() if isinstance(engines, Engines) else ()), *biased_sampling_notes(parts, learning)],
+    )
+
+
+def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearner]) -> dict[str, InFlightPolicy]:
+    """Returns the policies that play in training, by name, if in-flight weight updates are on; else no policies."""
+    if config.in_flight_updates == "none":
+        return {}
+    return {name: InFlightPolicy(learner.policy, config.in_flight_updates) for name, learner in learners.items()}
+
+
+def with_max_length(part: TextConfig, playing: Collection[str]) -> TextConfig:
+    """Returns the config of a stage; an algorithm that needs a token limit gets that of the trained policies among
+    `playing`. Raises ValueError if these differ, or if the algorithm's overlong buffer is longer."""
+    if not isinstance(part.algorithm, GRPOConfig) or not part.algorithm.needs_max_length:
+        return part
+    seated = [policy for name, policy in part.policies.items() if name in playing]
+    limits = {p.sampling.max_tokens for p in seated if isinstance(p, LoraPolicyConfig | FullPolicyConfig)}
+    if not limits:
+        return part
+    if len(limits) > 1:
+        raise ValueError(
+            f"the policies' sampling.max_tokens are {', '.join(map(str, sorted(limits)))}, and the algorithm needs one "
+            "limit: set algorithm.max_completion_length"
+        )
+    algorithm = part.algorithm.model_copy(update={"max_completion_length": limits.pop()})
+    algorithm.check_overlong_buffer()
+    return part.model_copy(update={"algorithm": algorithm})
+
+
+def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
+    """Returns the group of ranks that share episodes; None if there is one rank and no weights need a cast for
+    rollouts."""
+    shares = isinstance(engines, Engines) and (
+        engines.ranks.world_size > 1 or any(e.autocast_dtype for e in engines.loaded_engines)
+    )
+    return RankSplit(engines.ranks, engines.rollout_context) if isinstance(engines, Engines) and shares else None
+
+
+def _source(
+    part: TextConfig,
+    seats: dict[Seat, str],
+    runners: dict[str, EpisodeRunner],
+    records: list[DataFile],
+    resolver: PolicyResolver,
+) -> EpisodeSource:
+    """Returns a dataset source if the stage has data files, else a source that plays."""
+    if records and part.algorithm.max_redraws:
+        raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
+    if records and (part.instance_pool or part.reward_model or part.reward_weights):
+        raise ValueError(
+            "instance_pool, reward_model and reward_weights need episodes that are played, and data: is recorded: "
+            "leave them out"
+        )
+    if records:
+        roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
+        recorded = DatasetSource(records, lambda: resolver.encoding_policies(seats), part.seed, roles)
+        if learning := {name for name in seats.values() if name in resolver.learners}:
+            recorded.check(part.algorithm, learning)
+        return recorded
+    teachers = {} if part.algorithm.needs_teacher else teachers_of(part)
+    source = EnvSource(
+        runners,
+        lambda: resolver.training_policies(seats, teachers),
+        part.seed,
+        part.mix.weights,
+        part.mix.curriculum,
+        part.mix.floor,
+        part.mix.rate,
+        {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
+        part.instance_pool,
+        part.reward_weights,
+        part.episodes,
+    )
+    return learned_reward_source(part, source, resolver.engines, resolver.learners) if part.reward_model else source
+
+
+def _stage(
+    part: TextConfig, name: str, source: EpisodeSource, scorers: Mapping[str, Scorer], resolver: PolicyResolver
+) -> Stage:
+    def configure() -> None:
+        for learner in resolver.learners.values():
+            settings = part.policies[learner.name]
+            assert isinstance(settings, LoraPolicyConfig | FullPolicyConfig)
+            learner.set_config(settings)
+            learner.teacher = scorers.get(learner.name)
+
+    return Stage(source, part.algorithm, part.steps, part.episodes, name, configure)
+
+
+def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
+    """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
+    evaluation = config.evals[name]
+    changes = evaluation.env or {}
+    env = config.env_config(evaluation.base_env) | changes
+    return env if "split" in changes else with_split(env, "test" if name == "test" else "dev")
+
+
+def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
+    """Returns the policy of each seat in an evaluation: as in training, except for seats that the evaluation
+    assigns."""
+    env, changes = eval_env_config(config, name), config.evals[name].seats
+    own = make_env(**env).seats
+    plays = f'evaluation {name} is of env "{env["type"]}", which plays {", ".join(own)}'
+    if unknown := [key for key in changes if not any(fnmatchcase(seat, key) for seat in own)]:
+        raise ValueError(f'evals.{name}.seats names "{unknown[0]}", but {plays}')
+    trained = {key: policy for key, policy in config.seats.items() if any(fnmatchcase(seat, key) for seat in own)}
+    return resolve_seats(own, list(config.policies), plays, changes, trained)
+
+
+def _build_eval(
+    config: TextConfig, runner: EpisodeRunner, seats: Mapping[Seat, str], resolver: PolicyResolver
+) -> TextEval:
+    evaluation = config.evals[runner.name]
+    return TextEval(
+        name=runner.name,
+        episodes=evaluation.episodes,
+        every=evaluation.every,
+        samples=evaluation.samples,
+        runner=runner,
+        seat_policies=lambda: resolver.eval_policies(seats, config.eval_sampling),
+    )
+
+
+def _used(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
+    """Names of the policies that play in a stage, teachers included."""
+    teachers = teachers_of(part)
+    return {*seats.values(), *(teachers[name] for name in seats.values() if name in teachers)}
+
+
+def _only_seat(config: TextConfig) -> Seat | None:
+    """Returns the seat of dataset rows if there is only one seat, in the envs or, without envs, among `seats` or
+    `policies`; else None."""
+    played = {seat for env in config.named_envs.values() for seat in make_env(**env).seats}
+    seats = played or set(config.seats or config.policies)
+    return min(seats) if len(seats) == 1 else None
+
+
+def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> dict[Seat, str]:
+    """Returns the policy of each seat of the envs or, without envs, of each seat in the data files.
+
+    Raises ValueError for a seat without a policy, and for an unknown name.
+    """
+    kinds = " and ".join(f'"{env["type"]}"' for env in config.named_envs.values())
+    seats = list(dict.fromkeys(seat for env in config.named_envs.values() for seat in make_env(**env).seats))
+    plays = f"env {kinds} plays {', '.join(seats)}"
+    if not config.named_envs:
+        seats = list(dict.fromkeys(seat for record in data_files for seat in record.seats))
+        plays = f"the data has answers of {', '.join(seats)}"
+    for record in data_files:
+        if missing := [seat for seat in record.seats if seat not in seats]:
+            raise ValueError(f'{record.path} has answers of seat "{missing[0]}", which the env does not have: {plays}')
+    result = resolve_seats(seats, list(config.policies), plays, config.seats)
+    unused = set(config.policies) - set(result.values())
+    for seat in (seat for seat, name in result.items() if name == "default" and seat not in config.seats):
+        for close in difflib.get_close_matches(seat, unused, n=1, cutoff=0.75):
+            raise ValueError(
+                f'policies.{close} plays nowhere, and policies.default plays seat "{seat}": did you mean '
+                f"policies.{seat}? If not, set seats: {{{seat}: default}}"
+            )
+    return result
+
+
+def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
+    """Returns `env` with its split set to `split`, if it has one."""
+    return env | ({"split": split} if has_option(env, "split") else {})
+
+
+def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
+    """Returns the runner of episodes in `env` (type, options, and servers if it is remote).
+
+    The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
+    """
+    return EpisodeRunner(env_factory(env), name)

@@ -1,0 +1,221 @@
+"""Builds runs of language agents whose episodes are played by workers and, on Ray, whose weights are trained in
+actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
+
+from palestra.parallel.async_backend import AsyncBackend
+from palestra.parallel.config import RolloutBackendConfig, open_backend, require_ray
+from palestra.text.training.episode_tasks import (
+    DistributedEval,
+    DistributedSource,
+    EpisodeDispatcher,
+    episodes_per_slice,
+)
+from palestra.text.training.recoverable_trainer import HostedWeights, ProcessHandle, RecoverableTrainer, WeightHost
+from palestra.text.build import build as text
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
+from palestra.text.policy_configs import FrozenConfig
+from palestra.engine.bases.names import tokenizer_of
+from palestra.engine.sampling.request import Completion, Request
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.parallel.tasks import Backend, WorkerFactory
+from palestra.text.rollouts.sources import EnvSource
+from palestra.text.training.trainer import Stage, TextEval, TextTrainer
+from palestra.text.build.rollout_worker import RolloutWorker
+
+RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
+"""Opens the backend that plays episodes, given its config and the function that builds a worker."""
+
+
+def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None) -> TextTrainer:
+    """Builds all parts that `config` describes. Other processes start when the trainer is opened.
+
+    `open_rollouts` opens the backend that plays episodes (default: as `config.backend` says). Raises ValueError if the
+    parts of the config do not fit together.
+    """
+    backend = config.backend
+    if backend.type == "inline":
+        return text.build(config)
+    engines = RayEngines(config) if backend.type == "ray" else DriverEngines(config.device, config.max_num_seqs)
+    made = text.build(config, engines)
+    async_backend = AsyncBackend(
+        partial(open_rollouts or open_rollout_backend, backend, partial(RolloutWorker, config))
+    )
+    dispatcher = EpisodeDispatcher(cast(Mapping[str, LanguageLearner], made.learners), async_backend)
+    slices = backend.slices or 2 * num_rollout_workers(backend)
+    return replace(
+        made,
+        stages=[_stage(stage, number, dispatcher, slices) for number, stage in enumerate(made.stages)],
+        evals=[_distribute_eval(evaluation, dispatcher, slices) for evaluation in made.evals],
+        worker_context=RunProcesses(async_backend, engines.trainers, engines.cluster)
+        if isinstance(engines, RayEngines)
+        else RunProcesses(async_backend, [], None),
+        learners_are_remote=isinstance(engines, RayEngines),
+    )
+
+
+def num_rollout_workers(backend: RolloutBackendConfig) -> int:
+    """Returns the number of workers that play episodes."""
+    return int(backend.placement["play"].get("workers", 1)) if "play" in backend.placement else backend.num_workers
+
+
+def open_rollout_backend(backend: RolloutBackendConfig, make_worker: WorkerFactory) -> Backend:
+    """Opens the backend that plays episodes: only the `play` workers if `placement` reserves some, else all."""
+    apart = {kind: needs for kind, needs in backend.placement.items() if kind == "play"}
+    return open_backend(backend.model_copy(update={"placement": apart}), make_worker, 0 if apart else None)
+
+
+def _stage(stage: Stage, number: int, dispatcher: EpisodeDispatcher, slices: int) -> Stage:
+    if not isinstance(stage.source, EnvSource):
+        return stage
+    return replace(
+        stage, source=DistributedSource(stage.source, dispatcher, number, episodes_per_slice(stage.episodes, slices))
+    )
+
+
+def _distribute_eval(evaluation: TextEval, dispatcher: EpisodeDispatcher, slices: int) -> TextEval:
+    return DistributedEval(
+        **vars(evaluation), dispatcher=dispatcher, slice_size=episodes_per_slice(evaluation.episodes, slices)
+    )
+
+
+class RunProcesses:
+    """The other processes of a run, as a context manager: started on entry, ended on exit. With `cluster`, this process
+    joins it first."""
+
+    def __init__(
+        self, async_backend: AsyncBackend, trainers: Sequence[RecoverableTrainer], cluster: RayMembership | None
+    ) -> None:
+        self.backend, self.trainers, self.cluster = async_backend, trainers, cluster
+        self._open = ExitStack()
+
+    def __enter__(self) -> RunProcesses:
+        with ExitStack() as opened:
+            if self.cluster:
+                opened.callback(self.cluster.leave)
+                self.cluster.join()
+            for bench in self.trainers:
+                opened.callback(bench.close)
+                bench.start()
+            opened.callback(self.backend.close)
+            self.backend.start()
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+class RayMembership:
+    """This process's membership in a Ray cluster, with resources for all actors that train and play."""
+
+    def __init__(self, backend: RolloutBackendConfig) -> None:
+        require_ray()
+        from palestra.parallel.ray.cluster import parse_placement
+
+        self.address, self.train = backend.address, parse_placement("train", backend.placement.get("train", {}))
+        play = parse_placement("play", backend.placement.get("play", {}))
+        self.play = play._replace(num_actors=num_rollout_workers(backend))
+        self._joined = False  # by this process, which must then leave
+
+    def join(self) -> None:
+        """Joins or starts the cluster; does nothing if this process is in one already."""
+        from palestra.parallel.ray.cluster import join_cluster
+
+        self._joined = join_cluster(self.address, [self.train, self.play]) or self._joined
+
+    def leave(self) -> None:
+        """Leaves the cluster if this object joined it."""
+        from palestra.parallel.ray.cluster import leave_cluster
+
+        if self._joined:
+            leave_cluster()
+        self._joined = False
+
+
+# ---- replacements for bases and samplers in the driver
+
+
+class NoSampler:
+    """Stub sampler for the driver, which never samples: workers play."""
+
+    async def sample(self, request: Request) -> list[Completion]:
+        """Raises ValueError: only workers sample."""
+        raise ValueError("this process does not sample: the run's workers do")
+
+    def clear_cache(self) -> None:
+        """Does nothing: there is no cache."""
+
+
+class DriverEngines(Engines):
+    """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer."""
+
+    def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
+        encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
+        return LanguagePolicy(name, NoSampler(), encoder, config.sampling, **config.prompt_options)
+
+
+class LearnerArgs(NamedTuple):
+    """Arguments of `Engines.build_learner`, to build the learner in another process."""
+
+    config: LoraPolicyConfig | FullPolicyConfig
+    seed: int
+    critic: bool
+    separate_critic: bool = False
+
+
+class RayEngines(DriverEngines):
+    """Engines that load no base: weights are trained in Ray actors, each with one or more learners."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__(config.device, config.max_num_seqs)
+        self.cluster = RayMembership(config.backend)
+        self.specs: list[dict[str, LearnerArgs]] = [{} for _ in range(self.cluster.train.num_actors)]
+        self.trainers = [
+            RecoverableTrainer(partial(self._holder, specs), config.backend.copy_every) for specs in self.specs
+        ]
+        self._learners = 0
+
+    def build_learner(
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        seed: int,
+        *,
+        critic: bool = False,
+        separate_critic: bool = False,
+    ) -> LanguageLearner:
+        place = self._learners % len(self.trainers)
+        self._learners += 1
+        self.specs[place][name] = LearnerArgs(config, seed, critic, separate_critic)
+        return LanguageLearner(
+            name, config, HostedWeights(self.trainers[place], name), NoSampler(), tokenizer_of(config.base)
+        )
+
+    def _holder(self, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
+        from palestra.parallel.ray.actor import RayActorHandle
+
+        self.cluster.join()
+        make = partial(open_weight_host, self.device, self.max_num_seqs, dict(specs))
+        return RayActorHandle(make, self.cluster.train, f"the training of {', '.join(specs)}")
+
+
+def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
+    """Builds the weights of these learners in the current process, which trains them."""
+    engines = Engines(device, max_num_seqs)
+    weights = {}
+    for name, spec in specs.items():
+        critic = {"critic": spec.critic, "separate_critic": spec.separate_critic}
+        made = engines.build_learner(name, spec.config, spec.seed, **critic).weights
+        assert isinstance(made, LocalWeights)
+        weights[name] = made
+    return WeightHost(weights)

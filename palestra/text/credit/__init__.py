@@ -1,0 +1,1 @@
+"""Credit of answers: advantages of groups and turns, GAE, importance weights."""

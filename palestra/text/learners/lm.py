@@ -1,0 +1,269 @@
+"""Learners of language models: an adapter on a shared base, or a separate full model, here or on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from palestra.core.types import Metrics, Sample
+from palestra.engine.bases.model import Engine
+from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.checkpoints import load_trainer, load_weights, save_trainer, save_weights
+from palestra.engine.training.micro_batch import by_group, micro_batches
+from palestra.engine.training.peft_format import load_into
+from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
+
+# samples -> log-probabilities [T] of each one's tokens under a teacher
+Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
+
+
+class Weights(Protocol):
+    """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs."""
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
+    def optim_step(self, adam: AdamConfig) -> Metrics: ...
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]: ...
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
+    def start_stage(self) -> None: ...
+    def snapshot(self, name: str) -> Snapshot | None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """Weights that can be exported for sampling in other processes."""
+
+    def export(self, folder: Path) -> None:
+        """Writes the current adapter in PEFT's format, or the model, without optimizer state."""
+        ...
+
+
+class LocalWeights:
+    """`Weights` in this process: an adapter on an engine's base, new or from `path`, or its whole model.
+
+    A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
+    """
+
+    def __init__(
+        self,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        engine: Engine,
+        *,
+        seed: int,
+        critic: bool = False,
+        group: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
+        adapter = None
+        if isinstance(config, LoraPolicyConfig):
+            adapter = _new_adapter(config, engine, seed if config.seed is None else config.seed)
+        self.trainer = Trainer(
+            engine,
+            adapter,
+            pack_tokens=config.micro_batch_tokens,
+            precision=config.precision,
+            checkpointing=config.gradient_checkpointing,
+            critic=critic,
+            full_reference=config.reference if isinstance(config, FullPolicyConfig) else "none",
+            group=group,
+            optimizer=config.optimizer,
+        )
+        if adapter and isinstance(config, LoraPolicyConfig) and config.path:
+            load_into(adapter, Path(config.path), engine)
+            self.trainer.set_reference()
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+        return self.trainer.forward_backward(samples, loss, **options)
+
+    def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
+        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each."""
+        return self.trainer.iter_forward_backward(samples, loss, **options)
+
+    def optim_step(self, adam: AdamConfig) -> Metrics:
+        return self.trainer.optim_step(adam)
+
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
+        return self.trainer.logprobs(samples, reference=reference)
+
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return self.trainer.values(samples)
+
+    def start_stage(self) -> None:
+        self.trainer.reset_optimizer()
+        self.trainer.set_reference()
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        adapter = self.trainer.adapter
+        return adapter.snapshot(name, self.trainer.engine.dtype) if adapter else None
+
+    def save(self, folder: Path) -> None:
+        save_trainer(folder, self.trainer)
+
+    def load(self, folder: Path) -> None:
+        load_trainer(folder, self.trainer)
+
+    def export(self, folder: Path) -> None:
+        """Writes the adapter or the model for sampling in other processes."""
+        save_weights(folder, self.trainer)
+
+    def load_exported(self, folder: Path) -> None:
+        """Loads weights that another process published, for sampling."""
+        load_weights(folder, self.trainer)
+
+
+def _new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
+    if engine.sharded_params and (config.use_dora or config.modules_to_save or config.target_parameters):
+        raise ValueError(
+            "use_dora, modules_to_save and target_parameters read whole weights of the base, and parallel: fsdp leaves "
+            "each process only a part of them: set parallel: null, or leave these keys out"
+        )
+    return Adapter(engine.linear_layers, config.lora, seed=seed, model=engine.model)
+
+
+class LanguageLearner:
+    """Trains `weights` and creates policies that sample from snapshots of them."""
+
+    def __init__(
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        weights: Weights,
+        sampler: SamplerProtocol,
+        tokenizer: Any,
+    ) -> None:
+        self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
+        self.version = 0
+        self.reference_version = 0  # version of the weights that are the reference
+        self.teacher: Scorer | None = None
+        self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
+        self._policy: LanguagePolicy | None = None
+
+    @property
+    def is_at_reference(self) -> bool:
+        return self.version == self.reference_version
+
+    def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
+        `config.epochs`. Groups of samples are distributed round-robin and not split, so that each batch has samples of
+        every prompt. Batches without any gradient are left out."""
+        if not samples:
+            return []
+        parts = by_group(samples)
+        count = min(len(parts), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
+        dealt = [[sample for part in parts[i::count] for sample in part] for i in range(count)]
+        dealt = [batch for batch in dealt if any(sample.has_gradient for sample in batch)]
+        return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+        """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
+        # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
+        # Weights change only in `optim_step`.
+        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
+            return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
+        total: Metrics = {}
+        start = time.perf_counter()
+        for so_far in self.weights.iter_forward_backward(samples, loss, **options):
+            total = so_far
+            await self._yield_to_others(time.perf_counter() - start)
+            start = time.perf_counter()
+        return total
+
+    async def _yield_to_others(self, seconds: float) -> None:
+        """Lets other coroutines run once, or for up to `seconds` while the sampler has requests."""
+        until = time.perf_counter() + seconds
+        await asyncio.sleep(0)
+        while isinstance(self.sampler, Sampler) and self.sampler.has_requests and time.perf_counter() < until:
+            await asyncio.sleep(0)
+
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
+        return await self._read(samples, lambda part: self.weights.logprobs(part, reference=reference))
+
+    async def teacher_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        if self.teacher is None:
+            raise ValueError(
+                f"policy {self.name} has no teacher to score its answers: set policies.{self.name}.teacher"
+            )
+        return await self.teacher(samples)
+
+    async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return await self._read(samples, self.weights.values)
+
+    async def _read(
+        self, samples: Sequence[Sample], read: Callable[[Sequence[Sample]], list[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Applies `read` to the samples, one micro-batch at a time, as in `forward_backward`."""
+        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
+            return await asyncio.to_thread(read, samples)
+        found: list[np.ndarray] = []
+        trainer = self.weights.trainer
+        if trainer.group.world_size > 1:
+            return read(samples)  # the trainer distributes them over the ranks
+        for pack in micro_batches(samples, trainer.pack_tokens):
+            start = time.perf_counter()
+            found += read(pack.samples)
+            await self._yield_to_others(time.perf_counter() - start)
+        return found
+
+    def set_config(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
+        """Replaces the config, for training and sampling."""
+        if config.chat_template_kwargs != self.config.chat_template_kwargs:
+            self.encoder = ChatEncoder(self.encoder.tokenizer, config.chat_template_kwargs)
+        self.config, self._policy = config, None
+
+    def start_stage(self) -> None:
+        self.weights.start_stage()
+        self.reference_version = self.version
+
+    async def optim_step(self, progress: float = 0.0) -> Metrics:
+        config = self.config.at(progress)
+        if isinstance(self.weights, LocalWeights):
+            metrics = self.weights.optim_step(config)
+        else:
+            metrics = await asyncio.to_thread(self.weights.optim_step, config)
+        self.version, self._policy = self.version + 1, None
+        self.sampler.clear_cache()
+        return metrics | {"lr": config.lr or 0.0}
+
+    def policy(self) -> LanguagePolicy:
+        if self._policy is None:
+            name, config = f"{self.name}@{self.version}", self.config
+            adapter = self.weights.snapshot(name)
+            parts = (self.sampler, self.encoder, config.sampling, adapter)
+            self._policy = LanguagePolicy(name, *parts, **config.prompt_options)
+        return self._policy
+
+    def export(self, folder: Path) -> None:
+        """Exports the current weights for `load_exported` in another process."""
+        assert isinstance(self.weights, Exportable)  # a server samples its own weights, so they are not exported
+        self.weights.export(folder)
+
+    def load_exported(self, folder: Path, version: int) -> None:
+        """Loads weights that were published as `version`, for sampling."""
+        assert isinstance(self.weights, LocalWeights)
+        self.weights.load_exported(folder)
+        self.version, self._policy = version, None
+        self.sampler.clear_cache()
+
+    def save(self, folder: Path) -> None:
+        self.weights.save(folder)
+        about = {"name": self.name, "version": self.version, "type": self.config.type, "base": self.config.base}
+        about |= {"reference_version": self.reference_version}
+        (folder / "member.json").write_text(json.dumps(about))
+
+    def load(self, folder: Path) -> None:
+        self.weights.load(folder)
+        about = json.loads((folder / "member.json").read_text())
+        self.version, self.reference_version = about["version"], about.get("reference_version", 0)
+        self._policy = None
+        self.sampler.clear_cache()

@@ -1,0 +1,113 @@
+"""Exact probability that a language policy answers with a given word, summed over all tokenisations of the word.
+
+In a game small enough to be enumerated, this gives the policy's action probabilities in every information state, from
+which its best response and NashConv can be computed.
+
+Shapes: `O` observations, `W` words, `T` tokens of a spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from palestra.engine.bases.model import Engine
+from palestra.engine.sampling.live_batch import end_token_ids
+from palestra.engine.sampling.request import Request
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
+from palestra.text.policies.base import Query
+from palestra.text.policies.lm import LanguagePolicy
+
+MAX_SPELLINGS = 256  # maximum number of spellings of a word
+
+
+def word_probabilities(
+    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
+) -> np.ndarray:
+    """Returns the probability [O, W] float64 that the answer to each query is exactly each of its `words` [O][<= W]; 0
+    for missing words.
+
+    Answers that contain tokens without text, such as special tokens, are not counted. A policy at temperature 0 gives
+    one answer to each query, with probability 1.
+
+    Raises ValueError for a policy whose answers are not sampled from the model's own distribution (other temperatures,
+    top-k, top-p or stop conditions), since the model's probabilities are then not those of the policy.
+    """
+    if policy.sampling.temperature == 0:
+        return _only_answers(engine, policy, queries, words)
+    _check(policy)
+    most, ends = policy.sampling.max_tokens, end_token_ids(engine)
+    questions: list[ScoreRequest] = []
+    where: list[tuple[int, int, int, bool]] = []
+    for o, (query, own) in enumerate(zip(queries, words, strict=True)):
+        prompt = policy.encode_prompt(query)
+        for w, word in enumerate(own):
+            for spelling in token_spellings(engine.tokenizer, word):
+                if len(spelling) <= most:
+                    questions.append(_question(policy, prompt, spelling, ends))
+                    where.append((o, w, len(spelling), len(spelling) == most))
+    found = np.zeros((len(queries), max(map(len, words))))
+    for (o, w, length, cut), scores in zip(where, score_prompts(engine, questions), strict=True):
+        assert scores.target_logprobs is not None
+        probability = np.exp(scores.logprobs[len(scores.logprobs) - 1 - length : -1].astype(float).sum())
+        found[o, w] += probability * (1.0 if cut else np.exp(scores.target_logprobs[-1].astype(float)).sum())
+    return found
+
+
+def _only_answers(
+    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
+) -> np.ndarray:
+    """Returns [O, W] float64 for a policy at temperature 0: 1 where the word is its answer, else 0."""
+    requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
+    found = np.zeros((len(queries), max(map(len, words))))
+    answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
+    for o, (text, own) in enumerate(zip(policy.decode_completions(answers), words, strict=True)):
+        found[o, : len(own)] = [word == text for word in own]
+    return found
+
+
+def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, ...], ends: np.ndarray) -> ScoreRequest:
+    """Builds a request for the log-probabilities of the spelling, and of each end token after it."""
+    ids = np.concatenate([prompt, spelling, ends[:1]]).astype(np.int32)
+    targets = np.full((len(ids) - 1, len(ends)), -1)
+    targets[-1] = ends
+    return ScoreRequest(ids, policy.adapter, targets=targets)
+
+
+@lru_cache(maxsize=4096)
+def token_spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
+    """Returns all token sequences that decode to `word`, shortest first. Raises ValueError if there are more than
+    `MAX_SPELLINGS`."""
+    pieces = _pieces(tokenizer)
+    ways: list[list[tuple[int, ...]]] = [[()]]
+    for end in range(1, len(word) + 1):
+        last = [(start, token) for start in range(end) for token in pieces.get(word[start:end], ())]
+        ways.append([(*way, token) for start, token in last for way in ways[start]])
+        if len(ways[-1]) > MAX_SPELLINGS:
+            raise ValueError(f'"{word}" can be spelled in more than {MAX_SPELLINGS} ways: choose a shorter word')
+    return tuple(sorted(ways[-1], key=len))
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: Any) -> dict[str, list[int]]:
+    """Returns the tokens that decode to each text, without special tokens."""
+    special = set(tokenizer.all_special_ids)
+    found: dict[str, list[int]] = {}
+    for token in sorted(tokenizer.get_vocab().values()):
+        if token not in special:
+            found.setdefault(tokenizer.decode([token]), []).append(token)
+    return found
+
+
+def _check(policy: LanguagePolicy) -> None:
+    sampling = policy.sampling
+    changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
+    if changed or sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos:
+        raise ValueError(
+            f"policy {policy.name} does not sample its answers from the model's own distribution ({sampling}), so "
+            "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
+        )

@@ -1,0 +1,124 @@
+"""Dataset files: parquet, JSON and JSON lines on disk, read into episodes.
+
+Parquet files of palestra (`palestra collect`, the episodes of a run) are read as the trees that were recorded; each row
+of another table becomes a tree according to its columns (trl_format.py), with answers that are text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BeforeValidator
+
+from palestra.core.config import StrictModel
+from palestra.core.files import check_is_file
+from palestra.core.types import Answer, Episode, Seat
+from palestra.envs.support.row_reader import read_rows
+from palestra.runs import find_run
+from palestra.runs.episodes import load_episodes
+from palestra.text.rollouts.trl_format import episode_from_row
+
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+HF_DATASET_FILES = (
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+)  # files of a folder that the `datasets` library saved
+
+
+class DataConfig(StrictModel):
+    """Files to train on."""
+
+    path: str
+    """A file, a folder (a run's folder stands for its episodes) or a glob."""
+    seat: Seat | None = None
+    """Seat that gives the answers in table rows. Null: the only seat."""
+    tokens: Literal["keep", "retokenize"] = "keep"
+    """`keep` uses recorded tokens if they decode to the recorded text; `retokenize` always tokenises prompts and
+    answers again."""
+
+
+def _listed(data: Any) -> Any:
+    """Returns one path or entry as a list, with each path as an entry."""
+    entries = [data] if isinstance(data, str | dict) else data
+    if not isinstance(entries, list):
+        return entries
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+
+
+Data = Annotated[list[DataConfig], BeforeValidator(_listed)]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """The episodes of one file. `has_trees` is True if palestra recorded them, False for rows of a table."""
+
+    path: str
+    episodes: list[Episode]
+    has_trees: bool
+    tokens: Literal["keep", "retokenize"] = "keep"
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The seats that answer, in order of first appearance."""
+        return list(dict.fromkeys(seat for e in self.episodes for node in e.nodes for seat in node.answers))
+
+    def answers(self, seat: Seat) -> list[Answer]:
+        """Returns the answers of a seat."""
+        return [node.answers[seat] for e in self.episodes for node in e.nodes if seat in node.answers]
+
+
+def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[DataFile]:
+    """Returns the files that `data` lists, in order; answers in table rows belong to `seat` unless an entry sets its
+    own.
+
+    Failed episodes are left out. Raises ValueError if a file is missing, unreadable or empty, or if it is a table
+    without a seat.
+    """
+    return [_read(file, entry, seat) for entry in data for file in _files(entry.path)]
+
+
+def _files(path: str) -> list[Path]:
+    found = [Path(path)] if Path(path).exists() else sorted(map(Path, glob(path, recursive=True)))
+    files = [file for one in found for file in (_inside(one) if one.is_dir() else [one])]
+    if not files:
+        raise ValueError(
+            f"data: {path} names no file: give a file of {', '.join(DATA_SUFFIXES)}, a folder of them, or a glob"
+        )
+    return files
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Returns the data files of a folder; a folder that the `datasets` library saved counts as one file."""
+    if any((folder / name).exists() for name in HF_DATASET_FILES):
+        return [folder]
+    folder = find_run(folder) / "episodes" if (folder / "config.yaml").exists() else folder
+    return sorted(file for file in folder.glob("*") if file.suffix in DATA_SUFFIXES)
+
+
+def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
+    if file.suffix == ".parquet" and not file.is_dir() and {"episode", "node", "seat"} <= _columns(file):
+        if entry.seat is not None:
+            raise ValueError(f"{file} holds episodes, which name their seats: leave out seat: {entry.seat}")
+        episodes = [episode for episode in load_episodes(file) if episode.error is None and episode.nodes]
+        if not episodes:
+            raise ValueError(f"{file} holds no episode to learn from: none was recorded, or all of them failed")
+        return DataFile(str(file), episodes, True, entry.tokens)
+    seat = entry.seat or seat
+    if seat is None:
+        raise ValueError(f"{file} is a table, and several seats are played: name the seat of its answers, seat: NAME")
+    rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(read_rows(file))]
+    return DataFile(str(file), rows, False, entry.tokens)
+
+
+def _columns(file: Path) -> set[str]:
+    try:
+        return set(pq.read_schema(check_is_file(file)).names)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,154 @@
+"""Metrics of text episodes, for logs, progress bars and tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from palestra.core.types import Answer, Episode, Metrics, Node
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+
+CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
+REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: number of episodes that it replaces
+
+
+def member_name(policy: str) -> str:
+    """Returns the member of a versioned policy name: "planner@12" -> "planner"."""
+    return policy.split("@", 1)[0]
+
+
+def chosen_nodes(episode: Episode) -> list[Node]:
+    """Returns the nodes of the trajectories that were continued, without siblings that were only tried."""
+    return [node for node in episode.nodes if node.chosen]
+
+
+def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[Answer]:
+    """Returns every answer of `policy` (None: of all policies), also those of unchosen siblings. An answer that
+    siblings share is returned once."""
+    found = {id(answer): answer for e in episodes for node in e.nodes for answer in node.answers.values()}
+    return [answer for answer in found.values() if policy in (None, member_name(answer.policy))]
+
+
+def episode_return(episode: Episode) -> float:
+    """Returns the team reward plus the mean of the seats' own rewards, averaged over the trajectories that were
+    continued; for a failed episode, the rewards up to the failure."""
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen] or [chosen_nodes(episode)]
+    own = [_mean([sum(node.rewards.get(seat, 0.0) for node in line) for line in lines]) for seat in episode.seats]
+    return _mean([sum(node.team_reward for node in line) for line in lines]) + _mean(own)
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Returns success (if an env reports it), joint steps per trajectory, team return, number of episodes, and how many
+    failed.
+
+    Means are over the episodes that did not fail; `failed` counts the rest. Success is over the envs of which some
+    trajectory reports it; their other trajectories count as 0. `redraws`, only if any were, is the number of episodes
+    that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories that ended
+    because the next prompt did not fit into a model's context.
+    """
+    valid = [e for e in episodes if e.error is None]
+    lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    reporting = {e.env for e in valid for leaf in e.leaves() if leaf.chosen and "success" in leaf.info}
+    redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
+    known = reporting or not lines
+    more = {"success": _mean([e.success for e in valid if e.env in reporting])} if known else {}
+    more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
+    full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
+    more |= {"context_full_fraction": _mean(full)} if any(full) else {}
+    return more | {
+        "steps_per_episode": _mean([len(line) for line in lines]),
+        "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
+        "episodes": float(len(episodes)),
+        "failed": float(len(episodes) - len(valid)),
+    }
+
+
+def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
+    `returns_ci95`: half the width of its 95 % confidence interval (normal approximation over instances, since
+    trajectories of one instance are not independent)."""
+    valid = [e for e in episodes if e.error is None]
+    ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    seats = {seat: None for e in valid for seat in e.seats}
+    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.trajectory(leaf)) for e, leaf in ends] for seat in seats}
+    numbers = {instance: i for i, instance in enumerate(dict.fromkeys((e.env, e.seed) for e, _ in ends))}
+    instances = [numbers[e.env, e.seed] for e, _ in ends]
+    return {
+        "returns": {seat: _mean(values) for seat, values in own.items()},
+        "returns_ci95": {
+            seat: 1.96 * _standard_error(values, instances) for seat, values in own.items() if len(numbers) > 1
+        },
+    }
+
+
+def _standard_error(values: Sequence[float], groups: Sequence[int]) -> float:
+    """Returns the standard error of the mean of values that are independent between groups only (Liang and Zeger, 1986;
+    with the factor G / (G - 1) of G groups). Of groups of one size it is the one of the groups' means."""
+    sums = np.bincount(groups, np.asarray(values) - np.mean(values))
+    return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(sums**2))) / len(values)
+
+
+def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
+    """Returns `outcomes`, a letter for each episode in order: "1" for a success, "0" for none, "x" for a failed
+    episode; {} if the env reports no success. In an evaluation, letter i is for the first sample of instance i."""
+    ends = [(e, [leaf for leaf in e.leaves() if leaf.chosen]) for e in episodes]
+    if not any("success" in leaf.info for _, leaves in ends for leaf in leaves):
+        return {}
+    letters = ["x" if e.error is not None else "1" if e.success >= 0.5 else "0" for e, _ in ends]
+    return {"outcomes": "".join(letters)}
+
+
+def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
+    """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
+    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
+    reward (envs/reward_terms.py). An answer shared by siblings counts once, with the mean of their rewards. Rewards
+    that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based game, are
+    added to the seat's earlier answer, as a mean over siblings."""
+    valid = [episode for episode in episodes if episode.error is None]
+    turns = [
+        (node, seat, answer)
+        for episode in valid
+        for node in episode.nodes
+        for seat, answer in node.answers.items()
+        if member_name(answer.policy) == policy
+    ]
+    times = Counter(id(answer) for _, _, answer in turns)
+    shares = [1 / times[id(answer)] for _, _, answer in turns]
+    steps = [(node, seat, share) for (node, seat, _), share in zip(turns, shares, strict=True)]
+    steps += [step for episode in valid for step in _steps_of_others(episode, policy)]
+    terms = [(node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}), share) for node, seat, share in steps]
+    names = dict.fromkeys(name for own, _ in terms for name in own)
+    count = len(times) or 1
+    return {f"reward/{name}": sum(own.get(name, 0.0) * share for own, share in terms) / count for name in names} | {
+        "answers": float(len(times)),
+        "local_reward": sum(node.rewards.get(seat, 0.0) * share for node, seat, share in steps) / count,
+        "team_reward": sum(node.team_reward * share for node, _, share in steps) / count,
+        "invalid": _mean([bool(node.is_invalid(seat)) for node, seat, _ in turns], shares),
+        "tokens": _mean([len(answer.token_ids) for _, _, answer in turns], shares),
+        "truncated_fraction": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
+    }
+
+
+def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str, float]]:
+    """Yields each node at which a seat of `policy` does not act, that seat, and the number of its answers that the node
+    stands for: those in its last group, divided by the number of siblings of this group from which play continued (one,
+    or all), and in the same way at each later step, where the node's own siblings are all counted."""
+    siblings = Counter(node.parent for node in episode.nodes)
+    chosen = Counter(node.parent for node in episode.nodes if node.chosen)
+    for seat in (seat for seat, name in episode.seats.items() if member_name(name) == policy):
+        groups: dict[int | None, set[int]] = {}
+        for node in episode.nodes:
+            if seat in node.answers:
+                groups.setdefault(node.parent, set()).add(id(node.answers[seat]))
+        given: dict[int | None, float] = {None: 1.0}  # answers that the steps after a node stand for
+        for node in episode.nodes:  # parents come first
+            count = len(groups[node.parent]) if seat in node.answers else given[node.parent]
+            given[node.id] = count / max(chosen[node.parent], 1)
+            if seat not in node.answers:
+                yield node, seat, count / siblings[node.parent]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    return float(np.average(values, weights=weights)) if len(values) else 0.0

@@ -1,0 +1,84 @@
+"""Rollouts split over ranks: each rank plays its part, and all ranks then hold all episodes in order.
+
+Episodes do not depend on the rank that plays them, so a step on many ranks has the same episodes as on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from palestra.core.types import AlgorithmState, Episode, Metrics
+from palestra.text.rollouts.sources import EpisodeCallback, EpisodeSource
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+
+
+class ProcessGroupProtocol(Protocol):
+    """Process group; this process is `rank` of `world_size`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in order of rank (all-gather of objects)."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """Split of a rollout over `ranks`; `weights_context` is a context that prepares the weights for it."""
+
+    ranks: ProcessGroupProtocol
+    weights_context: Callable[[], AbstractContextManager[Any]]
+
+    def local_part(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Returns this rank's part of `items`."""
+        return items[self.ranks.rank :: self.ranks.world_size]
+
+    def gather_episodes(self, own: Sequence[Episode], on_episode: EpisodeCallback) -> list[Episode]:
+        """All-gathers the episodes in order; calls `on_episode` for those played by other ranks."""
+        parts = self.ranks.all_gather(own)
+        size = len(parts)
+        episodes = [parts[i % size][i // size] for i in range(sum(map(len, parts)))]
+        for i, episode in enumerate(episodes):
+            if on_episode and i % size != self.ranks.rank:
+                on_episode(episode)
+        return episodes
+
+
+@dataclass
+class RankSplitSource:
+    """An episode source whose episodes are split over ranks."""
+
+    source: EpisodeSource
+    table: RankSplit
+
+    async def play(
+        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+    ) -> list[Episode]:
+        """Returns the episodes of these numbers, in order."""
+        with self.table.weights_context():
+            own = await self.source.play(self.table.local_part(numbers), branching, memory, on_episode)
+        return self.table.gather_episodes(own, on_episode)
+
+    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+        return self.source.observe(episodes, memory)
+
+
+class RankSplitRunner(EpisodeRunner):
+    """An episode runner whose episodes are split over ranks."""
+
+    def __init__(self, runner: EpisodeRunner, table: RankSplit) -> None:
+        super().__init__(runner.make_env, runner.name, max_concurrent=runner.max_concurrent, max_steps=runner.max_steps)
+        self.table = table
+
+    async def play_all(
+        self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
+    ) -> list[Episode]:
+        """Returns the episodes of `specs`, in order."""
+        with self.table.weights_context():
+            own = await super().play_all(self.table.local_part(specs), branching, on_episode)
+        return self.table.gather_episodes(own, on_episode)

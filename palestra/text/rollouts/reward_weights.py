@@ -1,0 +1,53 @@
+"""Weights of the named terms of rewards (envs/reward_terms.py), which may fade during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from pydantic import Field
+
+from palestra.core.config import StrictModel
+from palestra.core.types import Episode, Step
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+
+
+class FadingWeight(StrictModel):
+    """A weight that moves linearly from `start` to `end` over the first `steps` training steps, and stays there."""
+
+    start: float = Field(1.0, allow_inf_nan=False)
+    """Weight in the first training step."""
+    end: float = Field(0.0, allow_inf_nan=False)
+    """Weight after `steps` training steps, and from then on."""
+    steps: int = Field(ge=1)
+    """Training steps over which the weight moves from `start` to `end`."""
+
+    def at(self, step: int) -> float:
+        """Returns the weight in a training step, counted from 0."""
+        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
+
+
+RewardWeights = Mapping[str, float | FadingWeight]
+
+
+def weights_at(weights: RewardWeights, step: int) -> dict[str, float]:
+    """Returns the weight of each term in a training step, counted from 0."""
+    return {name: each.at(step) if isinstance(each, FadingWeight) else each for name, each in weights.items()}
+
+
+def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
+    """Returns an env's step with each named term of a seat's reward times its weight; terms without a weight, and the
+    team's reward, do not change."""
+    terms = step.info.get(REWARD_TERMS_KEY, {})
+    if not weights or not terms:
+        return step
+    weighted = {seat: {name: weights.get(name, 1.0) * x for name, x in own.items()} for seat, own in terms.items()}
+    change = {seat: sum(weighted[seat].values()) - sum(own.values()) for seat, own in terms.items()}
+    rewards = {seat: step.rewards.get(seat, 0.0) + change.get(seat, 0.0) for seat in {**step.rewards, **change}}
+    return replace(step, rewards=rewards, info=step.info | {REWARD_TERMS_KEY: weighted})
+
+
+def seen_terms(episodes: Iterable[Episode]) -> set[str]:
+    """Returns the names of all terms in the rewards of episodes."""
+    infos = (node.info.get(REWARD_TERMS_KEY, {}) for episode in episodes for node in episode.nodes)
+    return {name for terms in infos for own in terms.values() for name in own}

@@ -1,0 +1,333 @@
+"""Rollouts of text and tool envs: one coroutine per episode, which grows a tree if the algorithm compares siblings.
+
+A node is one joint step: the answers of all seats that act, and the env's result. With `branch_at: turn` every joint
+step is tried K times on copies of the env, and the episode continues from the best (or a random one, or all). With
+`branch_at: root` K whole trajectories start at the first step. In each sibling, a seat that acts after another observes
+what that one did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
+siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
+
+A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
+other error of an env or a policy makes a failed episode, with message and traceback; other episodes continue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import math
+import random
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from palestra.core.failures import ContextLengthExceeded, describe_error
+from palestra.core.seeding import derive_seed
+from palestra.core.tracing import span
+from palestra.core.types import Answer, Episode, Node, Seat, Step
+from palestra.envs.base import ENV_THREADS, Env, require_step
+from palestra.text.policies.base import Policy, Query
+from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
+from palestra.text.rollouts.reward_weights import reweigh
+
+T = TypeVar("T")
+Keep = Literal["best", "random", "epsilon", "all"]
+Joints = Literal["paired", "crossed"]
+MAX_JOINT_ANSWERS = 4096  # per joint step: each costs a fork and a step of the env
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Branching of a tree: how many siblings per decision, and the choice of the one that the episode continues from.
+
+    The fields are options of algorithms. `continue_from: epsilon` takes the best, but with probability `epsilon` a
+    random one. The best has the highest mixed reward of its own step, team_weight * team + local (averaged over the
+    seats that acted). `joints` combines the answers of N seats that act at once: first with first, second with second
+    ("paired"), or every one with every other ("crossed"), which makes K^N siblings from the same N * K answers, K being
+    `group_size`.
+    """
+
+    branch_at: Literal["root", "turn"] = "root"
+    group_size: int = 1
+    continue_from: Keep = "all"
+    epsilon: float = 0.0
+    team_weight: float = 1.0
+    joints: Joints = "paired"
+
+    def width(self, depth: int) -> int:
+        """Returns the number of siblings at `depth`."""
+        return self.group_size if self.branch_at == "turn" or depth == 0 else 1
+
+    def joint_indices(self, k: int, seats: Sequence[Seat]) -> list[tuple[int, ...]]:
+        """Returns, for each sibling, the index of each seat's answer among its `k`. Raises ValueError for more than
+        4096 siblings."""
+        if self.joints == "paired":
+            return [(i,) * len(seats) for i in range(k)]
+        if k ** len(seats) > MAX_JOINT_ANSWERS:
+            raise ValueError(
+                f"group_size: {k} answers of each of {len(seats)} seats ({', '.join(seats)}) make {k ** len(seats)} "
+                f"crossed joint answers, more than the limit of {MAX_JOINT_ANSWERS}: lower group_size, or pair the "
+                "answers (joints: paired)"
+            )
+        return list(itertools.product(range(k), repeat=len(seats)))
+
+    def score(self, node: Node) -> float:
+        """Returns the mixed reward of a node, averaged over the seats that acted."""
+        return sum(node.reward(seat, self.team_weight) for seat in node.answers) / len(node.answers)
+
+    def pick(self, siblings: Sequence[Node], rng: random.Random) -> list[Node]:
+        """Returns the siblings that the episode continues from, in order."""
+        if self.branch_at == "root" or self.continue_from == "all" or len(siblings) == 1:
+            return list(siblings)
+        is_epsilon = self.continue_from == "epsilon"
+        at_random = self.continue_from == "random" or (is_epsilon and rng.random() < self.epsilon)
+        return [rng.choice(siblings) if at_random else max(siblings, key=self.score)]
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """One episode to play: the env's instance, the policy of each seat, the seed of everything the policies sample, and
+    weights of named terms of its rewards."""
+
+    instance: int
+    policies: Mapping[Seat, Policy]
+    seed: int
+    term_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Branch:
+    """The end of a growing branch: its env, the last step result, and each seat's earlier turns.
+
+    `path` holds the sibling index at each step from the root. Random draws depend on it alone, not on which branch
+    finishes first.
+    """
+
+    env: Env
+    step: Step
+    parent: int | None = None
+    path: tuple[int, ...] = ()
+    history: Mapping[Seat, tuple[tuple[Any, Answer], ...]] = field(default_factory=dict)
+
+
+class EpisodeRunner:
+    """Plays episodes of one kind of env. `max_concurrent` is the maximum number of concurrent episodes; a trajectory
+    that has not ended after `max_steps` joint steps makes a failed episode."""
+
+    def __init__(
+        self, make_env: Callable[[], Env], name: str, *, max_concurrent: int = 1024, max_steps: int = 1000
+    ) -> None:
+        self.make_env, self.name, self.max_concurrent, self.max_steps = make_env, name, max_concurrent, max_steps
+
+    async def play_all(
+        self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
+    ) -> list[Episode]:
+        """Returns the episodes of `specs`, in order; calls `on_episode` with each one when it ends."""
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def one(spec: EpisodeSpec) -> Episode:
+            async with gate:
+                with span("episode", env=self.name, instance=spec.instance) as own:
+                    episode = await self.play(spec, branching)
+                    if own and episode.error:
+                        own.set_attribute("error", episode.error)
+            if on_episode:
+                on_episode(episode)
+            return episode
+
+        return list(await asyncio.gather(*(one(spec) for spec in specs)))
+
+    async def play(self, spec: EpisodeSpec, branching: Branching) -> Episode:
+        """Returns one episode. Exceptions of its env or policies are recorded in `error` and `traceback`."""
+        seats = {seat: policy.name for seat, policy in spec.policies.items()}
+        episode = Episode(self.name, spec.instance, seats)
+        growth = _TreeRollout(episode, spec, branching, self.max_steps)
+        try:
+            env = growth.register_env(self.make_env())
+            episode.picture = env.picture
+            first = require_step(await _call(env, env.reset, spec.instance), "reset")
+            await growth.grow(Branch(env, first))
+        except Exception as error:  # the rollout boundary: failures are recorded, not raised
+            episode.error, episode.traceback = describe_error(error)
+        finally:  # also if the task is cancelled
+            await growth.end()
+        return episode
+
+
+@dataclass
+class _TreeRollout:
+    """The tree of one episode during its rollout."""
+
+    episode: Episode
+    spec: EpisodeSpec
+    branching: Branching
+    max_steps: int
+    paths: list[tuple[int, ...]] = field(default_factory=list)  # one per node of the episode
+    open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
+
+    async def grow(self, branch: Branch) -> None:
+        """Plays from `branch` to the end; if the episode continues from several siblings, from all of them
+        concurrently."""
+        while not branch.step.done:
+            if len(branch.path) >= self.max_steps:
+                raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
+            children = await self._branch(branch)
+            if not children:
+                break
+            rng = random.Random(self._seed("pick", branch))
+            picked = self.branching.pick([node for node, _ in children], rng)
+            for node, child in children:
+                node.chosen = any(node is p for p in picked)
+                if not node.chosen:
+                    await self._close(child.env)
+            kept = [child for node, child in children if node.chosen]
+            if len(kept) > 1:
+                async with asyncio.TaskGroup() as group:
+                    for child in kept:
+                        group.create_task(self.grow(child))
+                return
+            branch = kept[0]
+        await self._close(branch.env)
+
+    async def end(self) -> None:
+        """Closes envs that a failure left open, and numbers the nodes by depth, then from left to right."""
+        for env in list(self.open_envs.values()):
+            try:
+                await self._close(env)
+            except Exception as error:
+                if self.episode.error is None:
+                    self.episode.error, self.episode.traceback = describe_error(error)
+        nodes = self.episode.nodes
+        order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
+        place = {old: new for new, old in enumerate(order)}
+        for node in nodes:
+            node.id, node.parent = place[node.id], None if node.parent is None else place[node.parent]
+        nodes.sort(key=lambda node: node.id)
+
+    def register_env(self, env: Env) -> Env:
+        self.open_envs[id(env)] = env
+        return env
+
+    async def _close(self, env: Env) -> None:
+        del self.open_envs[id(env)]
+        await _call(env, env.close)
+
+    async def _ask_all(self, branch: Branch, k: int) -> dict[Seat, list[Answer]]:
+        """Returns `k` answers of each seat that acts; none, and ends `branch`, if a seat's prompt is too long."""
+        asked = {seat: self._ask(branch, seat, k) for seat in branch.step.observations}
+        try:
+            return dict(zip(asked, await _run_together(asked.values()), strict=True))
+        except ContextLengthExceeded as error:
+            self._truncate(branch, error)
+            return {}
+
+    def _truncate(self, branch: Branch, error: ContextLengthExceeded) -> None:
+        """Ends `branch` at its last node. Raises `error` if there is none, since not even the first prompt fits."""
+        if branch.parent is None:
+            raise error
+        last = self.episode.nodes[branch.parent]
+        last.done = last.truncated = True
+        last.info = last.info | {CONTEXT_FULL_KEY: True}
+
+    async def _branch(self, branch: Branch) -> list[tuple[Node, Branch]]:
+        """Returns the siblings that answer the observations of `branch`, each with the branch that it starts; none if
+        `branch` ends because a prompt is too long."""
+        k = self.branching.width(len(branch.path))
+        joined = self.branching.joint_indices(k, list(branch.step.observations))
+        answers = await self._ask_all(branch, k)
+        if not answers:
+            return []
+        copies = [self.register_env(await _call(branch.env, branch.env.fork)) for _ in joined[1:]]
+        envs = [*copies, branch.env]  # the original env is the last sibling's
+        joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
+        steps = await _run_together(_advance(env, joint) for env, joint in zip(envs, joints, strict=True))
+        return [self._note(branch, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
+
+    async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
+        if seat not in self.spec.policies:
+            raise ValueError(_unplayed(branch.env, self.episode.env, seat))
+        expert = getattr(branch.env, "expert", None)
+        query = Query(
+            role=branch.env.roles.get(seat, ""),
+            observation=branch.step.observations[seat],
+            n=k,
+            seed=self._seed(seat, branch),
+            history=branch.history.get(seat, ()),
+            legal_actions=(branch.step.legal_actions or {}).get(seat),
+            expert=partial(expert, seat) if expert else None,
+        )
+        return await self.spec.policies[seat].act(query)
+
+    def _note(self, branch: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
+        step = reweigh(step, self.spec.term_weights)
+        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f'env "{self.episode.env}" gives {payee} a reward of {reward}: rewards must be finite numbers'
+                )
+        path = (*branch.path, i)
+        node = Node(
+            id=len(self.episode.nodes),
+            parent=branch.parent,
+            depth=len(branch.path),
+            observations=branch.step.observations,
+            answers=joint,
+            rewards=dict(step.rewards),
+            team_reward=step.team_reward,
+            done=step.done,
+            truncated=step.truncated,
+            info=step.info,
+        )
+        self.episode.nodes.append(node)
+        self.paths.append(path)
+        history = dict(branch.history)
+        for seat, answer in joint.items():
+            history[seat] = (*history.get(seat, ()), (branch.step.observations[seat], answer))
+        return node, Branch(env, step, node.id, path, history)
+
+    def _seed(self, what: str, branch: Branch) -> int:
+        return derive_seed(self.spec.seed, what, branch.path)
+
+
+def _unplayed(env: Env, name: str, seat: Seat) -> str:
+    if seat in env.seats:
+        return f'env "{name}" asks seat "{seat}", which has no policy: add one'
+    return (
+        f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
+        "to `seats` of the env's class, or correct the observations that name it"
+    )
+
+
+async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
+    return require_step(await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()}), "step")
+
+
+async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of calls that run concurrently, in order. If one fails, cancels the others and raises its
+    error when they have ended, so that none still uses an env that is then closed."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns `method(*arguments)`, run on a thread for blocking envs, and awaited if the method is a coroutine."""
+    result = await _call_on_thread(method, *arguments) if env.blocking else method(*arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _call_on_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns `method(*arguments)`. If the task is cancelled, waits until the method has returned, since a thread
+    cannot be stopped and its env is closed next; a second cancellation does not wait."""
+    call = ENV_THREADS.submit(method, *arguments)
+    try:
+        return await asyncio.wrap_future(call)
+    except asyncio.CancelledError:
+        if not call.cancel():
+            await asyncio.wait([asyncio.wrap_future(call)])
+        raise

@@ -1,0 +1,94 @@
+"""Table rows as episodes: prompts with completions, preferences and conversations, in TRL's columns (TRL documentation,
+"Dataset formats and types")."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from palestra.core.chat import Chat, Json, render_message, same_message
+from palestra.core.types import Answer, Episode, Node, Seat
+from palestra.envs.support.row_reader import Row
+
+Prompt = str | list[Json]
+Turn = tuple[Any, str]  # observation and answer text
+
+
+def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
+    """Returns the episode of row `number` of `table`, with all answers at `seat` and without a policy.
+
+    A completion or a conversation is one successful trajectory with a turn for each assistant message, unless the row's
+    `label` is false. A preference is two siblings: `chosen` succeeded, `rejected` did not. Success has reward 1. A text
+    prompt is an observation as in any env; messages become a `Chat` with the row's `tools`. Raises ValueError with row
+    and columns if the row is none of these or has no assistant message.
+    """
+    place = f"{table}, row {number + 1}"
+    tools = row.get("tools") or ()
+    tools = tuple(json.loads(tools) if isinstance(tools, str) else tools)
+    prompt, ends = _lines(row, place)
+    episode = Episode(table, number, {seat: ""})
+    for messages, success in ends:
+        turns = _turns(prompt, messages, tools)
+        if not turns:
+            raise ValueError(f"{place} has no assistant message to learn: add one, or leave the row out")
+        _grow(episode, seat, turns, success)
+    return episode
+
+
+def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
+    """Returns the prompt of a row, and each continuation with whether it is a success."""
+    has = {name for name, value in row.items() if value is not None}
+    success = bool(row["label"]) if "label" in has else True
+    prompt: Prompt = row["prompt"] if isinstance(row.get("prompt"), str) else []
+    if isinstance(row.get("prompt"), list):
+        prompt = _messages(row["prompt"], place)
+    if {"chosen", "rejected"} <= has:
+        good, bad = _messages(row["chosen"], place), _messages(row["rejected"], place)
+        if "prompt" not in has:
+            prompt = [one for one, _ in takewhile(lambda pair: same_message(*pair), zip(good, bad, strict=False))]
+            good, bad = good[len(prompt) :], bad[len(prompt) :]
+        if not prompt:
+            raise ValueError(f"{place} has no prompt: give one, or conversations that begin with the same messages")
+        return prompt, [(good, True), (bad, False)]
+    if {"prompt", "completion"} <= has:
+        return prompt, [(_messages(row["completion"], place), success)]
+    if "messages" in has:
+        return [], [(_messages(row["messages"], place), success)]
+    raise ValueError(
+        f"{place} has columns {', '.join(row)}: give prompt and completion, or prompt, chosen and rejected, or messages"
+    )
+
+
+def _messages(value: Any, place: str) -> list[Json]:
+    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        raise ValueError(f'{place} holds {str(value)[:60]!r}: give text, or a list of {{"role": ..., "content": ...}}')
+    return value
+
+
+def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...]) -> list[Turn]:
+    """Returns the assistant's messages, each with the observation before it."""
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if len(messages) > len(asked) and all(map(same_message, messages, asked)):
+        messages = messages[len(asked) :]  # a whole conversation that repeats the prompt
+    if isinstance(prompt, str) and [m["role"] for m in messages] == ["assistant"] and not tools:
+        return [(prompt, render_message(messages[0]))]
+    return [
+        (Chat((*asked, *messages[:i]), tools), render_message(message))
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+
+
+def _grow(episode: Episode, seat: Seat, turns: Sequence[Turn], success: bool) -> None:
+    """Adds a trajectory from the root."""
+    for depth, (seen, text) in enumerate(turns):
+        number = len(episode.nodes)
+        node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: Answer(text, "")})
+        if depth == len(turns) - 1:
+            node.done, node.rewards, node.info = True, {seat: float(success)}, {"success": success}
+        episode.nodes.append(node)

@@ -1,0 +1,196 @@
+"""Asynchronous training of language agents: episodes are played during training, with weights of bounded staleness.
+
+With `staleness: n` an episode may start if its own step is at most n steps ahead of training: episode i, with E
+episodes per step, starts once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
+3). It is played to its end with the weights it started with, so these are at most n steps older than the weights that
+train on it; with in-flight updates, running answers continue with the newest weights. No episode is too old, and none
+is dropped.
+
+Step s trains on exactly the episodes that belong to it, as in synchronous training (text.py): they do not depend on
+which episode finished first. A slow episode delays training; it delays sampling only once the staleness bound is
+reached.
+
+Every episode is written to disk (text/rollouts/episode_buffer.py) before it counts as finished. A resumed run reuses
+the
+finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
+steps are therefore bit-identical.
+
+Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
+change only between steps. With in-flight updates they change then for running answers too
+(text/policies/in_flight.py): an
+answer may have tokens of several versions, which are recorded for each token (text/rollouts/token_versions.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from palestra.core.failures import RunFailed
+from palestra.core.types import Metrics
+from palestra.runs import NUM_KEPT, list_checkpoints
+from palestra.runs.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
+from palestra.text.rollouts.episode_buffer import EpisodeBuffer, StoredEpisode
+from palestra.text.rollouts.metrics import member_name
+from palestra.text.rollouts.token_versions import token_staleness_metrics
+from palestra.text.training.trainer import CollectedStep, Stage, TextTrainer
+
+BUFFER_FOLDER = "buffer"  # folder of finished episodes in a run's folder
+VERSIONS_KEY = "versions"  # key in `algorithm_state`: by policy, its version after each number of trained steps
+
+
+class Updatable(Protocol):
+    """A policy that plays with the weights at its last update."""
+
+    def update(self) -> None:
+        """Switches to the current weights, also for running answers."""
+        ...
+
+
+@dataclass
+class AsyncTextTrainer(TextTrainer):
+    """A `TextTrainer` whose episodes are played during training, up to `staleness` steps ahead. `in_flight` are the
+    policies, by name, whose running answers take the new weights after each step."""
+
+    staleness: int = 1
+    in_flight: Mapping[str, Updatable] = field(default_factory=dict)
+
+    rollouts: AsyncRollouts = field(init=False, repr=False)  # set while the trainer is open
+
+    @contextmanager
+    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+        """As for `TextTrainer`, with the buffer of finished episodes. A run that is stopped finishes and stores every
+        episode that has started; an error cancels them."""
+        with super().open(run, callback):
+            buffer = EpisodeBuffer(run.path / BUFFER_FOLDER, self._first_number(run.next_step))
+            self.rollouts = AsyncRollouts(self, buffer)
+            try:
+                yield
+                self.run_async(self.rollouts.drain())
+            finally:
+                self.run_async(self.rollouts.cancel())
+            if run.next_step == self.steps:
+                buffer.close()
+            else:
+                self._drop_trained()
+
+    def collect(self, step: int) -> None:
+        """Starts the episodes that may start, then waits for the episodes of `step`."""
+        if self.run.next_step == step:
+            self._drop_trained()
+        position = self.enter_step(step)
+        self._update_in_flight()
+        self._note_versions(step)
+        self.run_async(self.rollouts.start_episodes(step))
+        timer, start = PhaseTimer(), read_clocks()
+        finished = self.run_async(self.rollouts.collect(position.episode_numbers))
+        timer.add_since("wait", start)
+        episodes = [each.episode for each in finished]
+        stale = {name: staleness_metrics(finished, name, step) for name in self.policy_names}
+        for name in self.in_flight:
+            stale[name] |= token_staleness_metrics(episodes, name, self._versions(name))
+        self.current = CollectedStep(position, episodes, timer, stale)
+
+    def update(self, step: int) -> None:
+        """As for `TextTrainer`. Failed episodes of a run that ends are dropped, so that a resume plays them again."""
+        try:
+            super().update(step)
+        except RunFailed:
+            self.rollouts.buffer.drop_failed(self.current.position.first_episode)
+            raise
+        self._update_in_flight()
+
+    def _update_in_flight(self) -> None:
+        for policy in self.in_flight.values():
+            policy.update()
+
+    def _note_versions(self, step: int) -> None:
+        """Records the policies' versions after `step` training steps, and removes versions that no episode of this or a
+        later step can have."""
+        for name in self.in_flight:
+            known = self.algorithm_state.setdefault(VERSIONS_KEY, {}).setdefault(name, {})
+            known[str(step)] = self.learners[name].version
+            for old in [key for key in known if not step - self.staleness <= int(key) <= step]:
+                del known[old]
+
+    def _versions(self, name: str) -> list[int]:
+        """Returns the recorded versions of policy `name`, the newest last."""
+        known = self.algorithm_state[VERSIONS_KEY][name]
+        return [known[key] for key in sorted(known, key=int)]
+
+    def _drop_trained(self) -> None:
+        """Drops the stored episodes that no checkpoint needs."""
+        self.rollouts.buffer.drop(self._first_number(oldest_resume(self.run.path)))
+
+    def _first_number(self, step: int) -> int:
+        """Number of the first episode of `step`; after the last step, the number of episodes in the run."""
+        if step < self.steps:
+            return self.position_of(step).first_episode
+        return self.position_of(step - 1).episode_numbers.stop
+
+
+class AsyncRollouts:
+    """Plays the episodes that may begin, stores finished ones in `buffer`, and returns them by number."""
+
+    def __init__(self, trainer: AsyncTextTrainer, buffer: EpisodeBuffer) -> None:
+        self.trainer, self.buffer = trainer, buffer
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def start_episodes(self, step: int) -> None:
+        """Starts the episodes that may begin once `step` steps are trained, within the current stage. On return all
+        of them have started, with the current weights."""
+        position = self.trainer.position_of(step)
+        steps = min(self.trainer.staleness + 1, position.stage.steps - position.stage_step)
+        for ahead in range(steps):
+            first = position.first_episode + ahead * position.stage.episodes
+            with step_span(step + ahead):  # the trace of the step that will train on them
+                for number in range(first, first + position.stage.episodes):
+                    if number not in self.tasks and number not in self.buffer:
+                        self.tasks[number] = asyncio.create_task(self._play(number, step, position.stage))
+        await asyncio.sleep(0)
+
+    async def collect(self, numbers: Sequence[int]) -> list[StoredEpisode]:
+        """Waits for the episodes with these numbers and returns them in this order."""
+        for number in numbers:
+            if number in self.tasks:
+                await self.tasks[number]
+                del self.tasks[number]
+        return await asyncio.to_thread(lambda: [self.buffer.get(number) for number in numbers])
+
+    async def drain(self) -> None:
+        """Waits for all episodes that have started."""
+        await asyncio.gather(*self.tasks.values())
+
+    async def cancel(self) -> None:
+        """Cancels all episodes that have started and are not finished."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    async def _play(self, number: int, began: int, stage: Stage) -> None:
+        trainer = self.trainer
+        on_episode, state = trainer.callback.on_episode, trainer.algorithm_state
+        (episode,) = await stage.source.play([number], stage.algorithm.branching, state, on_episode)
+        await self.buffer.put(number, began, episode)
+
+
+def staleness_metrics(finished: Sequence[StoredEpisode], policy: str, step: int) -> Metrics:
+    """Returns the mean and maximum age, in steps, of the weights of `policy` that played the episodes of `step`. Counts
+    the episodes that `policy` played in and that did not fail."""
+    own = [
+        step - began
+        for episode, began in finished
+        if episode.error is None and policy in map(member_name, episode.seats.values())
+    ]
+    return {"staleness": sum(own) / len(own) if own else 0.0, "staleness_max": float(max(own, default=0))}
+
+
+def oldest_resume(path: Path) -> int:
+    """Returns the earliest step that the run may resume from: the step after the older of its two newest checkpoints,
+    since the newest may be damaged; 0 if it has fewer checkpoints."""
+    newest = list_checkpoints(path)[-NUM_KEPT:]
+    return newest[0].step + 1 if len(newest) == NUM_KEPT else 0

@@ -1,0 +1,405 @@
+"""Training of language agents: play, assign credit, update. Imports no torch, concrete env, algorithm or backend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from palestra.core.failures import RunFailed, check_failures
+from palestra.core.seeding import derive_seed
+from palestra.core.tracing import span
+from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+from palestra.runs import Checkpoint
+from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
+from palestra.text.learners.base import Learner
+from palestra.text.policies.base import Policy
+from palestra.text.rollouts.metrics import answers_of, episode_metrics, instance_outcomes, policy_metrics, seat_returns
+from palestra.text.rollouts.refill import play_refilled
+from palestra.text.rollouts.sample_metrics import sample_metrics
+from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeSource
+from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+
+T = TypeVar("T")
+
+STATE_FILE = "algorithm_state.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
+
+
+class Algorithm(Protocol):
+    """Credit assignment and a loss function."""
+
+    @property
+    def branching(self) -> Branching:
+        """The branching of episode trees."""
+        ...
+
+    @property
+    def max_redraws(self) -> int:
+        """Largest number of instances played in place of an episode without signal."""
+        ...
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if an episode is trained on, and not replaced by one on another instance."""
+        ...
+
+    @property
+    def loss(self) -> Callable:
+        """The loss function (losses/)."""
+        ...
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """Keyword arguments of the loss."""
+        ...
+
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
+        ...
+
+    async def finalize_samples(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the samples completed with what `learner` computes, such as values, and metrics."""
+        ...
+
+
+@dataclass(kw_only=True)
+class TextEval(Evaluation):
+    """A held-out evaluation on instances 0 to `episodes` - 1 of `runner`, each played `samples` times. `seat_policies`
+    returns the policy of each seat at its current weights."""
+
+    runner: EpisodeRunner
+    seat_policies: Callable[[], dict[Seat, Policy]]
+    samples: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the episodes: number i is sample i % `samples` of instance i // `samples`."""
+        return range(self.episodes * self.samples)
+
+    async def play(self, seed: int) -> list[Episode]:
+        """Returns the episodes, played by the policies at their current weights."""
+        return await play_instances(self.runner, self.seat_policies(), self.numbers, seed, samples=self.samples)
+
+
+@dataclass
+class Stage:
+    """A part of a run: `steps` of `episodes` each from `source`, and the algorithm that trains on them.
+
+    `configure_learners` sets the learners' settings for the stage. Every stage except the first starts with a fresh
+    optimizer, and with the learners' current weights as their reference.
+    """
+
+    source: EpisodeSource
+    algorithm: Algorithm
+    steps: int
+    episodes: int
+    name: str = ""
+    configure_learners: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """Position of a step in a run: its stage, the number of steps of the stage before it, and the number of its first
+    episode. Episode numbers are unique in the run."""
+
+    stage: Stage
+    stage_step: int
+    first_episode: int
+
+    @property
+    def episode_numbers(self) -> range:
+        """Numbers of the step's episodes."""
+        return range(self.first_episode, self.first_episode + self.stage.episodes)
+
+    @property
+    def stage_first_episode(self) -> int:
+        """Number of the stage's first episode."""
+        return self.first_episode - self.stage_step * self.stage.episodes
+
+    @property
+    def progress(self) -> float:
+        """Elapsed share of the stage, from 0 to below 1."""
+        return self.stage_step / self.stage.steps
+
+
+@dataclass
+class CollectedStep:
+    """One step from its rollout until it is logged: its episodes, and metrics and phase times by policy. `replaced` are
+    episodes that were played and are not trained on (text/rollouts/refill.py)."""
+
+    position: StepPosition
+    episodes: Sequence[Episode]
+    timer: PhaseTimer
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+    timers: dict[str, PhaseTimer] = field(default_factory=dict)
+    replaced: Sequence[Episode] = ()
+
+
+@dataclass
+class TextTrainer:
+    """All components of a run of language agents (a `Trainer`, see loop.py).
+
+    `algorithm_state` is the state that algorithms (by policy) and sources keep between steps. `worker_metrics` returns
+    metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
+    `max_failed` of the episodes of a step or an evaluation failed. `worker_context` is a context that is open during
+    training and holds other processes that play or train. `learners_are_remote`: learners run in other processes and
+    are updated concurrently. `notes` are lines for the user about how the models run.
+    """
+
+    stages: Sequence[Stage]
+    learners: Mapping[str, Learner]
+    evals: Sequence[TextEval]
+    seed: int
+    checkpoint_every: int = 10
+    keep_every: int = 0
+    record_every: int = 1
+    max_failed: float = 0.5
+    algorithm_state: AlgorithmState = field(default_factory=dict)
+    worker_metrics: Callable[[], Metrics] = dict
+    worker_context: AbstractContextManager = field(default_factory=nullcontext)
+    learners_are_remote: bool = False
+    notes: Sequence[str] = ()
+
+    # Set while the trainer is open.
+    run: RunProtocol = field(init=False, repr=False)
+    callback: Callback = field(init=False, repr=False)
+    event_loop: asyncio.Runner = field(init=False, repr=False)
+    current: CollectedStep = field(init=False, repr=False)
+
+    @property
+    def policy_names(self) -> list[str]:
+        """Names of the policies that are trained."""
+        return list(self.learners)
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps over all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def log_every(self) -> int:
+        """1: every step is logged."""
+        return 1
+
+    @property
+    def can_save_any_time(self) -> bool:
+        """True: saving changes nothing."""
+        return True
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Returns [item]: under torchrun text/training/ranks.py keeps the ranks together."""
+        return [item]
+
+    @contextmanager
+    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+        """Context with an event loop and the processes of `worker_context`."""
+        with self.worker_context, asyncio.Runner() as self.event_loop:
+            self.run, self.callback = run, callback
+            if 0 < run.next_step < self.steps:
+                self.position_of(run.next_step).stage.configure_learners()
+            yield
+
+    def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the event loop, below the caller's span."""
+
+        async def keep() -> None:  # if the task had the result, `signal` would format it with Runner's handler
+            results.append(await coroutine)
+
+        results: list[T] = []
+        self.event_loop.run(keep(), context=copy_context())
+        return results[0]
+
+    def position_of(self, step: int) -> StepPosition:
+        """Returns the position of `step` in the run. Raises ValueError if the run has no such step."""
+        first = number = 0
+        for stage in self.stages:
+            if step < first + stage.steps:
+                return StepPosition(stage, step - first, number + (step - first) * stage.episodes)
+            first, number = first + stage.steps, number + stage.steps * stage.episodes
+        raise ValueError(f"the run has {self.steps} steps, and {step} is none of them")
+
+    def policy_state(self, policy: str) -> AlgorithmState:
+        """Returns the state that the algorithm keeps for `policy` between steps; changes to it are saved with the
+        run."""
+        own: AlgorithmState = self.algorithm_state.setdefault("policies", {}).setdefault(policy, {})
+        return own
+
+    def enter_step(self, step: int) -> StepPosition:
+        """Returns the position of `step`, and prepares the learners if it is the first of its stage. Writes the start
+        of the stage to the state that sources read, since stages may differ in episodes per step."""
+        position = self.position_of(step)
+        self.algorithm_state[STAGE_START_KEY] = [step - position.stage_step, position.stage_first_episode]
+        if position.stage_step == 0:
+            position.stage.configure_learners()
+            for learner in self.learners.values() if step > 0 else ():
+                learner.start_stage()
+        return position
+
+    def collect(self, step: int) -> None:
+        """Plays the episodes of `step` with the current weights."""
+        position, timer, start = self.enter_step(step), PhaseTimer(), read_clocks()
+        stage = position.stage
+        playing = play_refilled(
+            stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
+        )
+        episodes, replaced = self.run_async(playing)
+        timer.add_since("rollout", start)
+        self.current = CollectedStep(position, episodes, timer, replaced=replaced)
+
+    def update(self, step: int) -> None:
+        """Assigns credit and updates every learner. Raises RunFailed, with the episodes recorded, if too many
+        failed."""
+        self._check_failures(step)
+        now = self.current
+        learned = self.run_async(self._update_learners())
+        for name, metrics in learned.items():
+            now.metrics[name] = policy_metrics(now.episodes, name) | metrics | now.metrics.get(name, {})
+        mixture = now.position.stage.source.observe([*now.replaced, *now.episodes], self.algorithm_state)
+        now.metrics[TEAM] = episode_metrics(now.episodes) | mixture
+
+    def log(self, step: int) -> dict[str, Metrics]:
+        """Writes metrics, timings and episodes of the step to the run. Returns the metrics by policy."""
+        now, run = self.current, self.run
+        for name in self.learners:
+            run.log_metrics(step, name, now.metrics[name])
+            own = now.timers[name]
+            run.log_timings(step, name, own.metrics() | throughput(now.episodes, own, name))
+        run.log_metrics(step, TEAM, now.metrics[TEAM])
+        if self.record_every and step % self.record_every == 0:
+            run.write_episodes(step, list(now.episodes))
+        timings = now.timer.metrics() | throughput(now.episodes, now.timer) | self.worker_metrics()
+        run.log_timings(step, TEAM, timings)
+        run.log_workers(step)
+        return now.metrics
+
+    def evaluate(self, evaluation: TextEval) -> dict[str, Any]:
+        """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
+        episodes = self.run_async(evaluation.play(self.seed))
+        check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
+        return {
+            **episode_metrics(episodes),
+            **seat_returns(episodes),
+            **sample_metrics(episodes, evaluation.samples),
+            **instance_outcomes(episodes[:: evaluation.samples]),
+        }
+
+    def save(self, step: int, folder: Path) -> None:
+        """Writes a folder per learner, and the state of algorithms and sources."""
+        for name, learner in self.learners.items():
+            learner.save(folder / name)
+        (folder / STATE_FILE).write_text(json.dumps(self.algorithm_state))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restores the learners, and the state of algorithms and sources."""
+        for name in self.learners:
+            self.learners[name].load(checkpoint.path / checkpoint.names[name])
+        state = checkpoint.path / STATE_FILE
+        self.algorithm_state.update(json.loads(state.read_text()) if state.exists() else {})
+
+    def _check_failures(self, step: int) -> None:
+        """Raises RunFailed if too many episodes of the step failed; writes them and a checkpoint of the previous step
+        first."""
+        episodes = self.current.episodes
+        try:
+            check_failures(episodes, self.max_failed, f"step {step}")
+        except RunFailed:
+            if self.run.next_step < step:
+                save_checkpoint(self, self.run, step - 1, keep=False)
+            self.run.write_episodes(step, list(episodes))
+            raise
+
+    async def _update_learners(self) -> dict[str, Metrics]:
+        """Updates every learner, one after another or, if they work in other processes, concurrently. Returns metrics
+        by policy."""
+        timer, start = self.current.timer, read_clocks()
+        if self.learners_are_remote:
+            every = await asyncio.gather(*map(self._update_learner, self.learners))
+            timer.add_since("train", start)
+            return dict(zip(self.learners, every, strict=True))
+        learned = {}
+        for name in self.learners:
+            start = read_clocks()
+            learned[name] = await self._update_learner(name)
+            timer.add_since("train", start)
+        return learned
+
+    async def _update_learner(self, name: str) -> Metrics:
+        now, start = self.current, read_clocks()
+        position = now.position
+        own = PhaseTimer({phase: seconds for phase, seconds in now.timer.wall_s.items() if phase != "train"})
+        metrics = await update_learner(
+            position.stage.algorithm, self.learners[name], now.episodes, position.progress, self.policy_state(name)
+        )
+        own.add_since("train", start)
+        now.timers[name] = own
+        return metrics
+
+
+async def update_learner(
+    algorithm: Algorithm,
+    learner: Learner,
+    episodes: Sequence[Episode],
+    progress: float,
+    state: AlgorithmState | None = None,
+) -> Metrics:
+    """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics, averaged over
+    batches.
+
+    `progress` is the elapsed share of the stage, for learning-rate schedules.
+    """
+    with span("train", policy=learner.name):
+        return await _update(algorithm, learner, episodes, progress, {} if state is None else state)
+
+
+async def _update(
+    algorithm: Algorithm, learner: Learner, episodes: Sequence[Episode], progress: float, state: AlgorithmState
+) -> Metrics:
+    samples, credit = algorithm.build_samples(episodes, learner.name, state)
+    samples, more = await algorithm.finalize_samples(samples, learner, state)
+    batches = learner.batches(samples)
+    total: Metrics = {}
+    for batch in batches:
+        metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
+        metrics |= await learner.optim_step(progress)
+        for name, value in metrics.items():
+            total[name] = total.get(name, 0.0) + value / len(batches)
+    return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total}
+
+
+async def play_instances(
+    runner: EpisodeRunner,
+    seats: Mapping[Seat, Policy],
+    numbers: Sequence[int],
+    seed: int,
+    on_episode: Callable[[Episode], None] | None = None,
+    *,
+    samples: int = 1,
+) -> list[Episode]:
+    """Plays episodes without branching, and returns them in the order of their `numbers`: number i is sample i %
+    `samples` of instance i // `samples` of the runner's env. Calls `on_episode` with each one when it ends."""
+    specs = []
+    for instance, sample in (divmod(number, samples) for number in numbers):
+        own = [sample] if sample else []  # sample 0 has the seed of an evaluation with `samples=1`
+        specs.append(EpisodeSpec(instance, seats, derive_seed(seed, "exam", runner.name, instance, *own)))
+    return await runner.play_all(specs, Branching(), on_episode)
+
+
+def throughput(episodes: Sequence[Episode], timer: PhaseTimer, policy: str | None = None) -> Metrics:
+    """Returns the throughput of one policy or, without `policy`, of all.
+
+    `tokens_per_s` is sampled tokens per second of rollout (of the whole step if rollout and training overlap),
+    `answers_per_s` answers per second of the whole step, `answers` the number of answers.
+    """
+    answers = answers_of(episodes, policy)
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    whole = sum(timer.wall_s.values())
+    rollout = timer.wall_s.get("rollout", whole)
+    return {"tokens_per_s": tokens / rollout, "answers_per_s": len(answers) / whole, "answers": float(len(answers))}

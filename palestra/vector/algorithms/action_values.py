@@ -1,0 +1,275 @@
+"""Training by action values shared by SAC, DDPG, TD3 and IQL: replay buffer, action-value critics, target networks.
+
+A policy's critics see the observation and action of its seat (`critic: own`) or everything (`critic: central`, as in
+MADDPG, Lowe et al., 2017): the env's global state, or all observations together; the agent mask, the actions of all
+seats that learn, and a one-hot seat. Each seat learns from its own rewards. Seats that do not learn are part of the
+env: their next actions cannot be predicted, so critics do not see their actions.
+
+With `critic: own` time is counted in a seat's own decisions. Central critics count every step of the env, also those in
+which their seat does not act, as in turn-based games; its action is then the fixed idle code.
+
+Shapes: `K` critics, `P` members of a stack, `M` transitions, `S` seats of a member, `R` = M*S rows, `N` seats, `A`
+numbers of an encoded action, `J` numbers of the encoded actions of all seats that learn.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.core.losses import TensorMetrics
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Metrics, RolloutBatch
+from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
+from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
+from palestra.vector.algorithms.minibatches import minibatch_seed
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
+from palestra.vector.losses.critics import critic_loss
+from palestra.vector.nets.continuous_heads import ActionEncoder
+from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+
+
+class ActionValueConfig(AlgorithmConfig):
+    """Base config of algorithms with action-value critics: `gradient_steps` gradient steps follow each rollout."""
+
+    rollout_length: int = Field(8, ge=1)
+    """Rollout length: steps of every parallel game between updates."""
+    gradient_steps: int = Field(8, ge=1)
+    """Gradient steps per rollout."""
+    batch_size: int = Field(256, ge=1)
+    """Joint transitions per gradient step."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat (per env step with `critic: central`)."""
+    tau: float = Field(0.005, gt=0, le=1)
+    """Polyak coefficient: how far the target networks move to the online networks per update."""
+    critic: Literal["own", "central"] = "own"
+    """Input of the critics: the seat's `own` observation and action, or `central`: the env's state (or all
+    observations) and all learning seats' actions."""
+    critic_lr: float | None = Field(None, gt=0, le=1_000_000)
+    """Learning rate of the critics; null uses the policy's."""
+
+
+@dataclass
+class UpdateBatch:
+    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks, `critic_inputs`
+    [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the critics (`critic_weights`) and for the
+    policies (`policy_weights`) [P, R]. The policies' are 0 for rows in which the seat did not act; both sum to one for
+    each seat."""
+
+    observations: Tensor
+    action_mask: Tensor | None
+    critic_inputs: Tensor
+    action_codes: Tensor
+    critic_weights: Tensor
+    policy_weights: Tensor
+
+
+class ActionValueLearner(NetLearner):
+    """Base learner with action-value critics; a subclass defines the replay buffer and a gradient step. `num_critics`
+    critics evaluate each policy. Raises ValueError for envs and policies that these algorithms do not support (see
+    `check_supported`)."""
+
+    num_critics = 2
+
+    def __init__(self, config: ActionValueConfig, spec: NetLearnerSpec) -> None:
+        check_supported(config, spec.env, spec.policies, self.value_per_action(spec.env.action_spaces[0]))
+        self.config = config
+        super().__init__(spec)
+        self.action_encoder = ActionEncoder(
+            {seat: stack.head for stack in self.stacks for seat in stack.seat_mapping.all_seats}
+        )
+        self.critics = [self._critic(stack) for stack in self.stacks]
+        self.replay = self.build_replay()
+        self.steps = 0
+        self.build_extras()
+
+    # ---- defined by an algorithm
+
+    @abstractmethod
+    def build_replay(self) -> ReplayBuffer:
+        """Builds the replay buffer."""
+
+    def build_extras(self) -> None:
+        """Builds further parts of the learner."""
+
+    def value_per_action(self, space: Space) -> bool:
+        """True if critics output a value for each action, see `CriticEnsemble`."""
+        return False
+
+    @property
+    def is_warm(self) -> bool:
+        """True if training has started."""
+        return True
+
+    @abstractmethod
+    def remember(self, batch: RolloutBatch) -> None:
+        """Adds a rollout to the replay buffer and the running norms."""
+
+    @abstractmethod
+    def train_step(
+        self, transitions: TransitionBatch, generator: torch.Generator, progress: float
+    ) -> list[TensorMetrics]:
+        """Takes one gradient step; returns metrics by stack."""
+
+    # ---- construction
+
+    def critic_input_shape(self, stack: PolicyStack) -> tuple[int, ...]:
+        """Returns the shape of the critics' inputs besides the seat's own action."""
+        if self.config.critic == "own":
+            return stack.seat_mapping.input_shape
+        return (self.global_size + 2 * len(self.env.seats) + self.action_encoder.size,)
+
+    def _critic(self, stack: PolicyStack) -> CriticEnsemble:
+        seat_mapping, branches = stack.seat_mapping, self.value_per_action(stack.seat_mapping.action_space)
+        width = len(self.action_encoder.columns[seat_mapping.all_seats[0]])
+        observation = self.critic_input_shape(stack)
+        observation = observation if branches else (observation[0] + width,)
+        seeds = [
+            derive_seed(self.seeds[name], "critic", k) for k in range(self.num_critics) for name in seat_mapping.names
+        ]
+        net = Net(observation, width if branches else 1, stack.config, make_generators(seeds)).to(self.device)
+        config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
+        return CriticEnsemble(
+            net,
+            frozen_copy(net),
+            StackedAdam(net, seat_mapping.names * self.num_critics, config, self.gradient_sync),
+            self.num_critics,
+            branches,
+        )
+
+    @property
+    def uses_global_features(self) -> bool:
+        return self.config.critic == "central"
+
+    # ---- learning
+
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
+        steps; returns metrics by policy."""
+        self.remember(batch)
+        lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
+        if self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample):
+            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+            rng = np.random.default_rng(seed)
+            generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+            for _ in range(self.config.gradient_steps):
+                transitions = self.replay.sample(self.config.batch_size, rng).to(self.device)
+                for own, line in zip(lines, self.train_step(transitions, generator, progress), strict=True):
+                    own.append(line)
+        means = [mean_tensors(own) for own in lines]
+        return {
+            name: mean_metrics([{key: value[p] for key, value in line.items()}])
+            for stack, line in zip(self.stacks, means, strict=True)
+            for p, name in enumerate(stack.seat_mapping.names)
+        }
+
+    def update_batch(self, stack: PolicyStack, transitions: TransitionBatch, joint: Tensor) -> UpdateBatch:
+        """Returns the update batch of a stack; `joint` [M, J] are the encoded actions."""
+        weight = stack.seat_mapping.select_seats(transitions.weight, 1)  # [P, M, S]
+        return UpdateBatch(
+            observations=stack.observations(transitions.obs, 1),
+            action_mask=optional_rows(stack, transitions.action_mask),
+            critic_inputs=self.critic_inputs(stack, transitions.obs, transitions.state, transitions.agent_mask, joint),
+            action_codes=self.action_encoder.own_actions(joint, stack.seat_mapping),
+            critic_weights=normalise_weights(weight),
+            policy_weights=normalise_weights(weight * stack.seat_mapping.select_seats(transitions.agent_mask, 1)),
+        )
+
+    def train_critics(
+        self,
+        critic: CriticEnsemble,
+        batch: UpdateBatch,
+        target: Tensor,
+        progress: float,
+        penalty: Callable[[Tensor], Tensor] | None = None,
+    ) -> TensorMetrics:
+        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P] of the values [K, P,
+        R] of the actions in the batch; returns metrics."""
+        q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
+        loss = critic_loss(q, target, batch.critic_weights)
+        critic.optimizer.step(loss.sum() if penalty is None else (loss + penalty(q)).sum(), progress)
+        seats = batch.critic_weights.sum(1).clamp(min=1e-8)
+        return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
+
+    def critic_inputs(
+        self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor
+    ) -> Tensor:
+        """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
+        if self.config.critic == "own":
+            return stack.observations(obs, 1)
+        seat_mapping, N = stack.seat_mapping, len(self.env.seats)
+        whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
+        others = self.action_encoder.other_actions(joint, seat_mapping)
+        ids = seat_mapping.one_hot_seats(self.device)[:, None]  # [P, 1, S, N]
+        shape = others.shape[:3]
+        seen = torch.cat([whole.expand(*shape, -1), ids.expand(*shape, N), others], -1)
+        return seen.flatten(1, 2)
+
+    # ---- state
+
+    def polyak_pairs(self) -> list[tuple[Net, Net]]:
+        """Returns pairs of online and target networks."""
+        return [(critic.net, critic.target) for critic in self.critics]
+
+    def modules(self) -> dict[str, nn.Module]:
+        nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
+        return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
+
+    def optimizers(self) -> dict[str, StackedAdam]:
+        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
+
+    def state_arrays(self) -> Arrays:
+        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
+        return super().state_arrays() | replay | {"steps": np.array([self.steps])}
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
+        self.replay.load(strip_prefix(arrays, "replay"))
+        self.steps = int(arrays["steps"][0])
+
+
+def check_supported(
+    config: ActionValueConfig, env: VectorEnv, policies: Mapping[str, NetPolicyConfig], value_per_action: bool
+) -> None:
+    """Raises ValueError for recurrent policies, multi-discrete actions, and critics that would need pixels beside
+    actions."""
+    kind = getattr(config, "type", "this algorithm")
+    for name, policy in policies.items():
+        if policy.gru_units:
+            raise ValueError(
+                f"policy {name} is recurrent, but {kind} learns from single transitions, without the recurrent state "
+                "before them: set gru_units: 0, or train it with ppo or a2c"
+            )
+    if isinstance(env.action_spaces[0], MultiDiscrete):
+        raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')
+    pixels = any(len(shape) > 1 for shape in env.observation_shapes)
+    if pixels and not (value_per_action if config.critic == "own" else env.state_size):
+        raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
+
+
+def normalise_weights(weight: Tensor) -> Tensor:
+    """Returns weights [P, M, S] divided by their sum per seat, as rows [P, R]; zeros where it is zero."""
+    return (weight / weight.sum(1, keepdim=True).clamp(min=1e-8)).flatten(1, 2)
+
+
+def optional_rows(stack: PolicyStack, x: Tensor | None) -> Tensor | None:
+    """Reorders an array by stack: [M, N, ...] -> [P, R, ...]; None stays None."""
+    return None if x is None else stack.rows(x, 1)
+
+
+def mean_tensors(lines: Sequence[TensorMetrics]) -> TensorMetrics:
+    """Returns the mean of each metric over the dicts that contain it."""
+    found: dict[str, list[Tensor]] = {}
+    for line in lines:
+        for key, value in line.items():
+            found.setdefault(key, []).append(value)
+    return {key: torch.stack(values).mean(0) for key, values in found.items()}

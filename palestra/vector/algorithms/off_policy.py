@@ -1,0 +1,269 @@
+"""Off-policy actor-critics: policies that ascend action-value critics, shared by SAC, DDPG and TD3.
+
+Shapes: `K` critics, `P` members of a stack, `M` transitions, `S` seats of a member, `R` = M*S rows, `A` numbers of an
+encoded action, `O` outputs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from palestra.core.losses import TensorMetrics
+from palestra.core.types import RolloutBatch
+from palestra.envs.vector_base import Arrays, Space
+from palestra.vector.algorithms.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch, optional_rows
+from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
+from palestra.vector.learners.nets import NetLearnerSpec
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
+from palestra.vector.losses.critics import td_target
+from palestra.vector.nets.continuous_heads import BoundedHead, idle_code
+from palestra.vector.nets.exploration_noise import CorrelatedNoise
+from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
+from palestra.vector.nets.on_device import RolloutTensors
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.seat_mapping import SeatMapping
+from palestra.vector.policies.nets import (
+    ActionSelector,
+    NetVectorPolicy,
+    noisy_selector,
+    sampling_selector,
+    uniform_selector,
+)
+
+MOST_RANDOM, RANDOM_SHARE = 10_000, 0.1  # transitions, and share of the run, of random play before training
+
+
+class OffPolicyConfig(ActionValueConfig):
+    """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the replay buffer, then take
+    `gradient_steps` gradient steps."""
+
+    gradient_steps: int = Field(32, ge=1)
+    """Gradient steps per rollout."""
+    learning_starts: int | None = Field(None, ge=1)
+    """Joint transitions collected with random actions before training starts (by every process, if there are several);
+    at most `buffer_size`. Null: 10,000, or a tenth of the run if that is less."""
+    buffer_size: int = Field(100_000, ge=1)
+    """Size of the replay buffer, in joint transitions."""
+    noise_correlation: float = Field(0.9, ge=0, lt=1)
+    """Correlation of the noise of successive decisions in continuous actions, also of the random actions before
+    training starts. Noise that keeps its sign for some steps moves a sluggish system; independent noise (0) averages
+    out."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if self.learning_starts is not None and self.learning_starts > self.buffer_size:
+            raise ValueError(
+                f"learning_starts is {self.learning_starts}, but the replay buffer holds only {self.buffer_size} "
+                "transitions (buffer_size), so training would never start: lower the one or raise the other"
+            )
+        return self
+
+    def is_warm(self, transitions: int, progress: float) -> bool:
+        """Returns whether training starts with this number of transitions in the replay buffer, at `progress` in
+        [0, 1] of the run."""
+        if self.learning_starts is not None:
+            return transitions >= self.learning_starts
+        return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
+
+
+@dataclass
+class PolicyOutput:
+    """Output of a stack's policies: network outputs `outputs` [P, R, O], encoded actions `action_codes` [P, R, A], and
+    log-probabilities if the algorithm needs them: [P, R] of the sampled actions, or [P, R, A] of every discrete action.
+    All float32."""
+
+    outputs: Tensor
+    action_codes: Tensor
+    logp: Tensor | None = None
+
+
+class OffPolicyLearner(ActionValueLearner):
+    """Base learner of off-policy actor-critics; a subclass defines the policies' actions, target values and losses.
+    Policies and target networks are updated every `policy_delay`-th step."""
+
+    config: OffPolicyConfig
+    policy_delay = 1
+
+    def __init__(self, config: OffPolicyConfig, spec: NetLearnerSpec) -> None:
+        self.progress = 0.0
+        super().__init__(config, spec)
+        self.noises = [CorrelatedNoise(self.noise_correlation) for _ in self.stacks]
+
+    # ---- defined by an algorithm
+
+    @abstractmethod
+    def make_head(self, space: Space) -> ActionHead:
+        """Returns the policies' distribution over actions."""
+
+    @abstractmethod
+    def policy_output(
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
+        """Returns the actions of stack i's policies, differentiable with respect to their networks."""
+
+    @abstractmethod
+    def target_actions(
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
+    ) -> PolicyOutput:
+        """Returns the actions in the next states that the critics' targets assume."""
+
+    @abstractmethod
+    def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
+        """Returns the target value [P, R] of a state from the critics' values `q` [K, P, R, O] of the policy's output
+        there."""
+
+    @abstractmethod
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+        """Returns the policies' losses [P] and metrics [P]."""
+
+    def penalty(
+        self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R] of the actions in
+        the batch; None here."""
+        return None
+
+    @property
+    def noise_correlation(self) -> float:
+        """Correlation of the noise of successive decisions in play."""
+        return self.config.noise_correlation
+
+    def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
+        """Updates anything else after a policy step; returns metrics."""
+        return {}
+
+    # ---- construction
+
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
+        made = super().build_stack(seat_mapping)
+        made.head = self.make_head(seat_mapping.action_space).to(self.device)
+        return made
+
+    def build_replay(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            self.config.buffer_size,
+            gamma=self.config.gamma,
+            seats=sorted(self.action_encoder.heads),
+            count_env_steps=self.config.critic == "central",
+        )
+
+    # ---- play
+
+    @property
+    def is_warm(self) -> bool:
+        """True if training has started."""
+        return self.config.is_warm(len(self.replay), self.progress)
+
+    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
+        self.progress = progress
+        return [
+            stack.build_policy(
+                self.exploration(stack, noise, progress) if self.is_warm else uniform_selector(stack.head, noise)
+            )
+            for stack, noise in zip(self.stacks, self.noises, strict=True)
+        ]
+
+    def sampling_policies(self) -> list[NetVectorPolicy]:
+        independent = CorrelatedNoise(0.0)
+        return [stack.build_policy(self.exploration(stack, independent, 1.0)) for stack in self.stacks]
+
+    def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
+        """Returns the action function of a stack's policies in training, with `noise` for continuous actions."""
+        head = stack.head
+        return noisy_selector(head, noise) if isinstance(head, BoundedHead) else sampling_selector(head)
+
+    # ---- learning
+
+    def remember(self, batch: RolloutBatch) -> None:
+        self.replay.add(batch)
+        if self.has_norms:
+            self.update_norms(RolloutTensors.of(batch, self.device))
+
+    def train_step(
+        self, transitions: TransitionBatch, generator: torch.Generator, progress: float
+    ) -> list[TensorMetrics]:
+        """Takes one gradient step of all critics, and every `policy_delay`-th time of the policies; returns metrics by
+        stack."""
+        targets = self.targets(transitions, generator)
+        joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
+        batches = [self.update_batch(stack, transitions, joint) for stack in self.stacks]
+        lines = [
+            self.train_critics(
+                critic, batches[i], target, progress, self.penalty(i, batches[i], transitions, generator)
+            )
+            for i, (critic, target) in enumerate(zip(self.critics, targets, strict=True))
+        ]
+        self.steps += 1
+        if self.steps % self.policy_delay == 0:
+            for i, batch in enumerate(batches):
+                lines[i] |= self._train_policies(i, batch, generator, progress)
+            for net, target in self.polyak_pairs():
+                polyak_update(net, target, self.config.tau)
+        return lines
+
+    @torch.no_grad()
+    def targets(self, transitions: TransitionBatch, generator: torch.Generator) -> list[Tensor]:
+        """Returns the critics' targets [P, R] for each stack."""
+        answers = [self._next(i, transitions, generator) for i in range(len(self.stacks))]
+        joint = transitions.rewards.new_zeros(len(transitions.rewards), self.action_encoder.size)
+        for stack, answer in zip(self.stacks, answers, strict=True):
+            self.action_encoder.write(joint, stack.seat_mapping, answer.action_codes)
+        targets = []
+        for i, (stack, critic, answer) in enumerate(zip(self.stacks, self.critics, answers, strict=True)):
+            seen = self.critic_inputs(
+                stack, transitions.next_obs, transitions.next_state, transitions.next_agent_mask, joint
+            )
+            value = self.target_value(i, critic.q_values(critic.target, seen, answer.action_codes), answer)
+            targets.append(td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), value))
+        return targets
+
+    def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
+        """Returns the next actions of stack i's policies; the idle code, with probability 1, where a seat does not
+        act."""
+        stack = self.stacks[i]
+        answer = self.target_actions(
+            i,
+            stack.observations(transitions.next_obs, 1),
+            optional_rows(stack, transitions.next_action_mask),
+            generator,
+        )
+        if self.config.critic == "own":  # the next step is the seat's own next decision
+            return answer
+        agent_mask = stack.rows(transitions.next_agent_mask, 1)[..., None]
+        nothing = idle_code(stack.head, self.device)
+        answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
+        if answer.logp is not None:
+            certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else nothing.new_zeros(1)
+            logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
+            answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
+        return answer
+
+    def _train_policies(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
+        stack, critic = self.stacks[i], self.critics[i]
+        answer = self.policy_output(i, batch.observations, batch.action_mask, generator)
+        with frozen_parameters(critic.net):
+            q = critic.q_values(critic.net, batch.critic_inputs, answer.action_codes)
+        loss, metrics = self.loss(i, q, answer, batch)
+        norms = stack.optimizer.step(loss.sum(), progress)
+        stack.version += 1
+        metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
+        return metrics | self.after_policy_step(i, answer, batch, progress)
+
+    # ---- state
+
+    def state_arrays(self) -> Arrays:
+        noises = {f"noise.{i}/{name}": x for i, own in enumerate(self.noises) for name, x in own.arrays().items()}
+        return super().state_arrays() | noises
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
+        for i, noise in enumerate(self.noises):
+            noise.load(strip_prefix(arrays, f"noise.{i}"), self.device)

@@ -1,0 +1,396 @@
+"""Q-learning shared by DQN and QMIX: Q-networks with target networks, epsilon-greedy exploration, and a replay buffer
+of transitions (of sequences for recurrent networks).
+
+Shapes: `P` members of a stack, `T` steps (1 for single transitions), `M` transitions or sequences, `N` seats, `S` seats
+of a member, `R` = M*S rows, `A` actions, `O` outputs, `F` truncated games.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from palestra.core.losses import TensorMetrics
+from palestra.core.types import Metrics, RolloutBatch
+from palestra.envs.vector_base import Arrays, Discrete, VectorEnv
+from palestra.vector.algorithms.minibatches import minibatch_seed
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
+from palestra.vector.losses.q import best_action, dueling_values, gather_values, next_value, sequence_priority
+from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
+from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.on_device import RolloutTensors, uniform
+from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
+from palestra.vector.nets.seat_mapping import SeatMapping
+from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy
+
+
+class EpsilonGreedyConfig(AlgorithmConfig):
+    """Base config of algorithms that explore epsilon-greedily."""
+
+    epsilon: float = Field(1.0, ge=0, le=1)
+    """Share of random actions at the start of the run."""
+    epsilon_end: float = Field(0.05, ge=0, le=1)
+    """Share of random actions after the decay."""
+    epsilon_share: float = Field(0.5, gt=0, le=1)
+    """Share of the run over which epsilon decays, linearly."""
+
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions at `progress` in [0, 1]."""
+        return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
+
+
+class DeepQConfig(AlgorithmConfig):
+    """Base config of Q-networks with target networks: `gradient_steps` gradient steps follow each rollout."""
+
+    rollout_length: int = Field(8, ge=1)
+    """Rollout length: steps of every parallel game between updates; also the sequence length of recurrent policies."""
+    gradient_steps: int = Field(8, ge=1)
+    """Gradient steps per rollout."""
+    batch_size: int = Field(256, ge=1)
+    """Joint transitions per gradient step."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per decision of a seat (per env step for QMIX)."""
+    n_step: int = Field(1, ge=1)
+    """Decisions of n-step returns: rewards are summed over them before bootstrapping."""
+    double: bool = True
+    """Double Q-learning: the online network selects the next action, the target network evaluates it."""
+    duelling: bool = False
+    """Compute action values as a state value plus advantages (Wang et al., 2016)."""
+    tau: float = Field(0.005, gt=0, le=1)
+    """Polyak coefficient: how far the target networks move to the online networks per target update. `tau: 1` with
+    `target_interval: 200` copies them every 200 steps."""
+    target_interval: int = Field(1, ge=1)
+    """Gradient steps between target updates."""
+
+
+class QLearningConfig(DeepQConfig, EpsilonGreedyConfig):
+    """Base config of Q-learning: collect `rollout_length` steps, add them to the replay buffer, then take
+    `gradient_steps` gradient steps.
+
+    Recurrent policies train on sequences of `rollout_length` steps, `batch_size` / `rollout_length` of them per
+    gradient step.
+    """
+
+    learning_starts: int = Field(1000, ge=0)
+    """Joint steps collected with random actions before training starts."""
+    buffer_size: int = Field(100_000, ge=1)
+    """Size of the replay buffer, in joint transitions."""
+    priority_exponent: float = Field(0.0, ge=0)
+    """Exponent of TD errors in prioritised replay (Schaul et al., 2016); 0 samples uniformly."""
+    priority_beta: float = Field(0.4, ge=0, le=1)
+    """Initial exponent of the importance weights that correct prioritised sampling; it rises to 1 over the run."""
+    burn_in: int = Field(0, ge=0)
+    """First steps of a sequence that only update the recurrent state and are not trained on, unless the game began
+    within the sequence. Less than `rollout_length`."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if self.burn_in >= self.rollout_length:
+            raise ValueError(
+                f"burn_in is {self.burn_in}, but sequences have {self.rollout_length} steps (rollout_length), so "
+                "no step would be left to train on: lower the one or raise the other"
+            )
+        return self
+
+
+class ValueHead(ActionHead):
+    """ActionHead whose outputs are action values; it selects the best action."""
+
+    width = 0
+
+    def __init__(self, space: Discrete, duelling: bool) -> None:
+        self.num_actions, self.duelling, self.outputs = space.n, duelling, space.n + duelling
+
+    def values(self, out: Tensor) -> Tensor:
+        """Returns action values: outputs [..., O] -> [..., A]."""
+        return dueling_values(out) if self.duelling else out
+
+    def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
+        return best_action(self.values(out), action_mask)
+
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.mode(out, action_mask), out.new_zeros(out.shape[:-1])
+
+    def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        logp = torch.where(action == self.mode(out, action_mask), 0.0, MASKED_LOGIT)
+        return logp, torch.zeros_like(logp)
+
+    def epsilon_greedy(self, epsilon: float) -> ActionSelector:
+        """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal action, otherwise the
+        best."""
+
+        def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
+            action = self.mode(out, action_mask)
+            dice = uniform(action.shape, generator, out.device)
+            lots = uniform((*action.shape, self.num_actions), generator, out.device)
+            return torch.where(dice < epsilon, best_action(lots, action_mask), action), None
+
+        return choose
+
+
+class QLearner(NetLearner):
+    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
+    not in each seat's own decisions. Raises ValueError for envs without discrete actions."""
+
+    counts_env_steps = False
+
+    def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
+        check_action_spaces(config, spec.env)
+        self.config = config
+        super().__init__(spec)
+        self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
+        self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
+        self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
+        self.steps, self.env_steps_seen = 0, 0
+        self.replay = self.build_replay()
+
+    def build_replay(self) -> ReplayBuffer | SequenceReplay:
+        """Builds the replay buffer."""
+        config = self.config
+        remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.recurrent_units]
+        if not remembered:
+            return ReplayBuffer(
+                config.buffer_size,
+                n_step=config.n_step,
+                gamma=config.gamma,
+                priority=config.priority_exponent,
+                seats=self.seats,
+                count_env_steps=self.counts_env_steps,
+                team=self.seats if self.counts_env_steps else (),
+            )
+        return SequenceReplay(
+            max(1, config.buffer_size // config.rollout_length),
+            n_step=config.n_step,
+            gamma=config.gamma,
+            priority=config.priority_exponent,
+            burn_in=config.burn_in,
+            count_env_steps=self.counts_env_steps,
+            team=self.seats if self.counts_env_steps else (),
+            recurrent_players=remembered,
+        )
+
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
+        made = super().build_stack(seat_mapping)
+        assert isinstance(seat_mapping.action_space, Discrete)
+        made.head = ValueHead(seat_mapping.action_space, self.config.duelling)
+        return made
+
+    def output_size(self, head: ActionHead) -> int:
+        return head.outputs + self.config.duelling
+
+    # ---- play
+
+    def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
+        epsilon = self.epsilon_at(progress)
+        return [
+            stack.build_policy(head.epsilon_greedy(epsilon))
+            for stack, head in zip(self.stacks, self.heads, strict=True)
+        ]
+
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions in training."""
+        return self.config.epsilon_at(progress) if self.is_warm else 1.0
+
+    # ---- learning
+
+    @property
+    def is_warm(self) -> bool:
+        """True if training has started."""
+        return self.env_steps_seen >= self.config.learning_starts
+
+    def remember(self, batch: RolloutBatch) -> None:
+        """Adds a rollout to the replay buffer and the running norms."""
+        self.replay.add(self.replay_rows(batch))
+        self.env_steps_seen += batch.terminated.size
+        if self.has_norms:
+            self.update_norms(RolloutTensors.of(batch, self.device))
+
+    def replay_rows(self, batch: RolloutBatch) -> RolloutBatch:
+        """Returns the rollout as the replay buffer stores it."""
+        return batch
+
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
+        steps; returns metrics by policy."""
+        self.remember(batch)
+        lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
+        if self._ready():
+            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+            rng = np.random.default_rng(seed)
+            for _ in range(self.config.gradient_steps):
+                for own, line in zip(lines, self._step(rng, progress), strict=True):
+                    own.append(line)
+        return {
+            name: mean_metrics([{key: value[p] for key, value in line.items()} for line in own])
+            for stack, own in zip(self.stacks, lines, strict=True)
+            for p, name in enumerate(stack.seat_mapping.names)
+        }
+
+    def _ready(self) -> bool:
+        """Returns True if all processes can train."""
+        return self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample)
+
+    def _step(self, rng: np.random.Generator, progress: float) -> list[TensorMetrics]:
+        """Takes one gradient step; returns metrics by stack."""
+        config = self.config
+        recurrent = isinstance(self.replay, SequenceReplay)
+        count = max(1, config.batch_size // config.rollout_length) if recurrent else config.batch_size
+        drawn = self.replay.sample(count, rng, self.priority_beta_at(progress)).to(self.device)
+        lines, error, known = self.train_step(
+            drawn if isinstance(drawn, SequenceBatch) else as_sequences(drawn), progress
+        )
+        self.replay.update_priorities(drawn.index, sequence_priority(error, known) if recurrent else error[0])
+        self.steps += 1
+        for stack in self.stacks:
+            stack.version += 1
+        if self.steps % config.target_interval == 0:
+            for net, target in self.polyak_pairs():
+                polyak_update(net, target, config.tau)
+        return lines
+
+    def priority_beta_at(self, progress: float) -> float:
+        """Returns the exponent of the importance weights of prioritised replay."""
+        return self.config.priority_beta + (1 - self.config.priority_beta) * progress
+
+    @abstractmethod
+    def train_step(
+        self, drawn: TransitionBatch | SequenceBatch, progress: float
+    ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
+        """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors [T, M], and a mask
+        of the known ones [T, M]."""
+
+    def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken, and the target values
+        of the following decisions, both [P, T, R]."""
+        stack = self.stacks[i]
+        q, target_q, chooser_q = self.action_values(i, drawn)
+        following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
+        return q, gather_values(q, stack.rows(drawn.actions)), following
+
+    def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns values of all actions by stack i, [P, T, R, A] each: the online network's, and for the following
+        decisions those of the target network and of the network that chooses the action, both without gradients."""
+        stack, head, target = self.stacks[i], self.heads[i], self.target_nets[i]
+        if isinstance(drawn, SequenceBatch):
+            q, chooser_q = unroll_values(stack, head, stack.net, drawn)
+            with torch.no_grad():
+                target_q = unroll_values(stack, head, target, drawn)[1]
+        else:
+            q = head.values(stack.net.unroll(stack.observations(drawn.obs))[0])
+            with torch.no_grad():
+                after = stack.observations(drawn.next_obs)
+                target_q = head.values(target.unroll(after)[0])
+                chooser_q = head.values(stack.net.unroll(after)[0]) if self.config.double else target_q
+        return q, target_q, chooser_q if self.config.double else target_q
+
+    # ---- state
+
+    def member_writers(self) -> dict[str, Callable[[Path], None]]:
+        """Returns writers of the policies as plain Q-networks, so that loading them needs no duelling head."""
+        return {
+            name: partial(write_policy, replace(stack, net=without_duelling(stack, head)), p)
+            for stack, head in zip(self.stacks, self.heads, strict=True)
+            for p, name in enumerate(stack.seat_mapping.names)
+        }
+
+    def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Returns pairs of online and target networks."""
+        return [(stack.net, target) for stack, target in zip(self.stacks, self.target_nets, strict=True)]
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {f"target.{i}": target for i, target in enumerate(self.target_nets)}
+
+    def state_arrays(self) -> Arrays:
+        replay = {f"replay/{name}": array for name, array in self.replay.arrays().items()}
+        return (
+            super().state_arrays() | replay | {"steps": np.array([self.steps]), "seen": np.array([self.env_steps_seen])}
+        )
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
+        self.replay.load(strip_prefix(arrays, "replay"))
+        self.steps, self.env_steps_seen = int(arrays["steps"][0]), int(arrays["seen"][0])
+
+
+def check_action_spaces(config: AlgorithmConfig, env: VectorEnv) -> None:
+    """Raises ValueError if the env has a seat without discrete actions."""
+    if not all(isinstance(space, Discrete) for space in env.action_spaces):
+        kind = getattr(config, "type", "this algorithm")
+        raise ValueError(
+            f'{kind} compares the values of single actions, but env "{env.name}" takes {env.action_spaces[0]}: '
+            "use ppo or a2c, or for continuous actions sac, ddpg or td3"
+        )
+
+
+def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
+    """Returns transitions as sequences of one step: every array [M, ...] -> [1, M, ...], except `index`."""
+    found = {each.name: getattr(transitions, each.name) for each in fields(transitions) if each.name != "index"}
+    longer: dict[str, Any] = {name: None if x is None else x[None] for name, x in found.items()}
+    return replace(transitions, **longer)
+
+
+def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Returns values of every step, and those of each seat's own next decision without gradients, both [P, T, R, A]."""
+    P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
+    is_first = drawn.is_first.repeat_interleave(S, 1)
+    memory = drawn.recurrent_states.get("+".join(stack.seat_mapping.names))
+    out, memories = net.unroll(stack.observations(drawn.obs), memory, is_first.expand(P, *is_first.shape))
+    q = head.values(out)
+    with torch.no_grad():
+        times, stretches = drawn.truncations
+        ends = torch.zeros_like(q[:, :-1])
+        if len(times):
+            before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, stretches].flatten(1, 2)
+            last, _ = net.unroll(stack.observations(drawn.final_obs, 1)[:, None], before)
+            ends.unflatten(2, (-1, S))[:, times, stretches] = head.values(last[:, 0]).unflatten(1, (-1, S))
+        step_index = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
+        following = torch.cat([q, ends], 1).gather(1, step_index)
+    return q[:, :-1], following
+
+
+def legal_rows(stack: PolicyStack, action_mask: Tensor | None) -> Tensor | None:
+    """Returns the members' rows of an action mask: [T, M, N, A] -> [P, T, R, A]; None stays None."""
+    return None if action_mask is None else stack.rows(action_mask)
+
+
+@torch.no_grad()
+def polyak_update(fast: nn.Module, slow: nn.Module, tau: float) -> None:
+    """Polyak update: moves the parameters of `slow` towards those of `fast` by a share of `tau`."""
+    for target, source in zip(slow.parameters(), fast.parameters(), strict=True):
+        target.lerp_(source, tau)
+
+
+def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
+    """Returns networks whose outputs are the action values themselves. Duelling combines outputs linearly, so the last
+    layer can absorb it."""
+    return with_last_layer(stack, head.num_actions, dueling_values) if head.duelling else stack.net
+
+
+@torch.no_grad()
+def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor], Tensor]) -> Net:
+    """Returns copies of a stack's networks with `outputs` outputs: `convert` maps the weights and biases of the last
+    layer, whose last dimension is the layer's outputs."""
+    net = Net(
+        stack.seat_mapping.input_shape,
+        outputs,
+        stack.config,
+        make_generators([0] * len(stack.seat_mapping.names)),
+        entities=stack.seat_mapping.entities,
+    ).to(stack.net.head.weight.device)
+    weights = stack.net.state_dict()
+    for name in ("head.weight", "head.bias"):
+        weights[name] = convert(weights[name])
+    net.load_state_dict(weights)
+    return net

@@ -1,0 +1,284 @@
+"""Builds a run of neural-network policies in a vectorised env from its config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from palestra.runs.seats import resolve_seats
+from palestra.vector.config import (
+    FrozenNetConfig,
+    RandomActionsConfig,
+    ScriptConfig,
+    TrainedNetConfig,
+    VectorConfig,
+    VectorEvalConfig,
+)
+from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env
+from palestra.core.accel.devices import network_device
+from palestra.core.accel.malloc import keep_freed_memory
+from palestra.envs import VectorEnv
+from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
+from palestra.vector.nets.on_device import CPU, pinned_zeros
+from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
+from palestra.vector.rollouts.actors import ActorPool
+from palestra.vector.rollouts.rollout import VectorRollout
+from palestra.runs import list_checkpoints
+from palestra.runs.null_run import NullRun
+from palestra.core.seeding import derive_seed
+from palestra.parallel.shared_memory import ProcessRank, all_gather, start_processes
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.vector.trainer import VectorEval, VectorTrainer, gather_single
+from palestra.core.types import Seat
+
+DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
+MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the config leaves it open
+
+
+def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
+    """Returns the policy of each seat; `changes` take precedence over the run's `seats`. Raises ValueError for a seat
+    without a policy, and for an unknown name."""
+    plays = f'env "{env.name}" plays {", ".join(env.seats)}'
+    return resolve_seats(env.seats, list(config.policies), plays, changes or {}, config.seats)
+
+
+def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
+    """Returns the seat indices of each trained policy; one policy per seat if `share_network` is false."""
+    found: dict[str, list[int]] = {}
+    for number, seat in enumerate(env.seats):
+        policy = config.policies[named[seat]]
+        if isinstance(policy, TrainedNetConfig):
+            found.setdefault(named[seat] if policy.share_network else seat, []).append(number)
+    return found
+
+
+def build_vector_run(config: VectorConfig) -> VectorTrainer:
+    """Builds everything that `config` describes, ready for `run_training`, and starts the other processes if there are
+    any.
+
+    Raises ValueError if parts of the config do not fit together.
+    """
+    trainer = check_vector_run(config)  # reports mistakes before other processes start
+    if config.num_processes == 1:
+        return trainer
+    trainer.close()
+    return build_process(config, start_processes(config.num_processes, partial(run_follower_rank, config)))
+
+
+def check_vector_run(config: VectorConfig) -> VectorTrainer:
+    """Builds the run for a single process. Raises ValueError if parts of the config do not fit together."""
+    torch.set_num_threads(config.torch_threads)
+    return build_process(config, ProcessRank(0, 1, ""))
+
+
+def run_follower_rank(config: VectorConfig, rank: ProcessRank) -> None:
+    """Entry point of processes with rank > 0: runs the same loop and writes nothing."""
+    trainer, run = build_process(config, rank), NullRun()
+    restore_checkpoint(trainer, run)
+    run_training(trainer, run)
+
+
+def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
+    """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
+    keep_freed_memory()
+    nets = [policy for policy in config.policies.values() if isinstance(policy, TrainedNetConfig)]
+    check_memory(config.env, nets, config.algorithm)
+    env, share = make_own_envs(config, rank.world_size)
+    device = network_device(config.device)
+    learner, others = build_players(config, env, rank, device)
+    sweep = config.algorithm.rollout_length * share
+    log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
+
+    def sweeps(env_steps: float) -> int:
+        return math.ceil(env_steps / sweep / log_every) * log_every
+
+    trainer = VectorTrainer(
+        rollout=_actors(config, learner) if config.num_actors else _rollout(env, device),
+        learner=learner,
+        fixed_players=others,
+        evals=[]
+        if rank.rank
+        else [
+            _build_eval(config, name, evaluation, learner, sweeps(evaluation.every))
+            for name, evaluation in config.evals.items()
+        ],
+        seats=policy_by_seat(config, env),
+        seed=config.seed,
+        steps=math.ceil(config.env_steps / sweep),
+        rollout_length=config.algorithm.rollout_length,
+        log_every=log_every,
+        checkpoint_every=sweeps(config.checkpoint_every or min(config.env_steps / 10, MAX_CHECKPOINT_STEPS)),
+        keep_every=sweeps(config.keep_every),
+        rank=rank.rank,
+        num_processes=rank.world_size,
+        all_gather=all_gather if rank.world_size > 1 else gather_single,
+    )
+    trainer.rollout.restart(trainer.env_seeds("first"))
+    return trainer
+
+
+def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
+    """Returns the rollout in this process; for a GPU its arrays are in pinned memory, which is copied there faster."""
+    return VectorRollout(env, np.arange(env.num_envs), pinned_zeros if device.type == "cuda" else np.zeros)
+
+
+def build_players(
+    config: VectorConfig, env: VectorEnv, rank: ProcessRank, device: torch.device = CPU
+) -> tuple[NetLearner, list[VectorPolicy]]:
+    """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
+    named = seat_policies(config, env)
+    seats = trained_seats(config, env, named)
+    policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
+    seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
+    together = rank.gradient_sync() if rank.world_size > 1 else None
+    learner = config.algorithm.build_learner(env, seats, policies, seeds, together, device)
+    return learner, make_fixed_players(config, env, named, device)
+
+
+def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
+    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy of its own name."""
+    named = seat_policies(config, env)
+    for name, own in trained_seats(config, env, named).items():
+        named |= {env.seats[seat]: name for seat in own}
+    return named
+
+
+@dataclass
+class ActorSetup:
+    """Env and players of one actor process."""
+
+    env: VectorEnv
+    learner: NetLearner
+    fixed_players: list[VectorPolicy]
+
+    def players(self, progress: float) -> list[VectorPolicy]:
+        """Players of all seats; `progress` is the elapsed share of the run, from 0 to 1."""
+        return [*self.learner.rollout_policies(progress), *self.fixed_players]
+
+    def acting_tensors(self) -> list[torch.Tensor]:
+        """Parameters of the acting networks, which the learner overwrites with its newest weights."""
+        return self.learner.acting_tensors()
+
+
+def make_actor_setup(config: VectorConfig) -> ActorSetup:
+    """Builds the env and players of an actor, in the actor's own process."""
+    keep_freed_memory()
+    env, _ = make_own_envs(config, 1)
+    return ActorSetup(env, *build_players(config, env, ProcessRank(0, 1, "")))
+
+
+def _actors(config: VectorConfig, learner: NetLearner) -> ActorPool:
+    makers = [partial(make_actor_setup, config)] * config.num_actors
+    return ActorPool(ActorSetup(learner.env, learner, []), makers, config.algorithm.rollout_length, config.seed)
+
+
+def _build_eval(
+    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner, every: int
+) -> VectorEval:
+    wanted = config.env | evaluation.env
+    env = make_vector_env(wanted)
+    if env.num_envs > evaluation.episodes:
+        env.close()
+        env = make_vector_env(wanted, evaluation.episodes)
+    named = seat_policies(config, env, evaluation.seats)
+    training_seats = seat_policies(config, learner.env)
+    if env.seats != learner.env.seats or env.observation_shapes != learner.env.observation_shapes:
+        raise ValueError(
+            f"evals.{name}.env changes the seats or their observations, which the trained policies would not fit: "
+            "leave these options out"
+        )
+    if moved := [
+        seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
+    ]:
+        raise ValueError(
+            f"evals.{name}.seats moves a trained policy to {moved[0]}, which only `palestra eval --seats` can do: "
+            "leave it out"
+        )
+    others = make_fixed_players(config, env, named, learner.device)
+
+    def players() -> Sequence[VectorPolicy]:
+        own = learner.greedy_policies() if evaluation.greedy else learner.sampling_policies()
+        return [*own, *others]  # a later player overrides an earlier one at the same seat
+
+    return VectorEval(
+        name=name,
+        episodes=evaluation.episodes,
+        every=every,
+        env=env,
+        players=players,
+        seats=named,
+        replays=evaluation.replays,
+    )
+
+
+def make_fixed_players(
+    config: VectorConfig, env: VectorEnv, named: dict[Seat, str], device: torch.device = CPU
+) -> list[VectorPolicy]:
+    """Returns the players of the seats whose policies are not trained."""
+    fixed = {seat: name for seat, name in named.items() if _fixed(config, name)}
+
+    def folder_of(name: str) -> Path | None:
+        policy = config.policies[name]
+        return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
+
+    return [make_fixed_player(config, env, seats, name, device) for name, seats in group_teams(fixed, folder_of)]
+
+
+def group_teams(
+    named: Mapping[Seat, str], folder_of: Callable[[str], Path | None]
+) -> list[tuple[str, tuple[Seat, ...]]]:
+    """Returns the policy and the seats of each player: one player for each seat, or one for all seats of a saved policy
+    whose network plays a team. `folder_of` returns the folder of a policy (None: it has none)."""
+    found: dict[object, tuple[str, tuple[Seat, ...]]] = {}
+    teams = {name for name in set(named.values()) if (folder := folder_of(name)) and plays_team(folder)}
+    for seat, name in named.items():
+        key = name if name in teams else (name, seat)
+        found[key] = (name, (*found.get(key, (name, ()))[1], seat))
+    return list(found.values())
+
+
+def make_fixed_player(
+    config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
+) -> VectorPolicy:
+    """Returns the player of some seats by a policy that is not trained; a network acts on `device`."""
+    policy, numbers = config.policies[name], [env.seats.index(seat) for seat in seats]
+    label = f"{name}/{'+'.join(seats)}"
+    if isinstance(policy, RandomActionsConfig):
+        return UniformVectorPolicy(env, numbers, label)
+    if isinstance(policy, ScriptConfig):
+        return ScriptedVectorPolicy(env, numbers, policy.script, label)
+    assert isinstance(policy, FrozenNetConfig)
+    player = read_policy(member_folder(policy.path), env, numbers, best=policy.greedy, device=device)
+    player.name = label
+    return player
+
+
+def member_folder(path: str) -> Path:
+    """Returns the policy's folder in the newest checkpoint for RUN:NAME, else `path` itself.
+
+    Raises ValueError if the run has no such policy, or the files are damaged.
+    """
+    run, _, name = path.rpartition(":")
+    if not run:
+        return Path(path)
+    kept = list_checkpoints(run)
+    if not kept or name not in kept[-1].names:
+        have = ", ".join(kept[-1].names) if kept else "no checkpoint"
+        raise ValueError(f'there is no policy "{name}" in the run {run}; it has: {have}')
+    return kept[-1].verify().path / kept[-1].names[name]
+
+
+def _fixed(config: VectorConfig, name: str) -> bool:
+    return not isinstance(config.policies[name], TrainedNetConfig)
+
+
+def _net(policy: Any) -> NetPolicyConfig:
+    return NetPolicyConfig(**policy.model_dump(exclude={"share_network"}))

@@ -1,0 +1,149 @@
+"""Config schema of a run of neural-network policies in a vectorised env."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from palestra.core.config import StrictModel
+from palestra.core.config.presets import expand_preset
+from palestra.runs.config import EvalConfig, PolicyRunConfig
+from palestra.vector.algorithms.a2c import A2C
+from palestra.vector.algorithms.ddpg import DDPG, TD3
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.coma import COMA
+from palestra.vector.algorithms.experimental.cql import CQL
+from palestra.vector.algorithms.experimental.cql_sac import CQLSAC
+from palestra.vector.algorithms.experimental.facmac import FACMAC
+from palestra.vector.algorithms.experimental.imitation import BC, GAIL
+from palestra.vector.algorithms.experimental.iql import IQL
+from palestra.vector.algorithms.experimental.mat import MAT
+from palestra.vector.algorithms.experimental.maven import MAVEN
+from palestra.vector.algorithms.experimental.trpo import TRPO
+from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.pqn import PQN
+from palestra.vector.algorithms.presets import VECTOR_PRESETS
+from palestra.vector.algorithms.qmix import QMIX
+from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.policy_stack import NetPolicyConfig
+
+
+class TrainedNetConfig(NetPolicyConfig):
+    """A neural-network policy that is trained."""
+
+    share_network: bool = True
+    """True: all seats of the policy share one network. False: each seat gets its own network, named after the seat."""
+
+
+class FrozenNetConfig(StrictModel):
+    """A policy that another run trained."""
+
+    type: Literal["frozen"] = "frozen"
+    """Selects this policy type."""
+    path: str
+    """RUN:NAME for policy NAME in the newest checkpoint of folder RUN, or the folder of a policy in a checkpoint."""
+    greedy: bool = False
+    """True: take the most probable action. False: sample actions."""
+
+
+class RandomActionsConfig(StrictModel):
+    """A random policy: uniform over legal actions."""
+
+    type: Literal["random"] = "random"
+    """Selects this policy type."""
+
+
+class ScriptConfig(StrictModel):
+    """A scripted player that the env provides."""
+
+    type: Literal["script"] = "script"
+    """Selects this policy type."""
+    script: str
+    """Name of the script; the docs of the env list them."""
+
+
+VectorPolicyConfig = Annotated[
+    TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
+]
+VectorAlgorithmConfig = Annotated[
+    PPO
+    | A2C
+    | TRPO
+    | MAT
+    | DQN
+    | PQN
+    | QMIX
+    | MAVEN
+    | NFSP
+    | COMA
+    | SAC
+    | DDPG
+    | TD3
+    | FACMAC
+    | BC
+    | GAIL
+    | IQL
+    | CQL
+    | CQLSAC,
+    Field(discriminator="type"),
+    BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
+]
+
+
+class VectorEvalConfig(EvalConfig):
+    """A held-out evaluation in a vectorised env."""
+
+    greedy: bool = True
+    """True: trained policies act greedily. False: they sample actions as in training."""
+    env: dict[str, Any] = {}
+    """Env options that differ from training. They must not change seats or observation shapes."""
+    replays: int = Field(2, ge=0, le=16)
+    """Games of each evaluation that are recorded step by step, as pictures or text, for the dashboard; at most one per
+    env copy. 0: none."""
+
+
+class VectorConfig(PolicyRunConfig):
+    """A training run of neural-network policies in a vectorised env."""
+
+    env_steps: int = Field(1_000_000, ge=1)
+    """Length of the run in joint steps, summed over all env copies; rounded up to whole rollouts."""
+    policies: dict[str, VectorPolicyConfig]
+    """The policies by name; at least one has `type: net`, which is trained. A policy called `default` plays every seat
+    that has no policy of its own."""
+    algorithm: VectorAlgorithmConfig = PPO()
+    evals: dict[str, VectorEvalConfig] = {}
+    log_every: int = Field(0, ge=0)
+    """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    device: str = "cpu"
+    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` if
+    there is a GPU. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, but not for
+    small networks and few copies."""
+    torch_threads: int = Field(1, ge=1, le=1024)
+    """Torch threads per process. More than one usually slows training down on few cores."""
+    num_processes: int = Field(1, ge=1, le=1024)
+    """Number of processes that train together, synchronously: each steps its share of the env copies, and gradients are
+    averaged."""
+    num_actors: int = Field(0, ge=0, le=1024)
+    """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
+    `algorithm.off_policy_correction: vtrace` and `num_processes: 1`. 0: this process steps the env itself."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
+            raise ValueError("no policy is trained: set type: net for at least one of policies:")
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.num_actors and self.num_processes > 1:
+            raise ValueError("num_actors: needs a single learner process: set num_processes: 1, or num_actors: 0")
+        if self.num_actors and getattr(self.algorithm, "off_policy_correction", None) != "vtrace":
+            raise ValueError(
+                "num_actors: play with weights that are some updates old: set algorithm.off_policy_correction: vtrace "
+                "(ppo and a2c have it)"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Learners of networks: stacks of policies of one shape, and their optimizers."""

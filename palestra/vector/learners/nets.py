@@ -1,0 +1,260 @@
+"""Base class of learners of small networks (in stacks, see policy_stack.py); their state is saved as arrays.
+
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats, `G` numbers of the global
+features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from palestra.core.config import StrictModel
+from palestra.core.files import read_arrays, write_arrays
+from palestra.core.types import Metrics, RolloutBatch
+from palestra.envs.vector_base import Arrays, VectorEnv
+from palestra.parallel.process_group import GradientSync
+from palestra.vector.learners.policy_stack import (
+    MAX_NORMALISED_INPUT,
+    NetPolicyConfig,
+    PolicyStack,
+    StackedAdam,
+    strip_prefix,
+    write_policy,
+)
+from palestra.vector.nets.heads import ActionHead, make_head
+from palestra.vector.nets.layers import Net, make_generators
+from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.on_device import CPU, RolloutTensors, numbers_of
+from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.vector.policies.base import VectorPolicy
+from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
+
+
+class AlgorithmConfig(StrictModel, ABC):
+    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game."""
+
+    @abstractmethod
+    def learner_class(self) -> Callable[..., NetLearner]:
+        """Returns the learner class of this config."""
+
+    def build_learner(
+        self,
+        env: VectorEnv,
+        seats: Mapping[str, list[int]],
+        policies: Mapping[str, NetPolicyConfig],
+        seeds: Mapping[str, int],
+        gradient_sync: GradientSync | None = None,
+        device: torch.device = CPU,
+    ) -> Any:
+        """Creates the learner on `device`. `seats` are the seat numbers of each policy, `policies` their settings,
+        `seeds` their seeds. Raises ValueError if they do not fit the env."""
+        return self.learner_class()(
+            self, NetLearnerSpec(env, dict(seats), policies, seeds, gradient_sync or GradientSync(), device)
+        )
+
+
+class NetLearnerSpec(NamedTuple):
+    """Specification of the policies in training: env, seat numbers, settings, seeds, gradient synchronisation, and the
+    device of networks and their training."""
+
+    env: VectorEnv
+    seats: dict[str, list[int]]
+    policies: Mapping[str, NetPolicyConfig]
+    seeds: Mapping[str, int]
+    gradient_sync: GradientSync
+    device: torch.device = CPU
+
+
+class NetLearner(ABC):
+    """Policies of one env in training by one algorithm. `names` are the policies that learn."""
+
+    def __init__(self, spec: NetLearnerSpec) -> None:
+        self.env, seats, self.policies, self.seeds, self.gradient_sync, self.device = spec
+        self.names = list(seats)
+        if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
+            raise ValueError(
+                "communication_rounds: seats that communicate must be trained together, as only ppo, a2c and trpo do: "
+                "use one of these, or leave communication_rounds out"
+            )
+        if not self.trains_transformers and any(p.attention_type != "softmax" for p in self.policies.values()):
+            raise ValueError(
+                "attention_type applies only to the transformer of algorithm mat: use type: mat, or leave "
+                "attention_type out"
+            )
+        self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
+        scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
+        self.global_norm = (
+            RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device) if scaled else None
+        )
+
+    def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
+        """Returns the seat mapping of each stack: the policies of a stack are trained in one pass."""
+        return group_into_stacks(self.env, seats, dict(self.policies))
+
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
+        """Builds networks, optimizer and norm of policies of one shape."""
+        config = self.policies[seat_mapping.names[0]]
+        head = make_head(seat_mapping.action_space).to(self.device)
+        net = self.build_net(seat_mapping, head, config).to(self.device)
+        optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
+        normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
+        norm = (
+            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
+            if normalised
+            else None
+        )
+        return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
+
+    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+        """Builds the networks of policies of one shape."""
+        return Net(
+            seat_mapping.input_shape,
+            self.output_size(head),
+            config,
+            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            self.output_gain,
+            self.has_value_output,
+            len(seat_mapping.seats[0]),
+            seat_mapping.entities,
+        )
+
+    trains_teams = False  # whether all seats of a team are in one minibatch
+    trains_transformers = False  # whether policies are transformers of teams
+    output_gain = 0.01  # initialisation gain of the last layer
+    has_value_output = False  # whether the policy networks also predict values
+
+    # ---- observations
+
+    @property
+    def uses_global_features(self) -> bool:
+        """True if a part of training (a central critic or a mixer) uses the observations of all seats."""
+        return False
+
+    @property
+    def global_size(self) -> int:
+        """Number of values that `global_features` returns."""
+        return self.env.state_size or sum(int(np.prod(shape)) for shape in self.env.observation_shapes)
+
+    def global_features(self, obs: np.ndarray | Tensor, state: np.ndarray | Tensor | None, lead: int) -> Tensor:
+        """Returns the global features [..., G] float32, from observations [..., N, *padded] with `lead` dimensions
+        before the seats: the env's state, or all observations concatenated if the env has none."""
+        if state is None:
+            flat, sizes = (
+                torch.as_tensor(obs).flatten(lead + 1),
+                [int(np.prod(shape)) for shape in self.env.observation_shapes],
+            )
+            padded = any(size < flat.shape[-1] for size in sizes)
+            observations = [flat[..., seat, :size] for seat, size in enumerate(sizes)] if padded else []
+            found = (torch.cat(observations, -1) if padded else flat.flatten(lead)).float()
+        else:
+            found = torch.as_tensor(state).float()
+        return found if self.global_norm is None else self.global_norm.normalise(found[None])[0]
+
+    @property
+    def has_norms(self) -> bool:
+        """True if there are running norms of observations."""
+        return self.global_norm is not None or any(stack.norm for stack in self.stacks)
+
+    def update_norms(self, batch: RolloutTensors) -> None:
+        """Updates the running norms of observations."""
+        for stack in self.stacks:
+            if stack.norm:
+                rows = stack.seat_mapping.network_inputs(batch.obs, 2)[:, :-1].flatten(1, 3)
+                stack.norm.update(
+                    rows, stack.rows(batch.agent_mask[:-1]).flatten(1).float(), self.gradient_sync.all_reduce
+                )
+        if self.global_norm:
+            world, self.global_norm = self.global_norm, None  # update the norm with unnormalised features
+            rows = self.global_features(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
+            world.update(rows, rows.new_ones(rows.shape[:2]), self.gradient_sync.all_reduce)
+            self.global_norm = world
+
+    def output_size(self, head: ActionHead) -> int:
+        """Returns the number of outputs of a policy's network."""
+        return head.outputs
+
+    @abstractmethod
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
+
+    def check_finite(self) -> None:
+        """Raises FloatingPointError if a gradient was not finite since the last call. On a GPU, `update` does not wait
+        for the norms that show it."""
+        for optimizer in self.optimizers().values():
+            optimizer.check_finite()
+
+    def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
+        """Returns the policies as they play in training, with exploration."""
+        return [stack.build_policy(sampling_selector(stack.head)) for stack in self.stacks]
+
+    def sampling_policies(self) -> Sequence[VectorPolicy]:
+        """Returns the policies without exploration, sampling their actions."""
+        return self.rollout_policies(1.0)
+
+    def greedy_policies(self) -> list[NetVectorPolicy]:
+        """Returns the policies with greedy actions."""
+        return [stack.build_policy(greedy_selector(stack.head)) for stack in self.stacks]
+
+    def acting_tensors(self) -> list[Tensor]:
+        """Returns the tensors that players use to act (weights and norms) of every stack, in order."""
+        kept = [stack.net for stack in self.stacks] + [stack.norm for stack in self.stacks if stack.norm]
+        return [tensor for module in kept for tensor in module.state_dict().values()]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Returns all modules with weights, by name."""
+        norms: dict[str, nn.Module] = {f"norm.{i}": s.norm for i, s in enumerate(self.stacks) if s.norm}
+        nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
+        return nets | norms | ({"world": self.global_norm} if self.global_norm else {})
+
+    def optimizers(self) -> dict[str, StackedAdam]:
+        """Returns all optimizers, by name."""
+        return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
+
+    def member_writers(self) -> dict[str, Callable[[Path], None]]:
+        """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it
+        alone."""
+        return {
+            name: partial(write_policy, stack, p)
+            for stack in self.stacks
+            for p, name in enumerate(stack.seat_mapping.names)
+        }
+
+    def write_state(self, folder: Path) -> None:
+        """Writes the full training state to `folder`; `read_state` restores it."""
+        write_arrays(folder / "learner.safetensors", self.state_arrays())
+
+    def read_state(self, folder: Path) -> None:
+        """Restores what `write_state` wrote; training resumes exactly there."""
+        self.load_arrays(read_arrays(folder / "learner.safetensors"))
+
+    def state_arrays(self) -> Arrays:
+        """Returns the full training state; `load_arrays` restores it."""
+        found: Arrays = {"versions": np.array([stack.version for stack in self.stacks])}
+        for name, module in self.modules().items():
+            found |= {f"{name}/{key}": value.cpu().numpy() for key, value in module.state_dict().items()}
+        for name, optimizer in self.optimizers().items():
+            found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
+        return found
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores the training state that `state_arrays` returned."""
+        for stack, version in zip(self.stacks, arrays["versions"], strict=True):
+            stack.version = int(version)
+        for name, module in self.modules().items():
+            module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in strip_prefix(arrays, name).items()})
+        for name, optimizer in self.optimizers().items():
+            optimizer.load(strip_prefix(arrays, name))
+
+
+def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Returns the mean of each metric over `lines`: numbers, or tensors of one number on any device."""
+    lines = numbers_of(lines)
+    return {key: float(sum(float(line[key]) for line in lines) / len(lines)) for key in (lines[0] if lines else {})}

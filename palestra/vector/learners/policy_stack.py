@@ -1,0 +1,313 @@
+"""Stacks of small-network policies: their state, their optimizer (which clips each member's gradient), and the files of
+a single policy.
+
+Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from palestra.core.files import read_arrays, write_arrays
+from palestra.core.types import RolloutBatch
+from palestra.envs.vector_base import Arrays, VectorEnv
+from palestra.parallel.process_group import GradientSync
+from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
+from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
+from palestra.vector.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
+from palestra.vector.nets.normalise import RunningNorm
+from palestra.vector.nets.on_device import CPU, RolloutTensors
+from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.vector.nets.transformer import MultiAgentTransformer
+from palestra.vector.policies.frozen import NetMember
+from palestra.vector.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
+
+MAX_NORMALISED_INPUT = (
+    10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
+)
+
+
+class NetPolicyConfig(NetConfig):
+    """A small network in training."""
+
+    type: Literal["net"] = "net"
+    """Kind of policy: a small network in training."""
+    lr: float = Field(3e-4, gt=0, le=1_000_000)
+    """Adam's learning rate, above 0."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """"constant", or "linear": the learning rate falls to 0 over the run."""
+    max_grad_norm: float = Field(0.5, gt=0)
+    """Maximum gradient norm of one optimizer step, per member."""
+    adam_eps: float = Field(1e-5, gt=0)
+    """Constant added to Adam's denominator."""
+    normalize_observations: bool = False
+    """Normalise observations, and the inputs of central critics and mixers, by their running mean and deviation."""
+    seat_one_hot: bool = False
+    """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Self:
+        if self.graph_neighbours is not None and self.encoder != "graph":
+            raise ValueError(
+                "graph_neighbours sets the edges of encoder: graph: set encoder: graph, or leave graph_neighbours out"
+            )
+        if self.retention_decay and self.attention_type != "retention":
+            raise ValueError(
+                "retention_decay: only attention_type: retention has a memory of earlier steps, and this policy has "
+                f"attention_type: {self.attention_type}: set retention (with type: mat), or leave retention_decay out"
+            )
+        if self.encoder != "flat" and self.normalize_observations:
+            raise ValueError(
+                f"normalize_observations: encoder: {self.encoder} embeds all entities of a kind with the same weights, "
+                "and absent ones are zeros, so their columns must not be scaled one by one: leave "
+                "normalize_observations out"
+            )
+        return self
+
+
+class NonFiniteGradient(FloatingPointError):
+    """A gradient is not finite. `policy` is the name of the affected policy."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(f"the loss of policy {policy} is not a finite number")
+        self.policy = policy
+
+
+class StackedAdam:
+    """Adam over a stack of networks (Kingma & Ba, 2015); each member's gradient is clipped separately.
+
+    All parameters are stored in one float32 array [P, D], of which the module's parameters are views, so a step takes
+    few operations for any number of layers: their number determines the cost for small networks. It works on the
+    module's device. On a GPU a step does not wait for its norms: see `check_finite`.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, gradient_sync: GradientSync
+    ) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.names, self.config, self.gradient_sync = names, config, gradient_sync
+        self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
+        for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
+            p.data = own.view(p.shape)
+        self.step_count = self.flat.new_zeros(())
+        self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # not used on a CPU
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+
+    def step(self, loss: Tensor, progress: float) -> Tensor:
+        """Takes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
+
+        If a gradient is not finite, the step changes nothing and raises `NonFiniteGradient`; on a GPU it changes
+        nothing and `check_finite` raises later.
+        """
+        parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+        gradient = torch.cat([part.flatten(1) for part in parts], 1)
+        if self.gradient_sync.num_processes > 1:
+            gradient = self.gradient_sync.all_reduce(gradient) / self.gradient_sync.num_processes
+        norms = torch.linalg.vector_norm(gradient, dim=1)
+        gradient *= (self._scales(norms) if norms.is_cpu else self._scales_on_device(norms))[:, None]
+        self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
+        return norms
+
+    def _scales(self, norms: Tensor) -> Tensor:
+        """Returns the factors [P] that clip gradients of norms [P]."""
+        scales = []
+        for name, norm in zip(self.names, norms.tolist(), strict=True):
+            if not math.isfinite(norm):
+                raise NonFiniteGradient(name)
+            scales.append(min(self.config.max_grad_norm / (norm + 1e-6), 1.0))
+        return torch.tensor(scales)
+
+    def _scales_on_device(self, norms: Tensor) -> Tensor:
+        """Returns the factors [P] that clip gradients of norms [P], without waiting for the device; records in `failed`
+        which norms are not finite."""
+        self.failed |= ~torch.isfinite(norms)
+        return (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+
+    def check_finite(self) -> None:
+        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite. Does nothing on a CPU, where the
+        step itself raises."""
+        if self.failed.is_cpu:
+            return
+        for name, failed in zip(self.names, self.failed.tolist(), strict=True):
+            if failed:
+                raise NonFiniteGradient(name)
+
+    @torch.no_grad()
+    def _adam_step(self, gradient: Tensor, lr: float) -> None:
+        """Takes one step of `torch.optim.Adam`, by the operation that it calls internally. The class imports torch's
+        compiler, which takes two seconds in every process, and its functional form takes five times as long."""
+        self.step_count += 1
+        torch._fused_adam_(
+            [self.flat],
+            [gradient],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.step_count],
+            amsgrad=False,
+            lr=lr,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=self.config.adam_eps,
+            maximize=False,
+            found_inf=None if self.failed.is_cpu else self.failed.any().float(),  # 1: the operation changes nothing
+        )
+
+    def arrays(self) -> Arrays:
+        """Returns Adam's moments and step counts."""
+        return {f"0.{key}": value.cpu().numpy() for key, value in self._state.items()}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned."""
+        for key, value in self._state.items():
+            value.copy_(torch.from_numpy(np.array(arrays[f"0.{key}"])).view_as(value))
+
+    @property
+    def _state(self) -> dict[str, Tensor]:
+        return {"step": self.step_count, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+@dataclass
+class PolicyStack:
+    """Policies of one shape, stacked: networks, action distribution, optimizer and observation norm."""
+
+    seat_mapping: SeatMapping
+    config: NetPolicyConfig
+    head: ActionHead
+    net: Net
+    optimizer: StackedAdam
+    norm: RunningNorm | None
+    version: int = 0
+
+    def rows(self, x: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """Selects the members' rows: [T, B, N, ...] -> [P, T, B*S, ...]."""
+        taken = self.seat_mapping.select_seats(x, lead)
+        return taken.flatten(lead, lead + 1)
+
+    def observations(self, obs: np.ndarray | Tensor, lead: int = 2) -> Tensor:
+        """Returns the networks' inputs: [T, B, N, *view] -> [P, T, B*S, *view], normalised if configured."""
+        x = self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1)
+        return self.norm.normalise(x) if self.norm else x
+
+    def actions(self, batch: RolloutBatch | RolloutTensors) -> Tensor:
+        """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
+        taken = self.rows(batch.actions)
+        taken = taken[..., : self.head.width] if self.head.width else taken
+        return taken if taken.is_floating_point() else taken.long()
+
+    @torch.no_grad()
+    def action_logp(self, batch: RolloutTensors) -> Tensor:
+        """Returns the log-probability of the actions of the members' seats under the current policies, [T, B, P*S] with
+        seats in the order of `seat_mapping.all_seats`."""
+        is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
+        action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
+        actions, acts = self.actions(batch), self.rows(batch.agent_mask)[:, :-1]
+        observations = self.observations(batch.obs)[:, :-1]
+        out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))
+        logp, _ = self.head.evaluate_actions(out, actions, action_mask)
+        return self.seat_mapping.by_seat(logp)
+
+    def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
+        """Returns a player of these policies that selects actions with `selector`."""
+        norm = self.norm.normalise if self.norm else None
+        return NetVectorPolicy(
+            self.seat_mapping, self.net, selector, [self.version] * len(self.seat_mapping.names), norm
+        )
+
+
+HEADS: dict[str, Callable[[Any], ActionHead]] = {
+    "CategoricalHead": CategoricalHead,
+    "MultiCategoricalHead": MultiCategoricalHead,
+    "GaussianHead": GaussianHead,
+    "SquashedHead": SquashedHead,
+    "TanhHead": TanhHead,
+    "ValueHead": CategoricalHead,  # outputs are action values: the mode is the best action, sampling is not used
+}
+
+
+def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
+    """Writes one policy of a stack: weights to policy.safetensors; shape, config and version to member.json."""
+    weights = {name: value.cpu().numpy() for name, value in member_weights(stack.net, p).items()}
+    norm = {} if stack.norm is None else {f"norm/{k}": v[p].cpu().numpy() for k, v in stack.norm.state_dict().items()}
+    write_arrays(folder / "policy.safetensors", weights | norm)
+    facts = {
+        "name": stack.seat_mapping.names[p],
+        "head": type(stack.head).__name__,
+        "network": type(stack.net).__name__,
+        "plays_team": stack.net.plays_team,
+        "version": stack.version,
+        "seat_id": stack.seat_mapping.seat_id,
+        "config": stack.config.model_dump(),
+    }
+    (folder / "member.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def read_frozen_member(
+    folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False
+) -> tuple[NetMember, int]:
+    """Loads a policy that `write_policy` wrote, for the seats `seats` of an env; returns it and its version. `best`
+    plays the most likely actions instead of sampling.
+
+    Raises ValueError if it does not fit these seats.
+    """
+    facts = json.loads((folder / "member.json").read_text())
+    config = NetPolicyConfig(**facts["config"])
+    (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
+    seat_mapping = replace(alone, seat_id=facts["seat_id"])
+    head = HEADS[facts["head"]](seat_mapping.action_space)
+    shape = replace(seat_mapping, names=("",))  # without the name, members of one shape share a cached network
+    pattern = _pattern(facts.get("network", "Net"), shape, facts["head"], config.model_dump_json())
+    arrays = read_arrays(folder / "policy.safetensors")
+    net = with_member_weights(pattern, arrays)
+    norm = None
+    if config.normalize_observations and (kept := strip_prefix(arrays, "norm")):
+        norm = RunningNorm(1, seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
+        norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
+    return NetMember(seat_mapping, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
+
+
+def plays_team(folder: Path) -> bool:
+    """Returns whether the policy that `write_policy` wrote must play all seats of its team together."""
+    return bool(json.loads((folder / "member.json").read_text()).get("plays_team"))
+
+
+@lru_cache(maxsize=16)
+def _pattern(network: str, seat_mapping: SeatMapping, head: str, config_json: str) -> Net:
+    """Returns a network of the class `network` for the seats of a policy, with arbitrary weights. It is built once for
+    each shape, since initialising a network takes far longer than reading its weights."""
+    config, generators = NetPolicyConfig.model_validate_json(config_json), make_generators([0])
+    shape, team_size, entities = seat_mapping.input_shape, len(seat_mapping.seats[0]), seat_mapping.entities
+    if network == MultiAgentTransformer.__name__:
+        space = seat_mapping.action_space
+        return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
+    outputs = HEADS[head](seat_mapping.action_space).outputs
+    return Net(shape, outputs, config, generators, team_size=team_size, entities=entities)
+
+
+def read_policy(
+    folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False, device: torch.device = CPU
+) -> NetVectorPolicy:
+    """Loads a policy like `read_frozen_member`, as a separate player that acts on `device`."""
+    member, version = read_frozen_member(folder, env, seats, best=best)
+    head, norm = member.head.to(device), member.norm.to(device) if member.norm else None
+    choose = greedy_selector(head) if member.greedy else sampling_selector(head)
+    normalise = norm.normalise if norm else None
+    return NetVectorPolicy(member.seat_mapping, member.net.to(device), choose, [version], normalise)
+
+
+def strip_prefix(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays whose names begin with `name/`, without that prefix."""
+    return {key[len(name) + 1 :]: value for key, value in arrays.items() if key.startswith(f"{name}/")}

@@ -1,0 +1,327 @@
+"""Small networks. Several networks of one shape are computed together, as a stack of `P` members in one call.
+
+Shapes: `P` members, `T` time, `R` rows (games times seats), `H` units. Members are independent; each is initialised
+from its own generator, so that it is the same network in any stack. Floats are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from palestra.core.config import StrictModel
+from palestra.vector.nets.attention import AttentionType
+from palestra.vector.nets.communication import Communication
+from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
+from palestra.vector.nets.entities import EntityEncoder, EntityLayout
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class NetConfig(StrictModel):
+    """Shape of a network: convolutions for pixel observations, fully connected layers, then a GRU if `gru_units` is
+    set."""
+
+    hidden: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 64], min_length=1, max_length=64)
+    """Units of each hidden layer."""
+    activation: Activation = "tanh"
+    """Activation function of the hidden layers."""
+    layer_norm: bool | None = None
+    """Layer normalisation (Ba et al., 2016) of the hidden layers, before the activation function. null: on for `pqn`,
+    which needs it, otherwise off."""
+    gru_units: int = Field(0, ge=0, le=65_536)
+    """Units of a GRU after the hidden layers; 0: a feed-forward network."""
+    communication_rounds: int = Field(0, ge=0, le=64)
+    """Rounds in which the seats that a policy plays send each other the mean of their hidden features before they act
+    (CommNet; Sukhbaatar et al., 2016); 0: none. For `ppo`, `a2c` and `trpo`."""
+    encoder: Literal["flat", "attention", "graph"] = "flat"
+    """Input of the hidden layers. `flat`: all numbers of the observation. `attention`: the result of attention between
+    the seat and the entities that it sees; their order does not matter, their number may differ between seats, and the
+    env must say which numbers are entities. `graph`: attention only along the edges of `graph_neighbours`, as in DGN
+    (Jiang et al., 2020); each of `attention_blocks` passes messages along one edge."""
+    graph_neighbours: int | None = Field(None, ge=1)
+    """Edges of `encoder: graph`: the seat and each entity attend to themselves and to this number of nearest others;
+    the env must say which numbers are positions. null: all attend to all, as with `encoder: attention`."""
+    attention_blocks: int = Field(1, ge=1, le=64)
+    """Number of attention blocks in `encoder: attention` or `graph`, and in both encoder and decoder of `mat`."""
+    attention_heads: int = Field(1, ge=1, le=1024)
+    """Heads of every attention layer; they must divide the units of the last hidden layer."""
+    attention_type: AttentionType = "softmax"
+    """Layers of the encoder and the decoder of `mat`: attention with a `softmax`, or `retention` (Sun et al., 2023) as
+    in Sable (Mahjoub et al., 2024). The cost of retention per acting seat does not grow with the team. It spans the
+    seats of one step, and with a `retention_decay` above 0 the earlier steps of the episode, too."""
+    retention_decay: float = Field(0.0, ge=0, le=1)
+    """Memory of `attention_type: retention`: the share of its state that each step of an episode leaves to the next is
+    this number times 1 - 1/32 in the first head, and up to 1 - 1/512 in the last. 0: no memory; 1: that of Sable, the
+    longest."""
+    convolutions: Literal["nature", "small"] = "nature"
+    """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
+    2013), which takes half the time on a CPU."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which convolutions are computed; weights stay float32. `bfloat16` is two to three times as fast on CPUs
+    with matrix instructions for it (AMX)."""
+
+
+class Convolutions(nn.Module):
+    """Convolutions over pixels [P, R, height, width, channels], uint8 or floats in 0 to 1, then a linear layer -> [P,
+    R, units] float32: three convolutions and 512 units (Mnih et al., 2015), or with `small` two and 256 (Mnih et al.,
+    2013). Computed in `dtype`. Raises ValueError if the pixels are too few."""
+
+    LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # channels, size, stride
+    SMALL = ((16, 8, 4), (32, 4, 2))
+
+    def __init__(
+        self,
+        observation_shape: tuple[int, ...],
+        generators: Sequence[torch.Generator],
+        small: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        height, width, channels = observation_shape
+        self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
+        self.units = 256 if small else 512
+        self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
+        for outputs, size, stride in self.layers:
+            self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))
+            self.biases.append(nn.Parameter(torch.zeros(len(generators), outputs)))
+            height, width, channels = (height - size) // stride + 1, (width - size) // stride + 1, outputs
+        if height < 1 or width < 1:
+            least = 20 if small else 36
+            raise ValueError(
+                f"pixels of {observation_shape[0]} x {observation_shape[1]} are too few for the convolutions: {least} "
+                f"x {least} at least"
+            )
+        self.last = Linear(height * width * channels, self.units, GAIN["relu"], generators)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
+        weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
+        return dense_layers(features, ("relu",), weight, bias).float()
+
+    def _member(self, p: int, x: Tensor) -> Tensor:
+        scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel, which is smaller than x
+        x = x.permute(0, 3, 1, 2).to(self.dtype)
+        for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
+            weight = (kernel[p] * scale).to(self.dtype)
+            x, scale = torch.relu(nn.functional.conv2d(x, weight, bias[p].to(self.dtype), stride)), 1.0
+        return x.flatten(1)
+
+
+class GRU(nn.Module):
+    """P gated recurrent units (Cho et al., 2014, in PyTorch's variant): inputs [P, T, R, in] and recurrent state [P, R,
+    H] -> recurrent states after each step [P, T, R, H]. Where `is_first [P, T, R]` (bool) is set, a game begins and the
+    recurrent state is zeroed before that step."""
+
+    def __init__(self, inputs: int, units: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.units = units
+        self.inputs = Linear(inputs, 3 * units, 1.0, generators)
+        self.recurrent = Linear(units, 3 * units, 1.0, generators)
+
+    def forward(self, x: Tensor, recurrent_state: Tensor, is_first: Tensor | None) -> Tensor:
+        P, T, R, _ = x.shape
+        given = self.inputs(x.reshape(P, T * R, -1)).view(P, T, R, -1)
+        outputs = []
+        for t in range(T):
+            if is_first is not None:
+                recurrent_state = recurrent_state.masked_fill(is_first[:, t, :, None], 0.0)
+            reset_x, update_x, new_x = given[:, t].chunk(3, -1)
+            reset_h, update_h, new_h = self.recurrent(recurrent_state).chunk(3, -1)
+            update = torch.sigmoid(update_x + update_h)
+            new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+            recurrent_state = new + update * (recurrent_state - new)
+            outputs.append(recurrent_state)
+        return torch.stack(outputs, 1)
+
+
+class Team(NamedTuple):
+    """Inputs, besides observations, of a network that plays all seats of a team: the seats that act `acts` [P, T, R]
+    bool, and their `actions` [P, T, R, ...] for a network whose outputs depend on them. The seats of a team are
+    consecutive rows."""
+
+    acts: Tensor
+    actions: Tensor | None = None
+
+
+class Net(nn.Module):
+    """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
+    policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
+    outputs a value. `team_size` consecutive rows are the seats of a team. `entities` is the arrangement of observations
+    for attention (None: flat)."""
+
+    def __init__(
+        self,
+        observation_shape: tuple[int, ...],
+        outputs: int,
+        config: NetConfig,
+        generators: Sequence[torch.Generator],
+        gain: float = 1.0,
+        with_value_head: bool = False,
+        team_size: int = 1,
+        entities: EntityLayout | None = None,
+    ) -> None:
+        super().__init__()
+        self.observation_shape, self.team_size = observation_shape, team_size
+        self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
+        self.settings = tuple(str(getattr(config, name)) for name in NetConfig.model_fields)
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        small = config.convolutions == "small"
+        self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
+        inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+        self.entity_encoder: EntityEncoder | None = None
+        if entities is not None:
+            units, blocks, heads = config.hidden[-1], config.attention_blocks, config.attention_heads
+            self.entity_encoder = EntityEncoder(
+                entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
+            )
+            inputs = units
+        self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
+        self.communication = (
+            Communication(config.hidden[-1], config.communication_rounds, config.activation, generators)
+            if config.communication_rounds
+            else None
+        )
+        self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
+        features = config.gru_units or config.hidden[-1]
+        self.head = Linear(features, outputs, gain, generators)
+        self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
+
+    @property
+    def plays_team(self) -> bool:
+        """True if outputs of a row depend on the other rows of its team, so that teams must not be split."""
+        return self.communication is not None
+
+    def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
+        """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
+        return self._feed_forward(obs, team)
+
+    def unroll(
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
+        [P, T, R, H] (None for feed-forward networks)."""
+        if self.gru is None:
+            P, T, R = obs.shape[:3]
+            return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
+        features, memories = self.features(obs, recurrent_state, is_first, team)
+        return _rowwise(self.head, features), memories
+
+    def unroll_with_values(
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
+        if self.value_head is None:
+            return self.unroll(obs, recurrent_state, is_first, team)[0], None
+        features, _ = self.features(obs, recurrent_state, is_first, team)
+        return _rowwise(self.head, features), _rowwise(self.value_head, features)[..., 0]
+
+    def features(
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None,
+        is_first: Tensor | None,
+        team: Team | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
+        feed-forward networks)."""
+        P, T, R = obs.shape[:3]
+        x = self._communicated(self._seen(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
+        if self.gru is None:
+            return x, None
+        x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
+        return x, x
+
+    def _feed_forward(self, obs: Tensor, team: Team | None) -> Tensor:
+        """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs]."""
+        out: Tensor
+        if self.communication is None:
+            out = self.body(self._body_inputs(obs), self.head)
+        else:
+            out = self.head(self._communicated(self._seen(obs), team))
+        return out
+
+    def _seen(self, obs: Tensor) -> Tensor:
+        """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
+        seen: Tensor = self.body(self._body_inputs(obs))
+        return seen
+
+    def _body_inputs(self, obs: Tensor) -> Tensor:
+        """Returns the inputs of the fully connected layers: [P, R, *view] -> [P, R, in]."""
+        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        return self.entity_encoder(x) if self.entity_encoder else x
+
+    def _communicated(self, x: Tensor, team: Team | None) -> Tensor:
+        """Returns features [P, R, H] after the rounds of communication, if there are any."""
+        if self.communication is None:
+            return x
+        acts = None if team is None else team.acts.reshape(x.shape[:2])
+        out: Tensor = self.communication(x, acts, self.team_size)
+        return out
+
+    def initial_state(self, members: int, rows: int) -> Tensor:
+        """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
+        return self.head.weight.new_zeros(members, rows, self.recurrent_units)
+
+
+def _rowwise(layer: Linear, x: Tensor) -> Tensor:
+    """Applies a layer at every step: [P, T, R, in] -> [P, T, R, out]."""
+    out: Tensor = layer(x.flatten(1, 2)).view(*x.shape[:3], -1)
+    return out
+
+
+def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
+    """Returns a random generator for each member's weights."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def member_weights(module: nn.Module, p: int) -> dict[str, Tensor]:
+    """Returns the weights of one member of a stack, without the member dimension."""
+    return {name: parameter.detach()[p].clone() for name, parameter in module.named_parameters()}
+
+
+def with_member_weights(module: M, weights: Mapping[str, np.ndarray | Tensor], prefix: str = "") -> M:
+    """Returns a copy of `module`, a stack of one member, with its own parameters, set to weights that `member_weights`
+    returned. Everything that is not a parameter is shared with `module`, and nothing is initialised: the copy takes a
+    fifteenth of the time of building a small network. Raises ValueError if names or shapes do not match."""
+    twin: M = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    parameters = module._parameters.items()
+    twin.__dict__["_parameters"] = {
+        name: parameter if parameter is None else _stack_of_one(parameter, prefix + name, weights)
+        for name, parameter in parameters
+    }
+    twin.__dict__["_modules"] = {
+        name: child if child is None else with_member_weights(child, weights, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+    }
+    return twin
+
+
+def _stack_of_one(parameter: nn.Parameter, name: str, weights: Mapping[str, np.ndarray | Tensor]) -> nn.Parameter:
+    """Returns the weights called `name` as a parameter [1, ...]. Raises ValueError if they are missing or do not have
+    the shape of a member of `parameter`."""
+    own = weights.get(name)
+    if own is None or tuple(own.shape) != tuple(parameter.shape[1:]):
+        have = "none" if own is None else tuple(own.shape)
+        raise ValueError(
+            f"the weights belong to another network: {name} should have shape {tuple(parameter.shape[1:])} and has "
+            f"{have}"
+        )
+    value = torch.as_tensor(own, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(value[None].clone(memory_format=torch.contiguous_format), parameter.requires_grad)

@@ -1,0 +1,165 @@
+"""Tensors on the device of a run: cached constants, random numbers, and a rollout as tensors.
+
+Only `to_arrays` and `numbers_of` wait for the device: they copy results to the CPU, all at once.
+
+Shapes: `T` steps, `B` games, `N` seats, `F` ended games, `A` actions, `S` numbers of state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.core.types import RolloutBatch
+
+CPU = torch.device("cpu")
+
+
+@cache
+def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Returns nested tuples of integers as an int64 tensor. It is cached and must not be changed."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
+
+
+@cache
+def identity(size: int, device: torch.device) -> Tensor:
+    """Returns the identity matrix [size, size] float32. It is cached and must not be changed."""
+    return torch.eye(size).to(device)
+
+
+def as_tensor(x: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Returns an array as a tensor on `device`; on the CPU it shares the array's memory."""
+    found = torch.as_tensor(x)
+    return found if device.type == "cpu" else found.to(device, non_blocking=True)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Returns an array of zeros in page-locked memory, which is copied to a GPU faster and without waiting for it."""
+    found: np.ndarray = torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, dtype)).dtype, pin_memory=True).numpy()
+    return found
+
+
+def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns actions [B, S, ...] (integers or float32) and log-probabilities [B, S] float32 (None: none) as arrays.
+    From a device other than the CPU both are copied at once, 32 bits per number, and integers become int32."""
+    if actions.is_cpu:
+        return actions.numpy(), None if logp is None else logp.numpy()
+    bits = (actions if actions.is_floating_point() else actions.int()).view(torch.int32)
+    if logp is None:
+        return _with_dtype_of(actions, bits.cpu().numpy()), None
+    wide = bits[..., None] if actions.dim() == logp.dim() else bits
+    both = torch.cat([wide, logp.view(torch.int32)[..., None]], -1).cpu().numpy()
+    own = np.ascontiguousarray(both[..., 0] if actions.dim() == logp.dim() else both[..., :-1])
+    return _with_dtype_of(actions, own), np.ascontiguousarray(both[..., -1]).view(np.float32)
+
+
+def _with_dtype_of(actions: Tensor, bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float32) if actions.is_floating_point() else bits
+
+
+def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns `lines` of metrics with numbers in place of scalar tensors on another device, copied all at once. Returns
+    `lines` itself if the first line has no such tensor."""
+    if not lines or not any(isinstance(value, Tensor) and not value.is_cpu for value in lines[0].values()):
+        return lines
+    places = [(i, key) for i, line in enumerate(lines) for key, value in line.items() if isinstance(value, Tensor)]
+    found = torch.stack([lines[i][key].detach().float() for i, key in places]).tolist()
+    changed = [dict(line) for line in lines]
+    for (i, key), number in zip(places, found, strict=True):
+        changed[i][key] = number
+    return changed
+
+
+def all_known(mask: Tensor) -> bool:
+    """Returns whether a mask is known to be true everywhere. On devices other than the CPU this is False, since reading
+    the mask would wait for the device: the caller then applies a mask that may change nothing."""
+    return mask.is_cpu and bool(mask.all())
+
+
+# ---- random numbers: drawn on the generator's device, returned on the device of `x`
+
+
+def make_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Returns a seeded generator, on `device` if it is a GPU and otherwise on the CPU. The same seed gives different
+    numbers on the two."""
+    return torch.Generator(device if device.type == "cuda" else CPU).manual_seed(seed)
+
+
+def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns standard normal numbers in the shape of x."""
+    if x.is_cpu:
+        return torch.empty_like(x).normal_(generator=generator)
+    return torch.empty_like(x, device=generator.device).normal_(generator=generator).to(x.device)
+
+
+def exponential_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns standard exponential numbers in the shape of x."""
+    if x.is_cpu:
+        return torch.empty_like(x).exponential_(generator=generator)
+    return torch.empty_like(x, device=generator.device).exponential_(generator=generator).to(x.device)
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Returns numbers from 0 to 1, float32."""
+    return torch.rand(*shape, generator=generator, device=generator.device).to(device)
+
+
+# ---- rollouts
+
+
+@dataclass(frozen=True)
+class RolloutTensors:
+    """A `RolloutBatch` as tensors on one device, with the same names, shapes and dtypes. `end_index` are the step and
+    the game of every game end [F]."""
+
+    obs: Tensor
+    agent_mask: Tensor
+    actions: Tensor
+    logp: Tensor
+    rewards: Tensor
+    is_first: Tensor
+    end_index: tuple[Tensor, Tensor]
+    final_obs: Tensor
+    seats_terminated: Tensor
+    seats_done: Tensor
+    action_mask: Tensor | None = None
+    state: Tensor | None = None
+    final_state: Tensor | None = None
+    seat_terminated: Tensor | None = None
+    recurrent_state: dict[str, Tensor] = field(default_factory=dict)
+    worker: int = 0
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, device: torch.device = CPU) -> RolloutTensors:
+        """Returns the tensors of a batch: on the CPU they share its memory, on other devices each array is copied
+        once."""
+
+        def moved(x: np.ndarray | None) -> Any:
+            return None if x is None else as_tensor(x, device)
+
+        memories = {name: kept.to(device) for name, kept in batch.recurrent_state.items() if isinstance(kept, Tensor)}
+        names = ("obs", "agent_mask", "actions", "logp", "rewards", "is_first", "final_obs")
+        optional = ("action_mask", "state", "final_state", "seat_terminated", "seats_terminated", "seats_done")
+        times, games = batch.end_index
+        return cls(
+            **{name: moved(getattr(batch, name)) for name in (*names, *optional)},
+            end_index=(moved(times), moved(games)),
+            recurrent_state=memories,
+            worker=batch.worker,
+        )
+
+    def last_action_masks(self) -> Tensor:
+        """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; for a seat without
+        a decision in the batch, the mask of its first step."""
+        assert self.action_mask is not None
+        times, games = self.end_index
+        steps = torch.arange(len(self.agent_mask), device=times.device)[:, None, None]
+        last = torch.where(self.agent_mask, steps, 0).cummax(0).values
+        seats = torch.arange(last.shape[-1], device=times.device)
+        return self.action_mask[last[times, games], games[:, None], seats]

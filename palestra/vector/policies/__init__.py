@@ -1,0 +1,1 @@
+"""Policies that are networks, in training or frozen."""

@@ -1,0 +1,1 @@
+"""Rollouts in vector envs, and their metrics."""

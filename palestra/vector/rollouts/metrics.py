@@ -1,0 +1,102 @@
+"""Metrics of vector envs' episodes, for logs and for evaluations. In evaluations, short and long episodes have the same
+weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
+
+EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
+
+
+class VectorMetrics:
+    """Accumulates the metrics of vector training between two log lines."""
+
+    def __init__(self, policies: Sequence[str], seats: Mapping[Seat, str]) -> None:
+        self.policies, self.seats = list(policies), dict(seats)
+        self.games: list[EndedEpisodes] = []
+        self.learner_metrics: dict[str, list[Metrics]] = {name: [] for name in policies}
+        self.notes: list[Metrics] = []
+        self.env_steps = 0
+
+    def add(self, batch: RolloutBatch, metrics: Mapping[str, Metrics]) -> None:
+        """Adds a batch's episodes and the learner's metrics by policy."""
+        self.games.append(batch.episode_stats)
+        self.notes.append(batch.rollout_metrics)
+        self.env_steps += batch.terminated.size
+        for name, line in metrics.items():
+            if line:
+                self.learner_metrics[name].append(line)
+
+    @classmethod
+    def merge(cls, tallies: Sequence[Self]) -> Self:
+        """Returns the metrics of several processes merged into one. Modifies the first."""
+        first = tallies[0]
+        for other in tallies[1:]:
+            first.games += other.games
+            first.notes += other.notes
+            first.env_steps += other.env_steps
+            for name, lines in other.learner_metrics.items():
+                first.learner_metrics[name] += lines
+        return first
+
+    def metrics_by_policy(self) -> dict[str, Metrics]:
+        """Returns metrics by policy, and those of all seats together under "team". Returns and lengths are left out if
+        no episode ended."""
+        returns = np.concatenate([games["returns"] for games in self.games])
+        names = list(self.seats.values())
+        result = {}
+        for name in self.policies:
+            own = [i for i, policy in enumerate(names) if policy == name]
+            shown = {"return": float(returns[:, own].mean())} if len(returns) else {}
+            result[name] = shown | mean_metrics(self.learner_metrics[name])
+        lengths = np.concatenate([games["lengths"] for games in self.games])
+        success = np.concatenate([games["success"] for games in self.games])
+        team: Metrics = {"episodes": float(len(lengths)), "env_steps_here": float(self.env_steps)}
+        if len(lengths):
+            team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
+        if len(success):
+            team["success"] = float(success.mean())
+        return result | {TEAM: team | mean_metrics(self.notes)}
+
+
+def mean_metrics(lines: Sequence[Metrics]) -> Metrics:
+    """Returns the mean of each metric over the dicts that contain it."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return {key: float(np.mean([line[key] for line in lines if key in line])) for key in keys}
+
+
+def all_episodes_done(parts: Sequence[EndedEpisodes], places: int, each: int) -> bool:
+    """Returns True if each of `places` parallel games has ended at least `each` episodes."""
+    ended = np.bincount(np.concatenate([part["game"] for part in parts]), minlength=places)
+    return bool((ended >= each).all())
+
+
+def evaluation_metrics(
+    parts: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int
+) -> dict[str, Any]:
+    """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat
+    and of all, length, and success if the env reports it."""
+    whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    seen: dict[int, int] = {}
+    chosen = []
+    for i, place in enumerate(whole["game"]):
+        seen[place] = seen.get(place, 0) + 1
+        if seen[place] <= each:
+            chosen.append((seen[place], int(place), i))
+    index = [i for _, _, i in sorted(chosen)[:max_episodes]]
+    returns = whole["returns"][index]
+    metrics: dict[str, Any] = {
+        "episodes": float(len(index)),
+        "return": float(returns.mean()),
+        "steps_per_episode": float(whole["lengths"][index].mean()),
+        "returns": {seat: float(value) for seat, value in zip(seats, returns.mean(0), strict=True)},
+        "deviation": float(returns.mean(1).std()),
+    }
+    if len(whole["success"]):
+        metrics["success"] = float(whole["success"][index].mean())
+    return metrics

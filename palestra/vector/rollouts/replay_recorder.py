@@ -1,0 +1,96 @@
+"""Records games of a vectorised env while it is played, for the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from palestra.core.types import Seat
+from palestra.envs.batch.canvas import to_png
+from palestra.envs.vector_base import RenderFrame, VectorEnv, VectorStep
+from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader
+
+MAX_FRAMES = 600  # of a replay; a longer game is cut
+
+
+class ReplayRecorder(VectorEnv):
+    """Wraps `env` without changing its play, and records the first episode of each of the first `num_episodes` games
+    (at most as many as the env has).
+
+    Nothing is recorded if the env cannot be drawn: its `render` returns None and its observations are not pictures.
+    """
+
+    def __init__(self, env: VectorEnv, num_episodes: int) -> None:
+        self.env, self.num_episodes = env, min(num_episodes, env.num_envs)
+        self.num_envs, self.seats, self.scripted_policies = env.num_envs, env.seats, env.scripted_policies
+        self.observation_shapes, self.action_spaces = env.observation_shapes, env.action_spaces
+        self.state_size = env.state_size
+        self.games: list[GameReplay] = []
+        self._agent_mask = np.zeros((0, 0), bool)
+        self._shown: dict[int, RenderFrame] = {}  # positions of the games that are recorded
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        step = self.env.reset(seeds)
+        self.games = [GameReplay(int(seed)) for seed in seeds[: self.num_episodes]]
+        self._look(step, range(self.num_episodes))
+        return step
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        if not self._shown:
+            return self.env.step(actions)
+        taken = actions[: self.num_episodes].reshape(self.num_episodes, len(self.seats), -1).copy()
+        step, mask = self.env.step(actions), self._agent_mask
+        for game, shown in self._shown.items():
+            self.games[game].frames.append(_frame(shown, mask[game], taken[game], step.rewards[game]))
+            self._note_end(game, step)
+        self._look(step, [game for game in self._shown if not self.games[game].end])
+        return step
+
+    def scripted_actions(self, name: str, seat: int) -> np.ndarray:
+        return self.env.scripted_actions(name, seat)
+
+    def header(self, players: Mapping[Seat, str]) -> ReplayHeader:
+        """Returns the header that the replays share; `players` maps seats to the policies that play them."""
+        return ReplayHeader(
+            env=self.env.name or type(self.env).__name__,
+            seats=self.seats,
+            players=[players.get(seat, "") for seat in self.seats],
+            action_names=self.env.action_names,
+            seat_colours=self.env.seat_colours,
+        )
+
+    def replays(self) -> list[GameReplay]:
+        """Returns the recorded games, except those without a frame."""
+        return [replay for replay in self.games if replay.frames]
+
+    def _look(self, step: VectorStep, games: Sequence[int] | range) -> None:
+        self._agent_mask = step.agent_mask[: self.num_episodes].copy()
+        found = {game: _render(self.env, step, game) for game in games}
+        self._shown = {game: frame for game, frame in found.items() if frame is not None}
+
+    def _note_end(self, game: int, step: VectorStep) -> None:
+        replay = self.games[game]
+        if step.done[game]:
+            replay.end = "terminated" if step.terminated[game] else "truncated"
+            replay.success = None if step.success is None else bool(step.success[game])
+        elif len(replay.frames) == MAX_FRAMES:
+            replay.end = "cut"
+
+
+def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:
+    """Returns the env's own picture or text. If it has none, returns the newest frame of the first seat's observation
+    if that is a picture: uint8 [H, W, C] whose last channels are RGB, or stacked grey frames. Else returns None."""
+    if (shown := env.render(game)) is not None:
+        return shown
+    if step.obs.dtype != np.uint8 or step.obs.ndim != 5:
+        return None
+    picture: np.ndarray = step.obs[game, 0]
+    return (picture[..., -3:] if picture.shape[-1] % 3 == 0 else picture[..., -1]).copy()
+
+
+def _frame(shown: RenderFrame, acts: np.ndarray, actions: np.ndarray, rewards: np.ndarray) -> ReplayFrame:
+    picture, text = (None, shown) if isinstance(shown, str) else (to_png(shown), None)
+    return ReplayFrame(
+        picture=picture, text=text, acts=acts.tolist(), actions=actions.tolist(), rewards=rewards.tolist()
+    )

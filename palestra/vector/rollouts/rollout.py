@@ -1,0 +1,297 @@
+"""Lock-step rollouts of B parallel games on arrays. Steps make no Python objects per game and are copied once, into the
+batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from palestra.core.failures import RunFailed, describe_error
+from palestra.core.seeding import derive_seed
+from palestra.core.types import RolloutBatch
+from palestra.envs.vector_base import Arrays, Continuous, MultiDiscrete, VectorEnv, VectorStep
+from palestra.vector.policies.base import VectorPolicy
+
+MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
+LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
+
+
+class VectorRollout:
+    """Collects rollouts in one vector env: each `collect` continues where the last one stopped. The returned batch is
+    valid until the next call; `zeros` makes its arrays."""
+
+    def __init__(self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros) -> None:
+        self.env, self.zeros = env, zeros
+        self.recurrent_states: dict[str, Any] = {}
+        self.restart(seeds)
+        self._batch: RolloutBatch | None = None
+
+    def restart(self, seeds: np.ndarray) -> None:
+        """Resets all games to `seeds` [B]."""
+        self.vector_step = without_absent_views(self.env.reset(seeds))
+        self.is_first = np.ones(self.env.num_envs, bool)
+        self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))
+        self.recurrent_states.clear()
+
+    def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
+        """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
+        current states. Raises RunFailed if the env raises, or if a reward or the observation of a seat that acts is not
+        finite; the observation of a seat that has terminated may be NaN (`without_absent_views`).
+
+        Actions are recorded as the policies chose them, not as the env clips them to its spaces: log-probabilities are
+        those of the chosen actions. Critics and discriminators, which evaluate the action that the env took, clip it
+        (`palestra.vector.nets.heads.encode_actions`, `palestra.vector.nets.continuous_heads.encode_action`)."""
+        batch, endings = self._buffers(steps), FinalObservations()
+        for player in players:
+            player.reset_rng(derive_seed(seed, player.name))
+            if player.name not in self.recurrent_states:
+                self.recurrent_states[player.name] = player.initial_state(self.env.num_envs)
+        batch.recurrent_state = dict(self.recurrent_states)
+        for t in range(steps):
+            self._note(batch, t)
+            seen = self.vector_step if self.zeros is np.zeros else seen_in_batch(self.vector_step, batch, t)
+            for player in players:
+                self._act(player, seen, batch, t)
+            self.vector_step = self._step(batch.actions[t])
+            batch.rewards[t] = self.vector_step.rewards
+            batch.terminated[t], batch.truncated[t] = self.vector_step.terminated, self.vector_step.truncated
+            if batch.seat_terminated is not None:
+                batch.seat_terminated[t] = self.vector_step.seat_terminated
+            self.is_first = self.vector_step.done
+            self.episode_stats.add(self.vector_step, self.is_first)
+            if self.is_first.any():
+                endings.add(t, self.vector_step, self.is_first)
+        self._note(batch, steps)
+        endings.write(batch)
+        batch.episode_stats = self.episode_stats.pop_ended()
+        check_rewards(self.env, batch.rewards)
+        check_observations(self.env, batch)
+        return batch
+
+    def _step(self, actions: np.ndarray) -> VectorStep:
+        """Returns the env's next step. Raises RunFailed with the traceback if the env raises."""
+        try:
+            vector_step = self.env.step(actions)
+        except Exception as error:
+            message, trace = describe_error(error)
+            raise RunFailed.from_traceback(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
+        return without_absent_views(vector_step)
+
+    def _note(self, batch: RolloutBatch, t: int) -> None:
+        vector_step = self.vector_step
+        batch.obs[t], batch.agent_mask[t], batch.is_first[t] = vector_step.obs, vector_step.agent_mask, self.is_first
+        if batch.action_mask is not None:
+            batch.action_mask[t] = vector_step.action_mask
+        if batch.state is not None:
+            batch.state[t] = vector_step.state
+
+    def _act(self, player: VectorPolicy, seen: VectorStep, batch: RolloutBatch, t: int) -> None:
+        actions, logp, self.recurrent_states[player.name] = player.act(
+            seen, self.recurrent_states[player.name], self.is_first
+        )
+        if actions.ndim == 3:  # may be shorter than other seats' actions
+            batch.actions[t][:, player.seats, : actions.shape[2]] = actions
+        else:
+            batch.actions[t][:, player.seats] = actions
+        if logp is not None:
+            batch.logp[t][:, player.seats] = logp
+
+    def _buffers(self, steps: int) -> RolloutBatch:
+        if self._batch is None or len(self._batch.rewards) != steps:
+            self._batch = empty_batch(self.env, self.vector_step, steps, self.zeros)
+        return self._batch
+
+    def close(self) -> None:
+        """Closes the env."""
+        self.env.close()
+
+    def save(self) -> Arrays | None:
+        """Returns the state of the games as arrays, or None if the env cannot save it."""
+        games = self.env.save()
+        if games is None:
+            return None
+        own = {
+            "rollout/is_first": self.is_first,
+            "rollout/returns": self.episode_stats.returns,
+            "rollout/lengths": self.episode_stats.lengths,
+        }
+        memory = {
+            f"remembered/{name}": kept.cpu().numpy() for name, kept in self.recurrent_states.items() if kept is not None
+        }
+        return {name: array.copy() for name, array in (games | own | memory).items()}
+
+    def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
+        """Restores what `save` returned."""
+        self.vector_step = without_absent_views(self.env.load(saved))
+        self.is_first = saved["rollout/is_first"].copy()
+        self.episode_stats.returns[:] = saved["rollout/returns"]
+        self.episode_stats.lengths[:] = saved["rollout/lengths"]
+        for player in players:
+            kept, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
+            self.recurrent_states[player.name] = empty if kept is None else empty.new_tensor(kept)
+
+
+class EpisodeStats:
+    """Returns and lengths of the running games, and results of the games that ended since `pop_ended`."""
+
+    def __init__(self, games: int, seats: int) -> None:
+        self.returns = np.zeros((games, seats))
+        self.lengths = np.zeros(games, np.int64)
+        self._ended: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, vector_step: VectorStep, done: np.ndarray) -> None:
+        """Adds a step; `done` [B] (bool) marks the games that it ended."""
+        self.returns += vector_step.rewards
+        self.lengths += 1
+        if done.any():
+            success = np.zeros(0, bool) if vector_step.success is None else vector_step.success[done]
+            self._ended.append((np.flatnonzero(done), self.returns[done], self.lengths[done], success))
+            self.returns[done], self.lengths[done] = 0, 0
+
+    def pop_ended(self) -> dict[str, np.ndarray]:
+        """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]` float64, `lengths [G]`
+        int64 and `success [G]` bool (empty if the env reports none), oldest first."""
+        seats = self.returns.shape[1]
+        nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
+        parts = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
+        self._ended.clear()
+        return dict(zip(("game", "returns", "lengths", "success"), parts, strict=True))
+
+
+class FinalObservations:
+    """Final observations and states of the games that ended in a batch."""
+
+    def __init__(self) -> None:
+        self.times: list[np.ndarray] = []
+        self.games: list[np.ndarray] = []
+        self.obs: list[np.ndarray] = []
+        self.states: list[np.ndarray] = []
+
+    def add(self, t: int, vector_step: VectorStep, done: np.ndarray) -> None:
+        """Adds the final observations of the games marked in `done` [B] (bool) at step `t`."""
+        games = np.flatnonzero(done)
+        self.times.append(np.full(len(games), t))
+        self.games.append(games)
+        self.obs.append(vector_step.final_obs[games])
+        if vector_step.final_state is not None:
+            self.states.append(vector_step.final_state[games])
+
+    def write(self, batch: RolloutBatch) -> None:
+        """Writes the final observations and their indices to the batch."""
+        empty = np.zeros(0, np.int64)
+        batch.end_index = (np.concatenate([empty, *self.times]), np.concatenate([empty, *self.games]))
+        batch.final_obs = np.concatenate([batch.obs[0, :0], *self.obs])
+        if batch.state is not None:
+            batch.final_state = np.concatenate([batch.state[0, :0], *self.states])
+
+
+def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> VectorStep:
+    """Returns the step with its observations and action masks taken from the batch at `t`: the same numbers, in arrays
+    that are copied to another device faster."""
+    action_mask = None if batch.action_mask is None else batch.action_mask[t]
+    return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
+
+
+def without_absent_views(vector_step: VectorStep) -> VectorStep:
+    """Returns a step in which the observation of a seat that has terminated, while the game continued or was truncated
+    for the others, is zeros if it has a number that is not finite; `vector_step` itself if there is none.
+
+    Envs may return NaN for a seat that has terminated, but the inputs of central critics, mixers and networks that play
+    several seats contain the observations of all seats."""
+    gone = vector_step.seat_terminated
+    if gone is None or vector_step.obs.dtype.kind != "f" or not gone.any():
+        return vector_step
+    obs = _zeros_where_not_finite(vector_step.obs, gone & ~vector_step.done[:, None])
+    final_obs = _zeros_where_not_finite(vector_step.final_obs, gone & vector_step.truncated[:, None])
+    return replace(vector_step, obs=obs, final_obs=final_obs)
+
+
+def _zeros_where_not_finite(obs: np.ndarray, absent: np.ndarray) -> np.ndarray:
+    """Returns observations [B, N, ...], those with a number that is not finite replaced by zeros where `absent`
+    [B, N]."""
+    games, seats = np.nonzero(absent)
+    bad = ~np.isfinite(obs[games, seats]).all(axis=tuple(range(1, obs.ndim - 1)))
+    if not bad.any():
+        return obs
+    obs = obs.copy()  # the array is the env's
+    obs[games[bad], seats[bad]] = 0
+    return obs
+
+
+def check_observations(env: VectorEnv, batch: RolloutBatch) -> None:
+    """Raises RunFailed, with seat and game, if a seat that acts has an observation that is not finite."""
+    with np.errstate(all="ignore"):
+        if batch.obs.dtype.kind != "f" or np.isfinite(batch.obs.sum()):  # a sum is quicker, and may overflow
+            return
+    wrong = ~np.isfinite(batch.obs).reshape(*batch.agent_mask.shape, -1).all(-1) & batch.agent_mask
+    if wrong.any():
+        _, game, seat = np.argwhere(wrong)[0]
+        raise RunFailed(
+            f'env "{_name(env)}" shows seat "{env.seats[seat]}" observations that are not finite numbers in game '
+            f"{game}, in which the seat acts: fix the env; only a seat that has terminated may see NaN. "
+            "palestra.envs.check_env tests it"
+        )
+
+
+def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
+    """Raises RunFailed, with seat and game, if one of `rewards` [T, B, N] is not finite."""
+    if not np.isfinite(rewards).all():
+        t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
+        raise RunFailed(
+            f'env "{_name(env)}" gives seat "{env.seats[seat]}" a reward of {rewards[t, game, seat]} in game {game}: '
+            "rewards must be finite numbers (in float32). Fix the env; palestra.envs.check_env tests it"
+        )
+
+
+def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
+    """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause.
+
+    Final observations of games that terminated for all seats are not checked, since no value is computed from them."""
+    valued = batch.final_obs[~batch.seats_terminated[batch.end_index].all(-1)]
+    for shown, seat_axis, when in ((batch.obs, 2, ""), (valued, 1, " at the end of a truncated game")):
+        if not np.isfinite(shown).all():
+            seat = env.seats[np.argwhere(~np.isfinite(shown))[0][seat_axis]]
+            return f'Env "{_name(env)}" shows seat "{seat}" observations{when} that are not finite numbers: fix the env'
+    if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE_REWARD:
+        return f"Rewards are as large as {largest:.3g}: scale them down in the env"
+    return "A smaller learning rate or a smaller max_grad_norm may help"
+
+
+def _name(env: VectorEnv) -> str:
+    return env.name or type(env).__name__
+
+
+def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: MakeZeros = np.zeros) -> RolloutBatch:
+    """Returns a batch of zeros, made by `zeros`, for a rollout of `steps`, with actions in int32 or float32."""
+    B, N = env.num_envs, len(env.seats)
+    first = env.action_spaces[0]
+    if isinstance(first, Continuous):
+        width = max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))
+        actions = zeros((steps, B, N, width), np.float32)
+    elif isinstance(first, MultiDiscrete):
+        width = max(len(s.sizes) for s in env.action_spaces if isinstance(s, MultiDiscrete))
+        actions = zeros((steps, B, N, width), np.int32)
+    else:
+        actions = zeros((steps, B, N), np.int32)
+
+    def moments(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else zeros((steps + 1, *array.shape), array.dtype)
+
+    return RolloutBatch(
+        obs=zeros((steps + 1, *vector_step.obs.shape), vector_step.obs.dtype),
+        agent_mask=zeros((steps + 1, B, N), bool),
+        actions=actions,
+        logp=zeros((steps, B, N), np.float32),
+        rewards=zeros((steps, B, N), np.float32),
+        terminated=np.zeros((steps, B), bool),
+        truncated=np.zeros((steps, B), bool),
+        is_first=np.zeros((steps + 1, B), bool),
+        end_index=(np.zeros(0, np.int64), np.zeros(0, np.int64)),
+        final_obs=vector_step.obs[:0],
+        action_mask=moments(vector_step.action_mask),
+        state=moments(vector_step.state),
+        seat_terminated=None if vector_step.seat_terminated is None else np.zeros((steps, B, N), bool),
+    )

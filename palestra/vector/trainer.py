@@ -1,0 +1,266 @@
+"""Training of networks in vectorised envs: collect a rollout, update on it. This module imports no concrete
+env and no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from palestra.core.failures import RunFailed
+from palestra.core.files import read_arrays, write_arrays
+from palestra.core.seeding import derive_seed
+from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
+from palestra.envs.vector_base import VectorEnv
+from palestra.parallel.shared_memory import dead_process_message, stop_processes
+from palestra.runs import Checkpoint
+from palestra.runs.headline import DEV_EVAL
+from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
+from palestra.vector.policies.base import VectorPolicy
+from palestra.vector.rollouts.actors import ActorPool
+from palestra.vector.rollouts.metrics import EndedEpisodes, VectorMetrics, all_episodes_done, evaluation_metrics
+from palestra.vector.rollouts.replay_recorder import ReplayRecorder
+from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
+
+ENV_STATE_FILE = "env_state.safetensors"  # file in a checkpoint
+
+
+class VectorLearner(Protocol):
+    """All trained policies of a run and their update rule."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the policies."""
+        ...
+
+    def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
+        """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
+        ...
+
+    def greedy_policies(self) -> Sequence[VectorPolicy]:
+        """Players for evaluation, which act greedily."""
+        ...
+
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
+        ...
+
+    def check_finite(self) -> None:
+        """Raises FloatingPointError if a loss of the last update was not finite; on a GPU, `update` does not wait for
+        this."""
+        ...
+
+    def member_writers(self) -> dict[str, Callable[[Path], None]]:
+        """Functions that write each policy's acting weights to a folder, by name."""
+        ...
+
+    def write_state(self, folder: Path) -> None:
+        """Writes the training state."""
+        ...
+
+    def read_state(self, folder: Path) -> None:
+        """Restores the training state."""
+        ...
+
+
+@dataclass(kw_only=True)
+class VectorEval(Evaluation):
+    """A held-out evaluation in `env`. `players` returns players for all seats, `seats` names the policy of each seat.
+    The first `replays` games are recorded (see `runs.replays`)."""
+
+    env: VectorEnv
+    players: Callable[[], Sequence[VectorPolicy]]
+    seats: Mapping[Seat, str]
+    replays: int = 0
+
+
+FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
+
+
+def gather_single(item: Any) -> list[Any]:
+    """All-gather for a single process: a list with `item` alone."""
+    return [item]
+
+
+@dataclass
+class VectorTrainer:
+    """All components of a run of networks (a `Trainer`, see loop.py).
+
+    A step is one rollout of `rollout_length` joint steps in every env copy, and one update on it. `fixed_players` play
+    the seats that are not trained. This is process `rank` of `num_processes`; `all_gather` all-gathers one object per
+    process.
+    """
+
+    rollout: VectorRollout | ActorPool
+    learner: VectorLearner
+    fixed_players: Sequence[VectorPolicy]
+    evals: Sequence[VectorEval]
+    seats: Mapping[Seat, str]
+    seed: int
+    steps: int
+    rollout_length: int
+    log_every: int = 1
+    checkpoint_every: int = 100
+    keep_every: int = 0
+    rank: int = 0
+    num_processes: int = 1
+    all_gather: Callable[[Any], list[Any]] = gather_single
+
+    # Set while the trainer is open: the run, the newest rollout, and metrics and times since the last logged step.
+    run: RunProtocol = field(init=False, repr=False)
+    step: int = field(init=False, repr=False)  # the last one collected, -1 before the first
+    batch: RolloutBatch = field(init=False, repr=False)
+    totals: VectorMetrics = field(init=False, repr=False)
+    timer: PhaseTimer = field(init=False, repr=False)
+
+    @property
+    def policy_names(self) -> list[str]:
+        """Names of the policies that are trained."""
+        return list(self.learner.names)
+
+    @property
+    def can_save_any_time(self) -> bool:
+        """True if the envs can save their state: otherwise their episodes start over at a checkpoint."""
+        return self.rollout.save() is not None
+
+    @property
+    def num_envs(self) -> int:
+        """Number of env copies in this process."""
+        return self.rollout.env.num_envs
+
+    def env_seeds(self, *key: object) -> np.ndarray:
+        """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least 2**33; evaluations use
+        seeds below 2**32."""
+        first = derive_seed(self.seed, "games", self.rank, *key) >> 1 | 1 << 33
+        return first + np.arange(self.num_envs)
+
+    @contextmanager
+    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+        """Context in which the run is trained; ends the envs and the other processes. Raises RunFailed if one of the
+        processes died."""
+        self.run, self.step = run, run.next_step - 1
+        self._reset_metrics()
+        try:
+            yield
+        except RuntimeError as error:  # raised by torch.distributed when a peer is gone
+            if not (what := dead_process_message()):
+                raise
+            raise RunFailed(f"{what}; resume from the last checkpoint: palestra train --resume {run.path}") from error
+        finally:
+            self.close()
+            stop_processes()
+
+    def close(self) -> None:
+        """Closes the envs."""
+        self.rollout.close()
+        for evaluation in self.evals:
+            evaluation.env.close()
+
+    def collect(self, step: int) -> None:
+        """Plays one rollout. Raises RunFailed if an env fails or a reward is not finite."""
+        self.step, start = step, read_clocks()
+        players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
+        seed = derive_seed(self.seed, "sweep", step, self.rank)
+        self.batch = self.rollout.collect(players, self.rollout_length, seed)
+        self.timer.add_since("rollout", start)
+
+    def update(self, step: int) -> None:
+        """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step, policy, seats and
+        the last checkpoint."""
+        start = read_clocks()
+        try:
+            metrics = self.learner.update(self.batch, step / self.steps)
+            self.learner.check_finite()
+        except FloatingPointError as error:
+            raise RunFailed(self._explain_divergence(step, error)) from error
+        self.totals.add(self.batch, metrics)
+        self.timer.add_since("train", start)
+
+    def log(self, step: int) -> dict[str, Metrics]:
+        """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
+        by policy."""
+        env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.num_processes)
+        found = VectorMetrics.merge(self.all_gather(self.totals)).metrics_by_policy()
+        lines = {name: {"env_steps": env_steps} | line for name, line in found.items()}
+        for name, line in lines.items():
+            self.run.log_metrics(step, name, line)
+        per_second = lines[TEAM]["env_steps_here"] / sum(self.timer.wall_s.values())
+        self.run.log_timings(step, TEAM, self.timer.metrics() | {"env_steps_per_s": per_second})
+        self._reset_metrics()
+        return lines
+
+    def evaluate(self, evaluation: VectorEval) -> dict[str, Any]:
+        """Plays an evaluation, writes its replays to the run and returns its metrics. One called "dev" plays games of
+        its own, since settings may be chosen by it."""
+        seed = derive_seed(self.seed, "exam", evaluation.name)
+        recorder = ReplayRecorder(evaluation.env, evaluation.replays)
+        first = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0
+        metrics = play_eval(recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first)
+        if replays := recorder.replays():
+            self.run.write_replays(self.step, evaluation.name, recorder.header(evaluation.seats), replays)
+        return metrics
+
+    def save(self, step: int, folder: Path) -> None:
+        """Writes a folder per trained policy, and one per process with the training state.
+
+        If the env cannot save its state, its episodes start over, both now and after a resume, so that a resumed run is
+        identical.
+        """
+        env_state = self.rollout.save()
+        if env_state is None:
+            self.rollout.restart(self.env_seeds(step))
+        folder = Path(self.all_gather(str(folder))[0])
+        if self.rank == 0:
+            for name, write_member in self.learner.member_writers().items():
+                write_member(folder / name)
+        self.learner.write_state(folder / f"training-{self.rank}")
+        if env_state is not None:
+            write_arrays(folder / f"training-{self.rank}" / ENV_STATE_FILE, env_state)
+        self.all_gather(None)  # the folder is complete when all have written
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restores learner and env state."""
+        folder = checkpoint.path / f"training-{self.rank}"
+        self.learner.read_state(folder)
+        if (folder / ENV_STATE_FILE).exists():
+            players = [*self.learner.rollout_policies(0.0), *self.fixed_players]
+            self.rollout.load(read_arrays(folder / ENV_STATE_FILE), players)
+        else:
+            self.rollout.restart(self.env_seeds(checkpoint.step))
+
+    def _reset_metrics(self) -> None:
+        self.totals, self.timer = VectorMetrics(self.learner.names, self.seats), PhaseTimer()
+
+    def _explain_divergence(self, step: int, error: FloatingPointError) -> str:
+        policy = getattr(error, "policy", "")
+        seats = ", ".join(seat for seat, name in self.seats.items() if name == policy)
+        kept = self.run.next_step
+        checkpoint = f"the last good checkpoint is after {kept} steps" if kept else "there is no checkpoint yet"
+        return (
+            f"step {step}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
+            f"{nonfinite_loss_advice(self.rollout.env, self.batch)}"
+        )
+
+
+def play_eval(
+    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, *, first_env_seed: int = 0
+) -> dict[str, Any]:
+    """Plays evaluation episodes and returns their metrics. Env copy i has the seed `first_env_seed` + i; `seed` is the
+    seed of the players.
+
+    Counts the same number of first episodes of every env copy, `episodes` in all. Counting the episodes that end first
+    would favour short ones.
+    """
+    rollout = VectorRollout(env, first_env_seed + np.arange(env.num_envs))
+    parts: list[EndedEpisodes] = []
+    each = -(-episodes // env.num_envs)
+    chunk = 0
+    while not parts or not all_episodes_done(parts, env.num_envs, each):
+        batch = rollout.collect(players, 32, derive_seed(seed, chunk))
+        parts.append({name: values.copy() for name, values in batch.episode_stats.items()})
+        chunk += 1
+    return evaluation_metrics(parts, env.seats, each, episodes)
