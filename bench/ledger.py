@@ -125,7 +125,9 @@ class Ledger:
 
     def known(self, name: str) -> Line | None:
         """Returns the published row, or that of all its seeds if no single one is known."""
-        return self.published.get(name) or self.published.get(name.rpartition("/")[0])
+        whole, _, seed = name.rpartition("/")
+        mean = self.published.get(whole, {})
+        return self.published.get(name) or (mean if seed in map(str, mean.get("seeds", [])) else None)
 
     def compared(self, name: str) -> str:
         """Returns a row's figures: "68.0 % published, 66.7 % here"."""

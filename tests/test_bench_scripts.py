@@ -82,6 +82,13 @@ def test_a_name_that_matches_no_row_is_refused_with_the_names(checkout: Path) ->
     assert "\n  plan_path/team + GRPO, equal samples\n" in done.stderr
 
 
+def test_rows_that_choose_a_rate_are_not_compared_with_the_published_score(checkout: Path) -> None:
+    script = ("scripts/reproduce.py", "--list", "--only", "plan_path/team + GRPO, equal samples/")
+    rows, tuned = (start(checkout, *script, *more).stdout.splitlines() for more in ([], ["--tune"]))
+    assert len(rows) == 3 and all("published, mean of 3 seeds" in row for row in rows)
+    assert len(tuned) == 3 and not any("published" in row for row in tuned)
+
+
 def test_configs_of_all_rows_are_checked_before_the_first_begins(checkout: Path) -> None:
     (checkout / "configs").unlink()
     shutil.copytree(ROOT / "configs", checkout / "configs")
