@@ -286,10 +286,12 @@ def finish(
     targets: Mapping[str, float | None],
     *,
     is_stored: bool = True,
+    is_published: bool = False,
     **more: Any,
 ) -> None:
     """Ends a script: prints the figures beside the published ones, and the line of JSON. The figures
-    are added to runs/measured/figures.jsonl if `is_stored`: those of a smoke test are not."""
+    are added to runs/measured/figures.jsonl if `is_stored`: those of a smoke test are not. If
+    `is_published`, since the script has written a page of them, they replace the published ones."""
     rounded = {name: float(f"{value:.5g}") for name, value in figures.items()}
     if is_stored:
         ledger = Ledger(FIGURES, lambda line: "")
@@ -297,4 +299,6 @@ def finish(
         for name in known.keys() & rounded.keys():
             print(f"{name}: {known[name]:g} published, {rounded[name]:g} here")
         ledger.add(bench, {"figures": rounded, **more})
+        if is_published:
+            ledger.publish([bench])
     print(json.dumps({"bench": bench, "figures": rounded, "targets": dict(targets), **more}))

@@ -3,7 +3,7 @@
     python bench/scale.py                       about 15 minutes
     python bench/scale.py --quick               one part, shorter: a smoke test
     python bench/scale.py --parts envs loop     some parts
-    python bench/scale.py --report              also writes docs/results-scaling.md
+    python bench/scale.py --report              also publishes the figures, and writes docs/results-scaling.md
 
 Four parts: envs on servers, samplers in processes of their own (scale_parts/samplers.py), training shared by ranks
 (scale_parts/sharding.py), the whole loop on workers and on Ray (scale_parts/loop.py). The docstrings of the last three
@@ -219,6 +219,8 @@ def page(tables: Sequence[Table]) -> str:
         f"Made by `python bench/scale.py --report`, whose docstring describes the figures: commit {commit()}, {cores} "
         f"cores of {processor()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
         f"load {load:.1f} at the end.",
+        "The figures are in [bench/measured/figures.jsonl](../bench/measured/figures.jsonl); `python bench/scale.py` "
+        "measures them again and prints both.",
     ]
     for table in tables:
         columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
@@ -236,6 +238,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
     options = parser.parse_args()
+    if options.report and (options.quick or options.parts):
+        parser.error("--report: the page has all parts, at full length")
     figures: dict[str, float] = {}
     tables = []
     for name in options.parts or (["envs"] if options.quick else PARTS):
@@ -245,7 +249,7 @@ def main() -> None:
         figures |= own
     if options.report:
         REPORT.write_text(page(tables))
-    finish("scale", figures, TARGETS, is_stored=not options.quick)
+    finish("scale", figures, TARGETS, is_stored=not options.quick, is_published=options.report)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,25 @@ def test_a_name_that_matches_no_row_is_refused_with_the_names(checkout: Path) ->
     assert "\n  plan_path/team + GRPO, equal samples\n" in done.stderr
 
 
+@pytest.mark.parametrize("part", [["--quick"], ["--parts", "envs"]])
+def test_a_page_is_not_written_from_a_part_of_its_figures(part: list[str], checkout: Path) -> None:
+    before = contents(checkout)
+    done = start(checkout, "bench/scale.py", "--report", *part)
+    assert done.returncode == 2 and "all parts, at full length" in done.stderr
+    assert contents(checkout) == before
+
+
+def test_published_figures_are_those_of_the_page(checkout: Path) -> None:
+    code = (
+        "import sys; sys.path.append('bench'); from ledger import finish; finish('x', {'a': 2.0}, {}, is_published=%s)"
+    )
+    for is_published, count in ((False, 2), (True, 3)):
+        assert start(checkout, "-c", code % is_published).returncode == 0
+        lines = (checkout / "bench/measured/figures.jsonl").read_text().splitlines()
+        assert len(lines) == count
+    assert json.loads(lines[-1])["figures"] == {"a": 2.0}
+
+
 def test_rows_that_choose_a_rate_are_not_compared_with_the_published_score(checkout: Path) -> None:
     script = ("scripts/reproduce.py", "--list", "--only", "plan_path/team + GRPO, equal samples/")
     rows, tuned = (start(checkout, *script, *more).stdout.splitlines() for more in ([], ["--tune"]))
