@@ -19,7 +19,7 @@ SCREENSHOTS := .cache/screenshots
 .PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch goes first and alone: pip then keeps the build already chosen (CPU or CUDA) when it resolves the rest.
 $(INSTALLED): pyproject.toml constraints.txt
