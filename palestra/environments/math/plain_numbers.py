@@ -29,6 +29,8 @@ _SIGNS |= {"\u00b2": "^{2}", "\u00b3": "^{3}", "\u222a": "\\cup ", "\u2229": "\\
 _SIGNS |= {"\\varnothing": "\\emptyset "}
 _SIGNS |= {"\u00a0": " ", "\u2009": " ", "\u202f": " "}
 
+_RADICAL = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", re.ASCII)
+
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,40}"
 _DIGITS = rf"(?:(?:{_INTEGER})?\.\d{{1,40}}|(?:{_INTEGER})\.?)"
 _TEN = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d{1,3})|[eE][+-]?\d{1,3})"
@@ -88,7 +90,7 @@ def normalize_latex(text: str) -> str:
     for several: the expressions here would take time cubic in their number."""
     for sign, ascii_form in _SIGNS.items():
         text = text.replace(sign, ascii_form)
-    text = text.replace("\\,", " ").replace("{,}", ",")
+    text = _RADICAL.sub(r"\\sqrt{\1\2}", text.replace("\\,", " ").replace("{,}", ","))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
     return " ".join(_SHORT_FRACTION.sub(_spelled, text).split())
 

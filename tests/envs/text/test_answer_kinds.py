@@ -665,6 +665,19 @@ def test_units_and_dates_in_words(gold: str, right: list[str], wrong: list[str])
     assert [answer for answer in wrong if grade_directly(answer, gold) == CORRECT] == []
 
 
+@pytest.mark.parametrize(
+    ("question", "gold", "right", "wrong"),
+    [
+        ("Simplify √50.", r"5\sqrt{2}", ["5√2", "5√(2)", "√2 · 5"], ["√50", "√(50)", "5√3", "5√25"]),
+        ("Rationalise 1/√x.", r"\frac{\sqrt{x}}{x}", ["√x/x", "√(x)/x"], ["1/√x", "√x"]),
+        ("What is it?", r"\sqrt{x+1}", ["√(x+1)"], ["√x+1"]),
+    ],
+)
+def test_root_signs(question: str, gold: str, right: list[str], wrong: list[str]) -> None:
+    judged = asyncio.run(grades(question, gold, right + wrong))
+    assert [grade.is_correct for grade in judged] == [True] * len(right) + [False] * len(wrong)
+
+
 @given(st.integers(2, 16), st.integers(2, 16), st.integers(1, 10**6))
 def test_numbers_in_a_base_are_compared_with_their_base(base: int, other: int, digits: int) -> None:
     assert grade_directly(f"{digits}_{{{base}}}", f"{digits}_{base}") == CORRECT
