@@ -95,7 +95,9 @@ class user_errors:
         short = _out_of_memory(error)
         expected = short or isinstance(error, ValueError | ConnectionError)
         if not expected and self.received is not None and isinstance(error, READ_ERRORS):
-            short, expected = f"{self.received} is not as palestra writes it: {type(error).__name__}: ", "damage"
+            names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
+            blame = "" if names_file else f"{self.received} is not as palestra writes it: "
+            short, expected = f"{blame}{type(error).__name__}: ", "damage"
         if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
         from palestra.core.failures import RunFailed

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from command_line import palestra, refused
+from command_line import invoke, palestra, refused
 
 from palestra.core.types import Answer, Episode, Node
 from palestra.evaluation.report.episodes import episode_html, pick_samples
@@ -191,3 +191,6 @@ def test_vector_and_population_runs_have_pages(tmp_path):
     assert "held_out" in words and "env steps" in words
     palestra("plot", tmp_path / "pop", "--metric", "nash_conv", "--out", tmp_path / "p.svg")
     assert "Who beats whom" not in Path(tmp_path / "p.svg").read_text()
+    (tmp_path / "file").touch()
+    done = invoke("report", run, "--out", tmp_path / "file" / "page.html")
+    assert done.exit_code == 1 and "file" in done.stderr and "is not as palestra writes it" not in done.stderr
