@@ -9,7 +9,8 @@ from typing import Any
 
 HIDDEN = "REDACTED"  # plain text in YAML and in URLs
 REMEDY = "give them in an environment variable (key_env: NAME, or the client's own, such as AWS_SECRET_ACCESS_KEY)"
-USER_IS_A_FOLDER = ("abfs", "abfss", "wasb", "wasbs")  # container@account of Azure's stores
+# A user without a password is none there: container@account of Azure's stores, a login that needs a key or a ticket.
+USER_IS_NO_SECRET = ("abfs", "abfss", "wasb", "wasbs", "sftp", "ssh", "git+ssh", "hdfs", "smb")
 _WORDS = r"api[_-]?key|apikey|pass(?:word|wd|phrase)|(?:access|secret|private)[_-]?key|client[_-]?secret|authorization"
 _WORDS += r"|(?:auth|access|bearer|refresh|api|hf)[_-]?token"
 _NAME = re.compile(rf"(?:.*[_-])?(?:{_WORDS})|token|secret|credentials?", re.IGNORECASE)
@@ -58,7 +59,7 @@ def _hidden_url(url: str) -> str:
     scheme, _, rest = url.partition("://")
     place = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, at, _ = place.rpartition("@")
-    if at and (scheme.lower() not in USER_IS_A_FOLDER or ":" in user):
+    if at and (scheme.lower() not in USER_IS_NO_SECRET or ":" in user):
         rest = HIDDEN + rest[len(user) :]
     return re.sub(r"([?&;]([^=?&;#\s]+)=)([^&;#,\s\"')]+)", _hidden_parameter, f"{scheme}://{rest}")
 
