@@ -421,6 +421,20 @@ def test_a_bad_published_agent_is_refused(made: Path, tmp_path: Path, secret: Pa
         check_refused(run_command(tmp_path, *words))
 
 
+@pytest.mark.parametrize("place", ["./a/base", "a/base"])
+def test_a_bad_base_beside_an_agent_is_refused(
+    made: Path, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("planner"), Path("a/base")):
+        shutil.copytree(made / "planner", folder)
+    as_model(Path("a/base"), num_hidden_layers=10**9)
+    changed("palestra.json", speech={"base": place})(Path("planner"), secret)
+    done = run_command(tmp_path, "serve-agent", "planner", "--port", "0")
+    check_refused(done)
+    assert "more layers than there are weights" in " ".join(done.stderr.split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", TEMPLATES)
 def test_a_chat_template_that_never_ends_is_refused(made: Path, tmp_path: Path, secret: Path, attack: str) -> None:

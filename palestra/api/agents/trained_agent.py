@@ -146,7 +146,7 @@ def open_published(folder: Path) -> TrainedAgent:
         speech = {"base": read_adapter_config(folder).base_model_name_or_path}
         facts = AgentFacts(name=facts.name, speech=speech)
     base = str(facts.speech.get("base", ""))
-    if base.startswith((".", "/", "~")) and Path(base).expanduser().is_dir():
+    if base and Path(base).expanduser().is_dir():  # also without "./": transformers looks there before the hub
         check_model_files(Path(base).expanduser())
     return TrainedAgent(facts.name, facts.version, folder, kind, facts.speech, facts.role)
 
