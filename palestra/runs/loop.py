@@ -197,8 +197,8 @@ def run_training(
             play_evals(trainer, run, step, callback)
             run.sync()
             stopping = any_rank(should_stop()) and not last
-            waited = time.monotonic() - saved_at >= checkpoint_interval_s
-            is_overdue = any_rank(waited and trainer.can_save_any_time)
+            waited = any_rank(time.monotonic() - saved_at >= checkpoint_interval_s)
+            is_overdue = waited and not any_rank(not trainer.can_save_any_time)
             keep = last or (trainer.keep_every > 0 and done % trainer.keep_every == 0)
             if keep or stopping or is_overdue or done % trainer.checkpoint_every == 0:
                 save_checkpoint(trainer, run, step, keep=keep)

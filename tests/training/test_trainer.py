@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +119,37 @@ def test_stop_after_the_last_step_counts_as_finished(tmp_path: Path) -> None:
     with Run.create(tmp_path, "") as run:
         seen = StopAfter(11)
         assert run_training(Counter(), run, seen, lambda: seen.stop_requested)
+
+
+class RankCounter(Counter):
+    """One of two ranks, which are threads. `items` and `barrier` are theirs together."""
+
+    rank: int
+    items: list[Any]
+    barrier: threading.Barrier
+
+    def all_gather(self, item: Any) -> list[Any]:
+        self.items[self.rank] = item
+        self.barrier.wait(10)
+        found = list(self.items)
+        self.barrier.wait(10)
+        return found
+
+
+def test_the_clock_saves_only_if_every_rank_can_save(tmp_path: Path) -> None:
+    ranks = [RankCounter(steps=4, can_save_any_time=can) for can in (True, False)]
+    items: list[Any] = [None] * 2
+    barrier = threading.Barrier(2)
+    for number, rank in enumerate(ranks):
+        rank.rank, rank.items, rank.barrier = number, items, barrier
+
+    def train_rank(rank: RankCounter) -> list[int]:
+        with Run.create(tmp_path, "") as run:
+            run_training(rank, run, checkpoint_interval_s=0.0)
+            return [checkpoint.step for checkpoint in list_checkpoints(run.path)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(train_rank, ranks)) == [[3], [3]]
 
 
 def test_exception_closes_the_trainer_without_checkpoint(tmp_path: Path) -> None:
