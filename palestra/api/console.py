@@ -96,7 +96,8 @@ class user_errors:
         expected = short or isinstance(error, ValueError | ConnectionError)
         if not expected and self.received is not None and isinstance(error, READ_ERRORS):
             names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
-            blame = "" if names_file else f"{self.received} is not as palestra writes it: "
+            why = "is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where)"
+            blame = "" if names_file else f"{self.received} {why}: "
             short, expected = f"{blame}{type(error).__name__}: ", "damage"
         if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
