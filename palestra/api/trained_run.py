@@ -9,7 +9,6 @@ run.trees()[0]      # displays every turn with rewards, advantages and the sibli
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -36,7 +35,7 @@ from palestra.evaluation.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.series import RunLogs
-from palestra.runs.settings import find_run, flatten_tree
+from palestra.runs.settings import find_run, flatten_tree, read_meta
 
 if TYPE_CHECKING:
     from palestra.evaluation.target import EvalResult
@@ -146,8 +145,7 @@ class TrainedRun:
     @cached_property
     def meta(self) -> Tree:
         """Versions, seed, command line, time of creation."""
-        found: Tree = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
-        return found
+        return read_meta(self.path, needs_config=False)
 
     @property
     def metrics(self) -> Any:

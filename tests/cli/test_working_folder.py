@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from palestra.core.config.user_modules import FOLDERS_VARIABLE
+
 SCRIPT = ["-P", "-c", "from palestra.cli.main import app; app()"]  # as the installed script, whose path has no folder
 MODULE = ["-m", "palestra"]
 STARTED_BY_MODULE = {"pkgutil", "runpy"}  # `python -m` imports them, before it runs anything of palestra
@@ -46,6 +48,7 @@ def ran(folder: Path) -> list[str]:
 
 def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    variables.pop(FOLDERS_VARIABLE, None)
     return subprocess.run([sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True)
 
 
@@ -120,7 +123,24 @@ def test_a_child_process_imports_no_module_of_the_working_folder(tmp_path: Path)
     assert ran(tmp_path) == []
 
 
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_a_module_that_registers_an_env_is_imported(tmp_path: Path, num_processes: int) -> None:
+    pytest.importorskip("gymnasium")
+    cart_pole = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    (tmp_path / "mine.py").write_text(f"import gymnasium\ngymnasium.register('Mine-v0', {cart_pole!r})\n")
+    code = (
+        "import os; from palestra.core.config import allow_modules_in; allow_modules_in(os.getcwd())\n"
+        "from palestra.envs.adapters.gymnasium import GymnasiumEnv\n"
+        f"env = GymnasiumEnv(2, id='mine:Mine-v0', num_processes={num_processes}); env.reset([1, 2]); env.close()\n"
+    )
+    done = start(tmp_path, "-P", "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_publish_says_how_to_import_an_env_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENV)
-    code = "from palestra.envs import load_env_class; load_env_class('mine:Mine')"
-    assert "PYTHONPATH=." in start(tmp_path, "-P", "-c", code).stderr
+    (tmp_path / "games").mkdir()
+    (tmp_path / "games" / "mine.py").write_text(ENV)
+    for path in ("mine:Mine", "games.mine:Mine"):
+        code = f"from palestra.envs import load_env_class; load_env_class('{path}')"
+        assert "PYTHONPATH=." in start(tmp_path, "-P", "-c", code).stderr

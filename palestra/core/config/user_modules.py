@@ -7,37 +7,43 @@ somebody else made can neither replace a package nor run code when it is only lo
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from palestra.core.config.import_errors import explain_import_error
 
-_folders: list[str] = []
+FOLDERS_VARIABLE = "PALESTRA_MODULE_FOLDERS"  # of the environment, which other processes of a run inherit
 
 
 def allow_modules_in(folder: str | Path) -> None:
     """Lets this process, and those that it starts, import the modules in `folder` that a config names."""
-    _folders.append(str(folder))
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(dict.fromkeys([*_allowed_folders(), str(folder)]))
+
+
+def _allowed_folders() -> list[str]:
+    return [folder for folder in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
+
+
+def search_allowed_folders() -> None:
+    """Lets Python itself import from these folders, after all others; call it before a named module is imported."""
+    sys.path += [folder for folder in _allowed_folders() if folder not in sys.path]
 
 
 def import_object(path: str) -> Any:
     """Returns the object at "module:name". Raises ImportError, AttributeError or ValueError if there is none."""
     module, _, name = path.partition(":")
-    return getattr(import_user_module(module), name)
-
-
-def import_user_module(module: str) -> ModuleType:
-    """Returns the module of this name. Raises ImportError or ValueError if there is none."""
+    package = module.partition(".")[0]
     if not module.startswith("palestra."):
-        sys.path += [folder for folder in _folders if folder not in sys.path]
+        search_allowed_folders()
     try:
-        return importlib.import_module(module)
+        return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if not _folders and error.name == module and Path(f"{module.partition('.')[0]}.py").exists():
+        is_here = Path(f"{package}.py").exists() or Path(package).is_dir()
+        if is_here and error.name == package and not _allowed_folders():
             raise ImportError(
-                f"this command runs no module of the working folder; if {module} is yours: PYTHONPATH=. palestra ..."
+                f"this command runs no module of the working folder; if {package} is yours: PYTHONPATH=. palestra ..."
             ) from error
         raise
 

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from palestra.core.config.user_modules import import_user_module
+from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
@@ -364,10 +364,9 @@ class GymnasiumGame:
 def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
     """Returns `gymnasium.make(id, **options)` without the env checker. Raises ValueError if Gymnasium cannot make the
     env."""
-    module, colon, _ = id.partition(":")
+    if ":" in id:  # "module:Env-v0", which Gymnasium imports
+        search_allowed_folders()
     try:
-        if colon:  # "module:Env-v0", whose import registers the env
-            import_user_module(module)
         return gymnasium.make(id, disable_env_checker=True, **(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
