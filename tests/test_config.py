@@ -258,9 +258,9 @@ def test_importing_config_models_reads_no_source() -> None:
     code = (
         "import linecache, palestra.api.config_reference\n"
         "from palestra.text.algorithms.grpo import GRPO\n"
-        "assert not [name for name in linecache.cache if name.endswith(('text/grpo.py', 'runs/sinks/base.py'))]\n"
+        "assert not [name for name in linecache.cache if name.endswith(('algorithms/grpo.py', 'sinks/base.py'))]\n"
         "assert 'Siblings per group' in GRPO.__doc__\n"
-        "assert [name for name in linecache.cache if name.endswith('text/grpo.py')]\n"
+        "assert [name for name in linecache.cache if name.endswith('algorithms/grpo.py')]\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,8 @@ def test_orphaned_busy_child_cleans_up_and_exits(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from toy_processes import PipeProcess, wait_for_parent
+from palestra.parallel.processes import PipeProcess
+from toy_processes import wait_for_parent
 child = PipeProcess(wait_for_parent, {str(note)!r})
 print(child.pipe.recv(), flush=True)
 child.pipe.recv()

@@ -376,7 +376,7 @@ def test_one_bad_run_does_not_hide_the_others(made: Path, tmp_path: Path, secret
     run = received(made, tmp_path)
     (LEADING_OUT | FORGED)[attack](run, secret)
     done = run_command(tmp_path, "runs", "--root", tmp_path / "runs")
-    assert done.exit_code == 0 and re.search("^ *intact .*test 50.0%", done.output, re.MULTILINE), done.output
+    assert done.exit_code == 0 and re.search("^ *intact .* done .*test", done.output, re.MULTILINE), done.output
     with time_limit():
         client = TestClient(build_dashboard(tmp_path / "runs"), base_url="http://127.0.0.1")
         listed = client.get("/api/runs")
@@ -562,7 +562,7 @@ OWN_FILES = {
     "runs/resource_usage.py": "the system's",
     "runs/system_metrics.py": "the system's",
 }
-RECEIVING = ("agents", "cli", "dashboard", "evaluation", "mirror", "populations", "report", "runs", "sinks")
+RECEIVING = ("api/agents", "cli", "dashboard", "evaluation", "populations", "runs")
 
 
 def test_no_reader_goes_around_the_checks() -> None:

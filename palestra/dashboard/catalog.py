@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import hide_credentials, parse
-from palestra.core.files import DamagedFile, file_size, read_json
+from palestra.core.files import DamagedFile, file_size, read_bytes, read_json
 from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
@@ -118,9 +118,7 @@ def read_config(path: Path) -> Tree:
     """Returns a config as a tree, without credentials; {} if it is not a config or larger than `MAX_TREE_BYTES`
     bytes."""
     try:
-        if file_size(path) > MAX_TREE_BYTES:
-            return {}
-        return parse(hide_credentials(path.read_text(encoding="utf-8")), str(path))
+        return parse(hide_credentials(read_bytes(path, MAX_TREE_BYTES).decode()), str(path))
     except (ValueError, OSError, *PARSE_ERRORS):
         return {}
 

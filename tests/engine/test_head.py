@@ -213,7 +213,7 @@ def test_chunked_sampling_equals_whole_logits(monkeypatch):
 MEASURE = """
 import resource, sys
 import numpy as np
-from palestra.engine import logits
+from palestra.engine.forward import logits
 from palestra.engine.lora.adapters import Adapter, LoraConfig
 from palestra.engine.training.trainer import Trainer
 from palestra.core.losses import clipped_policy_loss

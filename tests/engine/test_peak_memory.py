@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from palestra.engine import head, models
+from palestra.engine.bases import model as models
+from palestra.engine.training import head
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
 from palestra.engine.sampling.sampler import Request, Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig, sample_tokens
