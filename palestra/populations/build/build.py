@@ -14,29 +14,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from palestra.parallel.config import PopulationBackendConfig, open_backend
-from palestra.runs.config import RunConfig
-from palestra.vector.build.envs import check_memory
 from palestra.core.config import RunName, StrictModel
+from palestra.core.files import atomic_write, to_json_line
+from palestra.core.types import TEAM, Metrics, Seat
 from palestra.envs import load_env_class, validate_env_options
+from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.envs.vector_base import VectorEnv
-from palestra.core.files import atomic_write, to_json_line
+from palestra.parallel.config import PopulationBackendConfig, open_backend
+from palestra.parallel.tasks import Backend, TaskResult, WorkerFactory
 from palestra.populations.plans.league import League, LeagueConfig
 from palestra.populations.plans.pbt import PBT, PBTConfig
-from palestra.populations.population import Member, Player, Population
 from palestra.populations.plans.psro import PSRO
 from palestra.populations.plans.psro_config import PSROConfig
-from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.plans.self_play import SelfPlay, SelfPlayConfig
-from palestra.parallel.tasks import Backend, TaskResult, WorkerFactory
 from palestra.populations.plans.xdo import XDO, XDOConfig
-from palestra.envs.remote.remote_env import make_env
-from palestra.runs import Run
-from palestra.core.types import TEAM, Metrics, Seat
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.workers.exact import ExactWorker
 from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
+from palestra.runs import Run
+from palestra.runs.config import RunConfig
+from palestra.vector.build.envs import check_memory
 
 SHARED_PLAYER = "agent"  # name of the population that plays every seat
 

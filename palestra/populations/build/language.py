@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from palestra.parallel.tasks import WorkerFactory
 from palestra.populations.build.build import ExactOracle, PopulationConfig
 from palestra.populations.population import Player
-from palestra.parallel.tasks import WorkerFactory
 from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker
 from palestra.populations.workers.net_oracle import NetOracle
 

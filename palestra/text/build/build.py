@@ -8,28 +8,28 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Seat
+from palestra.envs.remote.address import pop_metrics
+from palestra.envs.remote.remote_env import env_factory, has_option, make_env
+from palestra.runs.seats import resolve_seats
 from palestra.text.algorithms.grpo_config import GRPOConfig
 from palestra.text.build.critics import critic_kind
 from palestra.text.build.engines import Engines, build_engines
 from palestra.text.build.learned_reward import learned_reward_source
 from palestra.text.build.policy_resolver import PolicyResolver, make_policy, stage_resolver, stage_scorers, teachers_of
 from palestra.text.build.sampling_masks import biased_sampling_notes, check_dropout, check_sampling_masks
-from palestra.runs.seats import resolve_seats
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, Scorer
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.in_flight import InFlightPolicy
-from palestra.envs.remote.address import pop_metrics
-from palestra.envs.remote.remote_env import env_factory, has_option, make_env
 from palestra.text.rollouts.dataset import DataFile, read_data
 from palestra.text.rollouts.dataset_source import DatasetSource
 from palestra.text.rollouts.rank_split import RankSplit, RankSplitRunner, RankSplitSource
 from palestra.text.rollouts.sources import EnvSource, EpisodeSource
 from palestra.text.rollouts.tree_rollout import EpisodeRunner
-from palestra.core.seeding import derive_seed
 from palestra.text.training.async_rollouts import AsyncTextTrainer
 from palestra.text.training.trainer import Stage, TextEval, TextTrainer
-from palestra.core.types import Seat
 
 if TYPE_CHECKING:
     from palestra.text.tinker.client import RemoteEngines

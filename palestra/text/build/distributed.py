@@ -9,8 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
+from palestra.engine.bases.names import tokenizer_of
+from palestra.engine.sampling.request import Completion, Request
 from palestra.parallel.async_backend import AsyncBackend
 from palestra.parallel.config import RolloutBackendConfig, open_backend, require_ray
+from palestra.parallel.tasks import Backend, WorkerFactory
+from palestra.text.build import build as text
+from palestra.text.build.engines import Engines
+from palestra.text.build.rollout_worker import RolloutWorker
+from palestra.text.config import TextConfig
+from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policy_configs import FrozenConfig
+from palestra.text.rollouts.sources import EnvSource
 from palestra.text.training.episode_tasks import (
     DistributedEval,
     DistributedSource,
@@ -18,19 +30,7 @@ from palestra.text.training.episode_tasks import (
     episodes_per_slice,
 )
 from palestra.text.training.recoverable_trainer import HostedWeights, ProcessHandle, RecoverableTrainer, WeightHost
-from palestra.text.build import build as text
-from palestra.text.build.engines import Engines
-from palestra.text.config import TextConfig
-from palestra.text.policy_configs import FrozenConfig
-from palestra.engine.bases.names import tokenizer_of
-from palestra.engine.sampling.request import Completion, Request
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
-from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.parallel.tasks import Backend, WorkerFactory
-from palestra.text.rollouts.sources import EnvSource
 from palestra.text.training.trainer import Stage, TextEval, TextTrainer
-from palestra.text.build.rollout_worker import RolloutWorker
 
 RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
 """Opens the backend that plays episodes, given its config and the function that builds a worker."""

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.text.config import TextConfig
-from palestra.text.policy_configs import FrozenConfig
-from palestra.engine.training.checkpoints import load_full_model
 from palestra.core.accel.devices import resolve_device
-from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.engine.bases.fsdp import shard_engine
+from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
 from palestra.engine.lora.adapters import Adapter
-from palestra.engine.bases.model import Engine
-from palestra.engine.training.peft_format import load_adapter
 from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.checkpoints import load_full_model
+from palestra.engine.training.peft_format import load_adapter
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup, join_process_group
+from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, LocalWeights
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 from palestra.text.learners.separate_critic import SeparateCriticWeights
 from palestra.text.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
+from palestra.text.policy_configs import FrozenConfig
 from palestra.text.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.text.samplers.remote_samplers import RemoteSamplers
 

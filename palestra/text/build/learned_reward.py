@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from palestra.core.config import load, validate
+from palestra.core.types import Answer
+from palestra.runs import find_run, list_checkpoints
 from palestra.text.algorithms.reward_model import scoring_sample
 from palestra.text.build.engines import Engines
 from palestra.text.config import TextConfig
-from palestra.core.config import load, validate
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.rollouts.learned_reward import LearnedRewardSource
 from palestra.text.rollouts.sources import EnvSource
-from palestra.runs import find_run, list_checkpoints
-from palestra.core.types import Answer
 
 
 def learned_reward_source(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from palestra.text.config import TextConfig
-from palestra.text.policy_configs import FrozenConfig
-from palestra.core.config import override, validate
 from palestra.core.accel.devices import resolve_device
-from palestra.engine.cache.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.core.accel.malloc import free_memory
+from palestra.core.config import override, validate
+from palestra.engine.cache.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens, token_bytes
+from palestra.engine.forward.quantized import quantized_bytes
 from palestra.engine.memory import (
     FLOAT32,
     PROCESS,
@@ -26,7 +25,7 @@ from palestra.engine.memory import (
     peak_bytes,
 )
 from palestra.engine.training.optimizers import state_bytes
-from palestra.engine.forward.quantized import quantized_bytes
+from palestra.text.config import TextConfig
 from palestra.text.learners.lm_config import (
     FullPolicyConfig,
     LMLearnerConfig,
@@ -34,6 +33,7 @@ from palestra.text.learners.lm_config import (
     LoraPolicyConfig,
     autocast_dtype,
 )
+from palestra.text.policy_configs import FrozenConfig
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_MICRO_BATCH_TOKENS = 512

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palestra.text.build.engines import Engines
-from palestra.text.config import TextConfig
-from palestra.text.policy_configs import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
+from palestra.core.types import Sample, Seat
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import answer_logprobs
+from palestra.text.build.engines import Engines
+from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, Scorer
 from palestra.text.policies.base import Policy
 from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
@@ -21,7 +21,7 @@ from palestra.text.policies.endpoint_scores import answer_logprobs_at
 from palestra.text.policies.in_flight import InFlightPolicy
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.text.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
-from palestra.core.types import Sample, Seat
+from palestra.text.policy_configs import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
 
 if TYPE_CHECKING:
     from palestra.text.tinker.client import RemoteEngines

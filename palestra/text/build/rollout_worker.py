@@ -1,5 +1,5 @@
-"""Rollout worker: plays slices of a step's episodes (`text/training/episode_tasks.py`) in its own process, with the run's
-bases, samplers and envs.
+"""Rollout worker: plays slices of a step's episodes (`text/training/episode_tasks.py`) in its own process, with the
+run's bases, samplers and envs.
 
 An episode is played entirely in the process that holds its sampler. The worker builds the same parts as a run in one
 process; it does not train, but loads the learners' published weights.
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from palestra.core.types import Episode
 from palestra.parallel.config import RolloutBackendConfig
-from palestra.text.training.episode_tasks import EPISODES_FILE, EpisodesResult, EpisodesTask, EvalTask, RolloutTask
+from palestra.parallel.tasks import Task
+from palestra.parallel.worker_stats import worker_stats
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner
-from palestra.parallel.tasks import Task
-from palestra.parallel.worker_stats import worker_stats
+from palestra.text.training.episode_tasks import EPISODES_FILE, EpisodesResult, EpisodesTask, EvalTask, RolloutTask
 from palestra.text.training.trainer import play_instances
-from palestra.core.types import Episode
 
 
 class RolloutWorker:

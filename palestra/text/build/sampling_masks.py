@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from palestra.text.config import TextConfig
-from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.core.losses import has_dropout
+from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.text.config import TextConfig
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 
 

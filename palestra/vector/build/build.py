@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from palestra.core.accel.devices import network_device
+from palestra.core.accel.malloc import keep_freed_memory
+from palestra.core.seeding import derive_seed
+from palestra.core.types import Seat
+from palestra.envs import VectorEnv
+from palestra.parallel.shared_memory import ProcessRank, all_gather, start_processes
+from palestra.runs import list_checkpoints
+from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.runs.null_run import NullRun
 from palestra.runs.seats import resolve_seats
+from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env
 from palestra.vector.config import (
     FrozenNetConfig,
     RandomActionsConfig,
@@ -21,23 +31,13 @@ from palestra.vector.config import (
     VectorConfig,
     VectorEvalConfig,
 )
-from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env
-from palestra.core.accel.devices import network_device
-from palestra.core.accel.malloc import keep_freed_memory
-from palestra.envs import VectorEnv
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
 from palestra.vector.rollouts.rollout import VectorRollout
-from palestra.runs import list_checkpoints
-from palestra.runs.null_run import NullRun
-from palestra.core.seeding import derive_seed
-from palestra.parallel.shared_memory import ProcessRank, all_gather, start_processes
-from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.vector.trainer import VectorEval, VectorTrainer, gather_single
-from palestra.core.types import Seat
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
 MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the config leaves it open

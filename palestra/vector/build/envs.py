@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from palestra.vector.config import VectorConfig
 from palestra.core.accel.malloc import check_fits_memory
 from palestra.envs import VectorEnv, load_env_class, validate_env_options
+from palestra.vector.config import VectorConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
 MEASURE_ABOVE = 50_000_000  # transitions; above this the real size of one is measured
