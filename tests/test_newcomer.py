@@ -91,10 +91,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def palestra(installed: Path, home: Path):
     """Runs a command; returns its output."""
 
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [installed / "palestra", *words], cwd=home, env=clean(), text=True, stdout=-1, stderr=subprocess.STDOUT
-        )
+    def run(*words: str, **variables: str) -> str:
+        command = [installed / "palestra", *words]
+        environment = clean() | variables
+        done = subprocess.run(command, cwd=home, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
         return done.stdout
 
@@ -128,7 +128,7 @@ def test_own_env_is_trained_on_a_real_model_and_published(palestra, installed: P
     assert "animals" in palestra("runs")
     # the packaged base is a quantised copy, whose config does not have the name
     hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    palestra("publish", "runs/animals", "--member", "guesser", "--base-name", hub, "--out", "published")
+    palestra("publish", "runs/animals", "--member", "guesser", "--base-name", hub, "--out", "published", PYTHONPATH=".")
     card = (home / "published" / "README.md").read_text()
     assert "describe_and_guess" in card and f"base_model: {hub}" in card
     adapter = json.loads((home / "published" / "adapter_config.json").read_text())

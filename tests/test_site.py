@@ -110,12 +110,12 @@ def test_reference_lists_every_key_and_type(site: Path) -> None:
     assert all(f"population, type: {kind}" in config for kind in type_choices(LanguagePopulationConfig, "population"))
     assert all(f'id="{name}"' in envs for name in [*TEXT_ENVS, *VECTOR_ENVS])
     assert all(
-        f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "training.loop.run_training")
+        f'id="palestra.{name}"' in python for name in ("core.types.Episode", "envs.base.Env", "runs.loop.run_training")
     )
 
 
 def test_linked_repository_files_are_pages(site: Path) -> None:
-    shown = (site / "source" / "palestra" / "losses" / "policy.py.html").read_text(encoding="utf-8")
+    shown = (site / "source" / "palestra" / "core" / "losses.py.html").read_text(encoding="utf-8")
     assert 'class="k">def' in shown
     listed = (site / "source" / "configs" / "games" / "index.html").read_text(encoding="utf-8")
     assert 'href="spread_mappo.yaml.html"' in listed
