@@ -1,1 +1,1 @@
-"""What everything uses: data types, config trees, files, seeds, messages, losses over tokens, traces, HTTP."""
+"""Shared by all rooms: data types, config trees, files, seeds, messages, losses over tokens, traces, HTTP."""

@@ -1,1 +1,1 @@
-"""What envs share: answers, options, splits, few-shot prompts, rows of data, and arithmetic on expressions."""
+"""Shared by envs: answers, options, splits, few-shot prompts, rows of data, and arithmetic on expressions."""
