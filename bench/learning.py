@@ -258,7 +258,7 @@ def interval(values: list[float]) -> str:
 def row(task: Task, lines: list[dict[str, Any]]) -> str:
     """A row of the page's table."""
     bar, steps = f"{'≤' if task.low else '≥'} {task.bar:g}", int(load(task.config)["env_steps"])
-    link = f"[{task.name}](../configs/games/{task.name}.yaml)"
+    link = f"[{task.name}](../palestra/data/configs/games/{task.name}.yaml)"
     if not lines:
         return f"| {link} | {task.scored} | not run | {bar} | | | {steps:,} |"
     scores, cpu = [line["score"] for line in lines], np.mean([line["cpu"] for line in lines])

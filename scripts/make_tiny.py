@@ -214,11 +214,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", choices=RECIPES, nargs="?", default="tiny", help="default: tiny")
     parser.add_argument("--quick", action="store_true", help="a smoke test: two steps, in runs/make_tiny")
-    parser.add_argument("--out", type=Path, help="default: palestra/bases/BASE")
+    parser.add_argument("--out", type=Path, help="default: palestra/data/bases/BASE")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    recipe, out = RECIPES[options.base], options.out or Path("palestra/bases") / options.base
+    recipe, out = RECIPES[options.base], options.out or Path("palestra/data/bases") / options.base
     if options.quick:
         options.steps, out = 2, Path("runs/make_tiny") / options.base
     torch.set_num_threads(1)

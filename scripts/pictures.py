@@ -40,9 +40,8 @@ def train(folder: Path) -> None:
     for name, (config, *changes) in RUNS.items():
         if not (folder / name).exists():
             settings = [part for change in changes for part in ("--set", change)]
-            path = ROOT / "configs" / config
             subprocess.run(
-                [*PALESTRA, "train", str(path), "--root", str(folder), "--name", name, *settings], check=True
+                [*PALESTRA, "train", f"configs/{config}", "--root", str(folder), "--name", name, *settings], check=True
             )
 
 

@@ -1,7 +1,7 @@
 """Measures the base model `tiny` before reinforcement learning: success in play, valid answers, right answers to
 questions.
 
-    python scripts/tiny_measure.py --model palestra/bases/tiny
+    python scripts/tiny_measure.py --model palestra/data/bases/tiny
 
 Boards are of split dev, which is not in the training data. Answers in play are sampled at temperature 1; questions are
 answered greedily.
@@ -90,7 +90,7 @@ QUESTIONS = ("moves", "end", "legal", "stand", "line")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("palestra/bases/tiny"))
+    parser.add_argument("--model", type=Path, default=Path("palestra/data/bases/tiny"))
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--questions", type=int, default=600)
     parser.add_argument("--split", default="dev")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,8 +15,8 @@ from typer.testing import CliRunner
 from palestra.api.run import run_kind
 from palestra.cli.main import app
 from palestra.core.config import load, override, validate
+from palestra.core.config.shipped import find_config
 
-ROOT = Path(__file__).parent.parent
 GROUP: Any = typer.main.get_command(app)
 UsageError: Any = typer.BadParameter.__base__  # the copy of Click that typer contains
 
@@ -67,6 +66,6 @@ def check_command(words: list[str]) -> None:
         found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
         name = str(found)
     given = command.make_context(name, words, parent=context).params
-    if name == "train" and given["config"] and (ROOT / given["config"]).exists():
-        tree = override(load(ROOT / given["config"]), given["settings"] or [])
+    if name == "train" and given["config"] and given["config"].parts[0] in ("configs", "results"):
+        tree = override(load(find_config(given["config"])), given["settings"] or [])
         validate(run_kind(tree).config, tree)

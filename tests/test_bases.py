@@ -2,15 +2,14 @@
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import palestra
 from palestra.core.chat import parse_assistant_message, to_template_message
 from palestra.core.config import validate
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.envs import make_env
 from palestra.envs.text.grid.grid import DIRECTIONS
 from palestra.text.build.build import make_episode_runner
@@ -20,7 +19,7 @@ from palestra.text.config import TextConfig
 from palestra.text.rollouts.metrics import episode_metrics
 from palestra.text.training.trainer import play_instances
 
-TINY = Path(palestra.__file__).parent / "bases" / "tiny"
+TINY = SHIPPED_BASES_DIR / "tiny"
 WORDS = [*DIRECTIONS, "size", "you", "box", "goal", "walls", "plan", "none", "sokoban", "path", "planner", "executor"]
 COORDINATES = [f"{letter}{number}" for letter in "rc" for number in range(16)]
 

@@ -12,6 +12,7 @@ from palestra.api.experiments.study import Search
 from palestra.api.experiments.tune import base_tree, load_tuning, scored_eval
 from palestra.cli.main import app
 from palestra.core.config import dump, load, override, parse, validate
+from palestra.core.config.shipped import DATA_DIR
 from palestra.envs import make_env
 from palestra.envs.support.splits import split_of_layout
 from palestra.populations import scheduler
@@ -26,13 +27,13 @@ from palestra.vector.build.build import build_vector_run
 from palestra.vector.config import VectorConfig
 
 ROOT = Path(__file__).parent.parent
-GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
-POPULATIONS = [*sorted((ROOT / "configs/populations").rglob("*.yaml")), ROOT / "configs/real/text_kuhn_self_play.yaml"]
-GRIDS = sorted((ROOT / "configs/grids").rglob("*.yaml"))
-SEARCHES = sorted((ROOT / "configs/tuning").rglob("*.yaml"))
+SHIPPED = DATA_DIR / "configs"
+GAMES = sorted((SHIPPED / "games").glob("*.yaml"))
+POPULATIONS = [*sorted((SHIPPED / "populations").glob("*.yaml")), ROOT / "configs/real/text_kuhn_self_play.yaml"]
+GRIDS = [*sorted((SHIPPED / "grids").glob("*.yaml")), *sorted((ROOT / "configs/grids").glob("*.yaml"))]
+SEARCHES = sorted((SHIPPED / "tuning").glob("*.yaml"))
 CONFIGS = sorted(
-    {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")}
-    - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
+    {*SHIPPED.rglob("*.yaml"), *(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
 ABSENT_GRIDS = {"smax"}  # grids with such an env
@@ -47,7 +48,7 @@ SHORT = {  # the smallest settings that exercise every part of a plan
 
 def success(folder, settings=()):
     """Success on the config's test layouts (before, after)."""
-    config = validate(TextConfig, override(load(ROOT / "configs/demo.yaml"), settings))
+    config = validate(TextConfig, override(load("configs/demo.yaml"), settings))
     with Run.create(folder, dump(config), "demo") as run:
         assert run_training(build(config), run)
     scores = [line["success"] for line in read_lines(folder / "demo/evals.jsonl") if line["name"] == "test"]
@@ -159,7 +160,7 @@ def test_demo_team_reaches_90_percent_success(tmp_path):
 
 def test_demo_splits_are_disjoint():
     """Instances of each split lie in that split, and no canonical layout in two."""
-    options = load(ROOT / "configs/demo.yaml")["env"]
+    options = load("configs/demo.yaml")["env"]
     seen = {}
     for split in ("base", "train", "dev", "test"):
         env = make_env(**(options | {"split": split}))

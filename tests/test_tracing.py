@@ -77,7 +77,7 @@ def test_wrong_urls_and_a_missing_sdk_are_explained(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match='"localhost:4318" must be an address like http'), tracing_to("localhost:4318"):
         raise AssertionError
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    config = ROOT / "configs/games/kuhn_ppo.yaml"
+    config = "configs/games/kuhn_ppo.yaml"
     assert "pip install 'palestra[otel]'" in refused("train", config, "--root", tmp_path, "--traces", "http://x:1")
     assert not list(tmp_path.iterdir()) and not tracing.is_tracing()
 

@@ -94,7 +94,7 @@ def test_demo_trains_and_is_evaluated(run, home):
         ),
         ("grid typo.yaml --dry-run", "unknown key seed: did you mean seeds?"),
         ("train configs/games/spread_mappo.yaml", "pip install 'palestra[games]'"),
-        ("train examples/workflow.yaml", "pip install 'palestra[workflow]' langgraph langchain-openai"),
+        ("train configs/text/workflow.yaml", "pip install 'palestra[workflow]' langgraph langchain-openai"),
     ],
 )
 def test_mistakes_and_missing_extras_are_named(run, home, words, answer):

@@ -29,7 +29,7 @@ from palestra.populations.build.validation import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 
-CONFIG = Path(__file__).parents[2] / "configs/populations/text_kuhn_psro.yaml"
+CONFIG = Path(__file__).parents[2] / "palestra/data/configs/populations/text_kuhn_psro.yaml"
 TARGETS = {"text_kuhn_nashconv": 0.25}
 SEEDS = 3
 console = Console(width=160)

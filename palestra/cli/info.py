@@ -88,7 +88,7 @@ def _show_installation() -> None:
     import transformers
 
     from palestra.core.config import type_choices
-    from palestra.engine.bases.names import SHIPPED_BASES_DIR
+    from palestra.core.config.shipped import SHIPPED_BASES_DIR
     from palestra.engine.bases.packaged_bases import PACKAGED_BASES, is_installed
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
     from palestra.populations.build.build import PopulationConfig

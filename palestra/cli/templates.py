@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 
 GROUPS = {  # titles of the folders that shipped configs are in
     "configs": "start here",
-    "real": "a real model",
-    "examples": "language agents, by task",
+    "text": "language agents, by task",
     "games": "vector envs (small networks)",
     "populations": "populations",
-    "algorithms": "comparisons of algorithms",
     "grids": "grids of algorithms, tasks and seeds, for palestra grid",
     "tuning": "hyperparameter searches, for palestra tune",
-    "reproduce": "published results",
 }
 
 

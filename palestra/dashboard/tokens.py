@@ -16,10 +16,9 @@ from typing import Self
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-import palestra
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.engine.bases.packaged_bases import packaged_folder
 
-SHIPPED_BASES = Path(palestra.__file__).parent / "bases"
 BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -49,7 +48,7 @@ def _places(base: str) -> list[Path]:
     if folder := packaged_folder(base):
         return [folder / "tokenizer.json"]
     if "/" not in base:
-        return [SHIPPED_BASES / base / "tokenizer.json"]
+        return [SHIPPED_BASES_DIR / base / "tokenizer.json"]
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     folder = home / "hub" / f"models--{base.replace('/', '--')}" / "snapshots"
     return sorted(folder.glob("*/tokenizer.json"))

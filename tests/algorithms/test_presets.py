@@ -63,7 +63,7 @@ def test_setting_that_contradicts_the_preset_is_refused() -> None:
 
 
 def test_dry_run_prints_the_resolved_preset() -> None:
-    config = str(ROOT / "configs" / "games" / "spread_mappo.yaml")
+    config = "configs/games/spread_mappo.yaml"
     changes = ["--set", "algorithm.type=mappo", "--set", "algorithm.critic=central", "--dry-run"]
     done = CliRunner().invoke(app, ["train", config, *changes])
     assert done.exit_code == 0, done.output

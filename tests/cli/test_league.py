@@ -10,7 +10,7 @@ from terminal_text import plain
 from palestra.evaluation.report.population_data import read_record
 from palestra.runs import read_lines
 
-CONFIG = Path(__file__).parents[2] / "configs/populations/rps_league.yaml"
+CONFIG = Path("configs/populations/rps_league.yaml")
 SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_exploiters=0", "games_per_cell=0"]
 
 

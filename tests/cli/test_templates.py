@@ -13,14 +13,14 @@ from terminal_text import plain
 
 from palestra.api.run import run_kind
 from palestra.core.config import load, validate
-from palestra.core.config.shipped import find_config, templates
+from palestra.core.config.shipped import DATA_DIR, find_config, templates
 
 ROOT = Path(__file__).parents[2]
 KNOWN = templates()
 
 
 def test_every_config_is_a_template_with_a_unique_name():
-    found = {path.relative_to(ROOT) for folder in ("configs", "examples") for path in ROOT.glob(f"{folder}/**/*.yaml")}
+    found = {path.relative_to(DATA_DIR) for path in DATA_DIR.glob("configs/**/*.yaml")}
     assert {template.path for template in KNOWN} == found
     assert len({template.name for template in KNOWN}) == len(KNOWN) and KNOWN[0].name == "demo"
 
@@ -32,7 +32,7 @@ def test_every_template_has_a_description(template):
 
 def test_init_lists_them_by_kind():
     text = plain(palestra("init"))
-    assert text.index("start here") < text.index("vector envs") < text.index("populations") < text.index("published")
+    assert text.index("start here") < text.index("vector envs") < text.index("populations")
     for template in KNOWN:
         assert f"{template.name} " in text
 
@@ -51,7 +51,7 @@ def test_init_writes_a_config_that_trains(tmp_path, monkeypatch):
 
 def test_shipped_configs_are_found_and_local_files_take_precedence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load("configs/demo.yaml")["name"] == "demo" and load("examples/math.yaml")["name"] == "math"
+    assert load("configs/demo.yaml")["name"] == "demo" and load("configs/text/math.yaml")["name"] == "math"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").write_text("name: mine\n")
     assert load("configs/demo.yaml") == {"name": "mine"}
@@ -63,7 +63,7 @@ def test_shipped_configs_are_found_by_every_command_and_by_file_name(tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert load("demo.yaml") == load("configs/demo.yaml")
     expert = ("--seats", "*=expert", "--episodes", 1)
-    assert "return of player_0" in palestra("eval", "examples/tictactoe.yaml", *expert)
+    assert "return of player_0" in palestra("eval", "configs/text/tictactoe.yaml", *expert)
     assert "1 of 1 episodes" in palestra("collect", "tictactoe.yaml", *expert, "--out", "game.parquet")
     assert "EOFError" in refused("play", "tictactoe.yaml", "--seats", "player_1=expert")  # nobody types a move
     assert "did you mean configs/demo.yaml, which" in refused("train", "demmo.yaml")
@@ -82,18 +82,18 @@ def test_wheel_contains_configs_and_demo(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "installed"
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    for name in filter(lambda name: (ROOT / name).is_symlink() or (ROOT / name).is_file(), names):
+    for name in filter(lambda name: (ROOT / name).is_file(), names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+        shutil.copy(ROOT / name, source / name)
     build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
-    assert [path.name for path in folder.glob("palestra/examples/*.py")] == ["workflow.py"]
+    assert [path.name for path in folder.glob("palestra/data/**/*.py")] == ["workflow.py"]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     for command in (("init", "demo"), ("train", "configs/populations/kuhn_psro.yaml", "--dry-run")):
         done = subprocess.run(
             [sys.executable, "-m", "palestra", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.yaml").read_bytes() == (ROOT / "configs" / "demo.yaml").read_bytes()
+    assert (tmp_path / "demo.yaml").read_bytes() == (DATA_DIR / "configs/demo.yaml").read_bytes()

@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
         ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "local", "--workers", "2"]),
     ):
-        done = CliRunner().invoke(app, ["train", str(HERE / "configs" / config), "--root", str(root), *settings])
+        done = CliRunner().invoke(app, ["train", f"configs/{config}", "--root", str(root), *settings])
         assert done.exit_code == 0, done.output
     write_pictures(root)
     write_hostile(root)

@@ -12,6 +12,7 @@ from warm_processes import run_palestra, start_palestra
 
 from palestra.api.run import run_request
 from palestra.core.config import check_no_credentials, hide_credentials, load, parse, validate
+from palestra.core.config.shipped import templates
 from palestra.core.failures import write_error_file
 from palestra.dashboard.catalog import read_config
 from palestra.runs import Run
@@ -81,8 +82,8 @@ def test_other_settings_are_accepted(tree: dict) -> None:
 
 
 def test_shipped_configs_hold_no_credentials() -> None:
-    files = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-    assert len([load(file) for file in files]) > 20
+    paths = [template.path for template in templates()]
+    assert len([load(path) for path in paths]) > 20
 
 
 def test_command_and_errors_are_written_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

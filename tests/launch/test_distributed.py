@@ -125,9 +125,9 @@ def test_command_line_selects_the_backend(base: Path, tmp_path: Path) -> None:
     assert (shown["type"], shown["workers"]) == ("ray", 3)
     alone = invoke("train", path, "--workers", 2, "--dry-run")
     assert "workers: 2 play in processes of their own: set type: local" in " ".join(alone.stderr.split())
-    games = invoke("train", ROOT / "configs/games/kuhn_ppo.yaml", "--workers", 2)
+    games = invoke("train", "configs/games/kuhn_ppo.yaml", "--workers", 2)
     assert games.exit_code == 2 and "or the episodes of language agents" in " ".join(games.stderr.split())
-    plain = parse(invoke("train", ROOT / "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]
+    plain = parse(invoke("train", "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]
     assert (plain["type"], plain["workers"]) == ("local", 2)
 
 

@@ -19,6 +19,7 @@ from terminal_text import plain
 from transformers import AutoModelForCausalLM
 
 from palestra.core.config import dump, load, override, parse
+from palestra.core.config.shipped import DATA_DIR
 from palestra.engine.bases.names import resolve_base
 from palestra.populations.build.build import build_population, run_population
 from palestra.populations.build.validation import validate_population
@@ -94,7 +95,7 @@ def test_every_plan_trains_networks(plan, tmp_path):
 def test_fictitious_play_by_networks_approaches_an_equilibrium(tmp_path):
     """NashConv of the average policy: 0.88, 0.78 and 0.84 for three seeds after 12 slices, and falling. With `start:
     last`, policies that have become deterministic do not change any more, and it rises to 1.85."""
-    tree = load(ROOT / "configs/populations/goofspiel_self_play.yaml")
+    tree = load("configs/populations/goofspiel_self_play.yaml")
     plan, _ = train_tree(tmp_path, override(tree, ["population.slices=12", "backend={type: inline}"]))
     assert plan.nash_convs[12] < 1.0 and plan.nash_convs[12] < plan.nash_convs[6]
 
@@ -326,7 +327,7 @@ def test_resume_after_kill_with_two_workers_equals_one_worker(uninterrupted, tmp
     assert_same(run, uninterrupted)
 
 
-SHIPPED = Path(__file__).parents[2] / "configs" / "populations"
+SHIPPED = DATA_DIR / "configs/populations"
 SHORT = {
     "kuhn_psro": ["population.iterations=3", "population.env_steps=4000", "population.games_per_cell=200"],
     "kuhn_self_play": ["population.slices=3", "population.env_steps=4000"],

@@ -29,7 +29,7 @@ def test_a_run_leaves_no_temporary_files(name, tmp_path):
     config, *changes = RUNS[name]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "palestra", "train", str(ROOT / "configs" / config), "--root", str(tmp_path)]
+    command = [sys.executable, "-m", "palestra", "train", f"configs/{config}", "--root", str(tmp_path)]
     command += [part for change in changes for part in ("--set", change)]
     command += ["--workers", str(WORKERS[name])] if name in WORKERS else []
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

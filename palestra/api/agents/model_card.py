@@ -12,8 +12,8 @@ import yaml
 
 from palestra.api.agents.trained_agent import TrainedAgent, read_adapter_config
 from palestra.core.config import Tree, hide_credentials, load
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.files import read_bytes, read_lines
-from palestra.engine.bases.names import SHIPPED_BASES_DIR
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES
 from palestra.runs.headline import algorithm_label, total_steps
 from palestra.runs.series import group_lines, success_interval

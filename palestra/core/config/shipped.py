@@ -1,15 +1,16 @@
-"""The configs that ship with the package, under the paths that they have in the documents: configs/demo.yaml."""
+"""What ships in palestra/data: bases, and configs under their paths in the documents, such as configs/demo.yaml."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parent.parent.parent
-FOLDERS = ("configs", "examples")  # in the package; in a checkout they are links to the folders of that name
+DATA_DIR = Path(str(resources.files("palestra"))) / "data"
+SHIPPED_BASES_DIR = DATA_DIR / "bases"
 
 
 class Template(NamedTuple):
@@ -21,27 +22,27 @@ class Template(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The folder that the config is in: "games", "populations", "examples"."""
+        """The folder that the config is in: "games", "populations", "text"."""
         return self.path.parent.name
 
     @property
     def text(self) -> str:
         """The config itself."""
-        return (PACKAGE / self.path).read_text(encoding="utf-8")
+        return (DATA_DIR / self.path).read_text(encoding="utf-8")
 
 
 def find_config(path: Path) -> Path:
     """Returns `path`, or if there is no such file here, the shipped config of that path or of that file name."""
     if path.exists():
         return path
-    shipped = {one.relative_to(PACKAGE): one for one in _shipped_paths()}
+    shipped = {one.relative_to(DATA_DIR): one for one in _shipped_paths()}
     by_file_name = {Path(one.name): one for one in shipped.values()}
     return shipped.get(path) or by_file_name.get(path) or path
 
 
 def suggest_config(path: Path) -> str:
     """Returns the hint for a config that does not exist: the shipped one with the nearest file name, if any is near."""
-    paths = {one.name: one.relative_to(PACKAGE) for one in _shipped_paths()}
+    paths = {one.name: one.relative_to(DATA_DIR) for one in _shipped_paths()}
     near = get_close_matches(path.with_suffix(".yaml").name, paths, 1, 0.8)
     return f"; did you mean {paths[near[0]]}, which comes with palestra?" if near else ""
 
@@ -53,7 +54,7 @@ def templates() -> list[Template]:
 
 
 def _shipped_paths() -> list[Path]:
-    return [path for folder in FOLDERS for path in _yaml_files(PACKAGE / folder)]
+    return list(_yaml_files(DATA_DIR / "configs"))
 
 
 def _yaml_files(folder: Path) -> Iterator[Path]:
@@ -65,7 +66,7 @@ def _yaml_files(folder: Path) -> Iterator[Path]:
 
 
 def _template(path: Path) -> Template:
-    return Template(path.stem, path.relative_to(PACKAGE), _first_sentence(path.read_text(encoding="utf-8")))
+    return Template(path.stem, path.relative_to(DATA_DIR), _first_sentence(path.read_text(encoding="utf-8")))
 
 
 def _first_sentence(text: str) -> str:

@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.engine.bases.names import (
-    SHIPPED_BASES_DIR,
     expert_notes,
     model_class,
     model_without_weights,

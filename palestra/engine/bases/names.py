@@ -13,12 +13,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.engine.bases.gguf import converted_folder
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES, find_gguf
 from palestra.engine.bases.pretrained import load_config, load_tokenizer, model_from_config
 from palestra.engine.forward.decoder import decoder_of
 
-SHIPPED_BASES_DIR = Path(__file__).parent.parent.parent / "bases"
 MIN_EXPERT_SHARE = 0.01  # share of the weights from which on a note is printed
 MAX_BASE_NAME_LENGTH = 4096  # maximum characters of a name or a path
 

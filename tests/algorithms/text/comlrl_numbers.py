@@ -25,7 +25,7 @@ TRAINERS = {
     "marloo": MARLOOTrainer,
     "maremax": MAReMaxTrainer,
 }
-BASE = Path(__file__).parents[3] / "palestra" / "bases" / "tiny"
+BASE = Path(__file__).parents[3] / "palestra/data/bases/tiny"
 AGENTS, GENERATIONS = 2, 3
 
 

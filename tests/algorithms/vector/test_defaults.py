@@ -11,7 +11,7 @@ from palestra.cli.main import app
 from palestra.runs import read_lines
 
 pytest.importorskip("gymnasium")
-CONFIG = Path(__file__).parents[3] / "configs/games/cartpole_dqn.yaml"
+CONFIG = Path("configs/games/cartpole_dqn.yaml")
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_kitchen_is_drawn() -> None:
 @pytest.mark.timeout(2400)  # a minute on an idle machine
 def test_shipped_config_learns_to_serve(tmp_path: Path) -> None:
     """Random play serves a soup in 20 to 30 games; the threshold is ten soups per game, without shaped rewards."""
-    run = pl.train(ROOT / "configs/games/overcooked_ppo.yaml", seed=1, root=tmp_path)
+    run = pl.train("configs/games/overcooked_ppo.yaml", seed=1, root=tmp_path)
     first, *_, last = run.evals["return"].tolist()
     assert first < 5 and last >= 200
 

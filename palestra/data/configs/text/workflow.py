@@ -1,7 +1,7 @@
 """A team of two agents in LangGraph, trained without changes to the graph: a coder turns a sum into an expression,
 which the graph evaluates, and a reasoner gives the final answer.
 
-    palestra train examples/workflow.yaml
+    palestra train configs/text/workflow.yaml
 
 Only `episode` is for training: it runs the graph once and returns the rewards.
 """
