@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Tests start many processes: each compiles palestra's modules again if Python may not keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Where tests/browsers.py keeps them.
+# Where tests/helpers/browsers.py keeps them.
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
@@ -76,11 +76,11 @@ test-wheel: $(INSTALLED) ## build the wheel, install it without extras, and use 
 	$(WHEEL)/bin/pip install --quiet --no-compile torch==2.13.0
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
 	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt $(WHEEL)/palestra-*.whl
-	$(BIN)/python -m pytest -m wheel tests/test_wheel.py
+	$(BIN)/python -m pytest -m wheel tests/project/test_wheel.py
 
 test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
 	@rm -rf $(SCREENSHOTS)
-	$(BIN)/python -m pytest -m browser tests/dashboard tests/report; result=$$?; \
+	$(BIN)/python -m pytest -m browser tests/dashboard tests/evaluation/report; result=$$?; \
 	echo "screenshots: $(SCREENSHOTS); every page of the dashboard, desktop and phone, light and dark: $(SCREENSHOTS)/pages"; exit $$result
 
 dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
@@ -107,11 +107,11 @@ test-clients: $(INSTALLED) $(SKYRL_TESTS) $(CLIENTS:%=.cache/clients/%/.installe
 
 # Packages of envs in a venv of their own: what some need excludes what other tests need.
 ENVS := .cache/envs
-$(ENVS)/.installed: tests/envs/vector/peers/requirements.txt pyproject.toml constraints.txt
+$(ENVS)/.installed: tests/envs/adapters/peers/vector/requirements.txt pyproject.toml constraints.txt
 	test -x $(ENVS)/bin/python || $(PYTHON) -m venv $(ENVS)
 	$(ENVS)/bin/pip install --quiet torch==2.13.0
 	grep -vE '^(gymnasium|pyglet|openai)==' constraints.txt > $(ENVS)/constraints.txt
-	$(ENVS)/bin/pip install --quiet -c $(ENVS)/constraints.txt -e '.[test]' -r tests/envs/vector/peers/requirements.txt
+	$(ENVS)/bin/pip install --quiet -c $(ENVS)/constraints.txt -e '.[test]' -r tests/envs/adapters/peers/vector/requirements.txt
 	touch $@
 
 # OpenEnv wants an mcp that verifiers does not.
@@ -123,8 +123,8 @@ $(OPENENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-envs: $(ENVS)/.installed $(OPENENV)/.installed ## play envs of other packages through our adapters: EnvPool, JaxMARL, VMAS, TextArena, ...
-	$(ENVS)/bin/python -m pytest -m peers tests/envs/vector/peers tests/envs/text/peers tests/test_configs.py
-	$(OPENENV)/bin/python -m pytest -m peers tests/envs/text/peers
+	$(ENVS)/bin/python -m pytest -m peers tests/envs/adapters/peers tests/project/test_configs.py
+	$(OPENENV)/bin/python -m pytest -m peers tests/envs/adapters/peers/text
 
 # TRL, which bench/lm.py measures the engine against, in the venv that it does so in.
 TRL := bench/.venv-trl
@@ -135,7 +135,7 @@ $(TRL)/installed:
 	touch $@
 
 test-trl: $(INSTALLED) $(TRL)/installed ## our losses, and bench/real.py, beside TRL's
-	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py tests/test_bench_real.py
+	$(BIN)/python -m pytest -m peers tests/text/test_against_trl.py tests/project/test_bench_real.py
 
 # verl's estimators and losses alone, without the packages that it trains and samples by (and bounds on versions for them).
 VERL := bench/.venv-verl
@@ -148,7 +148,7 @@ $(VERL)/installed:
 	touch $@
 
 test-verl: $(INSTALLED) $(VERL)/installed ## our estimators and losses beside verl's
-	$(BIN)/python -m pytest -m peers tests/losses/test_against_verl.py tests/algorithms/text/test_credit_against_verl.py
+	$(BIN)/python -m pytest -m peers tests/core/test_against_verl.py tests/text/credit/test_credit_against_verl.py
 
 # bitsandbytes, which is optional.
 BNB := .cache/bitsandbytes
@@ -171,7 +171,7 @@ $(SINKS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-sinks: $(SINKS)/.installed ## send runs to Weights & Biases, MLflow and Trackio, offline
-	$(SINKS)/bin/python -m pytest -m peers tests/sinks
+	$(SINKS)/bin/python -m pytest -m peers tests/runs/sinks
 
 # A server of S3's protocol and its client, whose botocore wants an older dateutil than the other tests have.
 S3 := .cache/s3
@@ -183,7 +183,7 @@ $(S3)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-s3: $(S3)/.installed ## mirror runs to a server of S3's protocol, kill them, and resume them elsewhere
-	$(S3)/bin/python -m pytest -m peers tests/mirror
+	$(S3)/bin/python -m pytest -m peers tests/runs/mirror
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

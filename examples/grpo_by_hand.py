@@ -12,7 +12,7 @@ configs/demo.yaml` is the same algorithm with what this file leaves out: evaluat
 checkpoints and resume, recorded episodes, failed games, agents with a history, seats that act simultaneously, other
 baselines and losses, KL penalties, and training on several devices.
 
-tests/test_by_hand.py checks that this file and the library compute the same gradients from the same episodes.
+tests/project/test_by_hand.py checks that this file and the library compute the same gradients from the same episodes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ configs/games/spread_mappo.yaml`) has what this file leaves out: central critics
 observations and values, recurrent networks, action masks, agents that act in turns or end early, several processes,
 checkpoints, and evaluation on held-out games.
 
-tests/test_by_hand.py checks that this file and the library compute the same advantages, losses and gradients.
+tests/project/test_by_hand.py checks that this file and the library compute the same advantages, losses and gradients.
 
 Shapes: `T` steps, `B` games, `N` agents, `O` size of an observation, `R` transitions of a minibatch.
 """

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import learning
 import pytest
+from helpers import learning
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
@@ -16,11 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never downloads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-pytest_plugins = ["first_tests"]
+pytest_plugins = ["helpers.first_tests"]
 
 # Their packages conflict with others of palestra's: `make test-envs` runs them in a venv that has them.
-collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
-collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
+collect_ignore = [] if find_spec("envpool") else ["envs/adapters/peers/vector"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

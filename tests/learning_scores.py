@@ -1,7 +1,7 @@
 """Measures the scores of learning tests with other seeds and writes their distribution into the table.
 
-    python tests/learning_scores.py tests/algorithms/text/test_kto.py -k simpo    arguments are pytest's
-    python tests/learning_scores.py --seeds 20 tests/algorithms/vector
+    python tests/learning_scores.py tests/text/algorithms/test_kto.py -k simpo    arguments are pytest's
+    python tests/learning_scores.py --seeds 20 tests/vector/algorithms
 
 pytest names the tests that fail with another seed before they have a score; at the end each score is
 listed, with what is wrong with its bar.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learning import MIN_SEEDS, RECORDS, TABLE, read_table
+from helpers.learning import MIN_SEEDS, RECORDS, TABLE, read_table
 
 ROOT = TABLE.parents[1]
 

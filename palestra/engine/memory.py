@@ -1,7 +1,7 @@
 """Estimates of the memory that a base model takes in sampling and training, from the shapes in its config.
 
 The activations are counted for the engine's own passes (models.py, lora_routes.py, tree_attention.py) of a decoder with
-gated MLPs; other decoders differ a little. tests/builders/test_memory_plan.py compares them with measured peaks.
+gated MLPs; other decoders differ a little. tests/text/build/test_memory_plan.py compares them with measured peaks.
 
 Units: bytes, unless named otherwise. A token's values: `width` of the model, `query` and `kv` of all its heads,
 `inner` of the MLP.

@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from terminal_text import plain
+from helpers.terminal_text import plain
+from helpers.warm_processes import run_palestra
 from typer.testing import CliRunner
-from warm_processes import run_palestra
 
 from palestra.api.config_reference import config_models
 from palestra.cli.main import app
@@ -73,7 +73,7 @@ def test_preset_is_shown_as_its_algorithm():
 def test_an_env_is_shown_with_its_options():
     text = config_output("sokoban")
     assert text.startswith("env, type: sokoban Push all boxes onto goals.") and "split: " in text
-    assert "turns: whole number; default" in config_output("toys:Whisper")
+    assert "turns: whole number; default" in config_output("helpers.toys:Whisper")
 
 
 def test_names_that_can_be_looked_up_are_listed(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import palestra, refused
+from helpers.command_line import palestra, refused
 
 from palestra.core.config import load, validate
 from palestra.vector.build.build import build_vector_run

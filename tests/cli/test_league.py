@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import invoke
-from terminal_text import plain
+from helpers.command_line import invoke
+from helpers.terminal_text import plain
 
 from palestra.evaluation.report.population_data import read_record
 from palestra.runs import read_lines

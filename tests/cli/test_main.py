@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import invoke
-from terminal_text import plain
+from helpers.command_line import invoke
+from helpers.terminal_text import plain
 
 from palestra.core.config import parse, validate
 from palestra.runs import Run, list_checkpoints, read_lines
@@ -26,7 +26,7 @@ def write_config(folder, base, **changes):
         "name": "short",
         "steps": 3,
         "episodes": 4,
-        "env": {"type": "toys:Whisper"},
+        "env": {"type": "helpers.toys:Whisper"},
         "policies": {"guide": speech, "walker": speech},
         "algorithm": {"type": "grpo", "group_size": 3},
         "evals": {"dev": {"episodes": 5}},
@@ -188,7 +188,7 @@ def test_training_writes_plot_table_and_logs(run):
     path, output = run
     text = plain(output)
     assert "what was learned" in text and "dev: success of 5" in text and "before training: success" in text
-    assert "toys:Whisper, guide, walker by grpo" in text
+    assert "helpers.toys:Whisper, guide, walker by grpo" in text
     assert f"curves: {path / 'curves.png'}" in output  # on one line, whatever the length
     assert (path / "curves.png").read_bytes().startswith(PNG)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 2]
@@ -251,7 +251,7 @@ def test_auto_resume_restores_the_run_from_its_mirror(run, tmp_path):
 
 def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monkeypatch):
     (tmp_path / "shaky_cli.py").write_text(
-        "from toys import Whisper\n\n\n"
+        "from helpers.toys import Whisper\n\n\n"
         "class Shaky(Whisper):\n"
         "    def step(self, actions):\n"
         "        if self.rng.random() < 0.2:\n"
@@ -267,7 +267,7 @@ def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monke
 
 def test_installed_command_finds_an_env_beside_the_config(base, tmp_path):
     """A real process, in the user's folder, with the user's own env."""
-    shutil.copy(Path(__file__).parents[1] / "toys.py", tmp_path / "my_envs.py")
+    shutil.copy(Path(__file__).parents[1] / "helpers/toys.py", tmp_path / "my_envs.py")
     write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, evals={})
     done = subprocess.run([SCRIPT, "train", "short.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

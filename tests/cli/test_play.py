@@ -6,13 +6,13 @@ import json
 
 import pytest
 import yaml
-from command_line import invoke
-from terminal_text import plain
+from helpers.command_line import invoke
+from helpers.terminal_text import plain
 
 from palestra.core.http.chat_server import ChatSession
 from palestra.runs.episodes import load_episodes, read_episodes
 
-WHISPER = "toys:Whisper"
+WHISPER = "helpers.toys:Whisper"
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from command_line import palestra, refused
-from terminal_text import plain
+from helpers.command_line import palestra, refused
+from helpers.terminal_text import plain
 
 from palestra.api.run import run_kind
 from palestra.core.config import load, validate

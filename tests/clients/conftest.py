@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from official import BASES, Official, seed_hub
-from processes import Server
+from helpers.official import BASES, Official, seed_hub
+from helpers.processes import Server
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from official import CLIENTS, Official
+from helpers.official import CLIENTS, Official
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 BASE = {"model_name": "Qwen/Qwen3.5-4B"}

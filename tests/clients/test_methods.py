@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from official import Official
+from helpers.official import Official
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"

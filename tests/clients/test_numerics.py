@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from official import Official
+from helpers.official import Official
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 

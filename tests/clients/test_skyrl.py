@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from official import CLIENTS, seed_hub
+from helpers.official import CLIENTS, seed_hub
 
 from palestra.testing import tiny_lm
 

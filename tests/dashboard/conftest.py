@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
 from starlette.testclient import TestClient
 
 from palestra.dashboard.app import build_dashboard

@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 

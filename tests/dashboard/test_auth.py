@@ -4,7 +4,7 @@ no executed text."""
 import os
 
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
 from starlette.testclient import TestClient
 
 from palestra.core.files import to_checksummed_line

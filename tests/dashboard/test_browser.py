@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
+from helpers.warm_processes import PALESTRA
 from typer.testing import CliRunner
-from warm_processes import PALESTRA
 
 from palestra.cli.main import app
 from palestra.core.chat import Chat
@@ -34,7 +34,7 @@ from palestra.vector.rollouts.replay_recorder import ReplayRecorder
 from palestra.vector.trainer import play_eval
 
 pytest.importorskip("playwright.sync_api")
-from browsers import Looking, expect, launched, settled, shot
+from helpers.browsers import Looking, expect, launched, settled, shot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first test waits for the runs
 

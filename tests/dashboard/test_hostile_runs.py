@@ -18,7 +18,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
 from starlette.testclient import TestClient
 
 from palestra.dashboard.app import MAX_STREAMS, build_dashboard

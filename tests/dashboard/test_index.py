@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from long_runs import write_long_run
+from helpers.long_runs import write_long_run
 
 from palestra.dashboard.index import EpisodeIndex, cache_file
 from palestra.runs import Run, load_episodes

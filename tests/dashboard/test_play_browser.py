@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from processes import playing
+from helpers.processes import playing
 
 pytest.importorskip("playwright.sync_api")
-from browsers import Looking, expect, launched, settled, shot
+from helpers.browsers import Looking, expect, launched, settled, shot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 

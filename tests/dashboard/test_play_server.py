@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 import uvicorn
-from processes import playing
+from helpers.processes import playing
 from starlette.testclient import TestClient
 
 from palestra.core.http.calls import ANY_KEY

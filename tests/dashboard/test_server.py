@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from long_runs import write_long_run
-from toy_tasks import Adder, Sums
+from helpers.long_runs import write_long_run
+from helpers.toy_tasks import Adder, Sums
+from helpers.warm_processes import start_palestra
 from typer.testing import CliRunner
-from warm_processes import start_palestra
 
 from palestra.cli.main import app as palestra
 from palestra.core.config import validate

@@ -3,8 +3,8 @@
 import time
 from functools import partial
 
+from helpers.toy_tasks import Adder, Sums
 from starlette.testclient import TestClient
-from toy_tasks import Adder, Sums
 
 from palestra.dashboard.app import build_dashboard
 from palestra.parallel.local import LocalBackend

@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from command_line import ROOT, palestra
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers.command_line import ROOT, palestra
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

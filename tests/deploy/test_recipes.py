@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from command_line import ROOT, check_command, refusal
+from helpers.command_line import ROOT, check_command, refusal
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(DEPLOY.glob("slurm/*.sbatch"))

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import fake_slurm
 import pytest
 import yaml
-from command_line import ROOT, palestra
+from helpers import fake_slurm
+from helpers.command_line import ROOT, palestra
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -148,7 +148,7 @@ def test_torchrun_job_trains_on_both_nodes(slurm: Slurm, base: Path, tmp_path: P
         "name": "short",
         "steps": 60,
         "episodes": 4,
-        "env": {"type": "toys:Whisper"},
+        "env": {"type": "helpers.toys:Whisper"},
         "policies": {"default": speech},
     }
     config.write_text(yaml.safe_dump(tree | {"algorithm": {"type": "grpo", "group_size": 2}, "evals": {}}))

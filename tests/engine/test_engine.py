@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tolerances import GRADIENTS, LOGPROB_ATOL
+from helpers.tolerances import GRADIENTS, LOGPROB_ATOL
 
 from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
 from palestra.core.types import Sample

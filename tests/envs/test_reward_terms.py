@@ -143,7 +143,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
         {"judge": "seat", "mode": "truth"},
     ],
     "tools": [{"built_in": ["search", "read_document"], "kinds": ["lookup"]}],
-    "workflow": [{"function": "toy_workflows:relay", "seats": ["guide", "walker"]}],
+    "workflow": [{"function": "helpers.toy_workflows:relay", "seats": ["guide", "walker"]}],
     "sudoku": [{}, ALONE],
     "guess_number": [{}, {"answers": "seat"}],
     "twenty_questions": [{}, {"answers": "seat"}],
@@ -155,7 +155,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
     "text_connect_four": [{}],
     "text_bargaining": [{}],
 }
-# Their packages have a venv of their own: tests/envs/text/peers plays these envs and checks their terms.
+# Their packages have a venv of their own: tests/envs/adapters/peers/text plays these envs and checks their terms.
 PEERS = {"textarena", "verifiers", "openenv"}
 TEAM_ONLY = {"describe_guess"}  # no seat has a reward of its own
 

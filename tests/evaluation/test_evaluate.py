@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from vector_toys import Counted
+from helpers.vector_toys import Counted
 
 from palestra.core.config import dump, validate
 from palestra.evaluation.evaluate import EvalSetup, cross_play, evaluate, open_eval
@@ -26,7 +26,7 @@ def text(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config of two language agents."""
     policy = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     path = tmp_path_factory.mktemp("text") / "whisper.yaml"
-    tree = {"env": {"type": "toys:Whisper"}, "policies": {"guide": policy, "walker": policy}}
+    tree = {"env": {"type": "helpers.toys:Whisper"}, "policies": {"guide": policy, "walker": policy}}
     path.write_text(yaml.safe_dump(tree))
     return path
 
@@ -35,7 +35,7 @@ def text(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vector(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of two networks."""
     tree: dict[str, Any] = {
-        "env": {"type": "vector_toys:Counted", "num_envs": 8},
+        "env": {"type": "helpers.vector_toys:Counted", "num_envs": 8},
         "policies": {"seat0": {"type": "net", "hidden": [4]}, "seat1": {"type": "net", "hidden": [4]}},
         "algorithm": {"type": "ppo", "rollout_length": 4, "epochs": 1, "minibatches": 1},
         "env_steps": 8 * 4 * 3,
@@ -139,7 +139,7 @@ def test_the_base_at_a_seat_is_that_of_its_own_policy(base: Path, tmp_path: Path
     A seat without a language model is played by the first one's base."""
     guide = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     walker = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 5}, "history": "conversation"}
-    tree = {"env": {"type": "toys:Whisper"}, "policies": {"guide": guide, "walker": walker}}
+    tree = {"env": {"type": "helpers.toys:Whisper"}, "policies": {"guide": guide, "walker": walker}}
     path = tmp_path / "whisper.yaml"
     path.write_text(yaml.safe_dump(tree))
     names = {"guide": "base", "walker": f"{path}:base"}
@@ -162,7 +162,7 @@ def test_wildcards_of_seats_hold_in_a_run_of_several_envs(base: Path, tmp_path: 
     """Training seats the walker by the pattern `walk*`, and so does an evaluation of one of the envs."""
     policy = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     path = tmp_path / "two.yaml"
-    envs = {"short": {"type": "toys:Whisper"}, "long": {"type": "toys:Whisper", "turns": 2}}
+    envs = {"short": {"type": "helpers.toys:Whisper"}, "long": {"type": "helpers.toys:Whisper", "turns": 2}}
     tree = {"envs": envs, "seats": {"walk*": "one"}, "policies": {"one": policy, "default": policy}}
     path.write_text(yaml.safe_dump(tree))
     with open_eval(path, {"base_env": "long"}, {}, 1, {}) as setup:

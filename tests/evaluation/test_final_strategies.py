@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import invoke
-from terminal_text import plain
+from helpers.command_line import invoke
+from helpers.terminal_text import plain
 
 import palestra as pl
 from palestra.core.config import load

@@ -11,9 +11,9 @@ import numpy as np
 import pyspiel
 import pytest
 import torch
-from command_line import invoke
+from helpers.command_line import invoke
+from helpers.terminal_text import plain
 from open_spiel.python.algorithms import exploitability
-from terminal_text import plain
 
 import palestra as pl
 from palestra.envs.adapters.openspiel import OpenSpielEnv

@@ -112,7 +112,7 @@ def test_unreadable_judgements_give_no_result() -> None:
 @pytest.fixture
 def config(base: Path, tmp_path: Path) -> Path:
     tree = {
-        "env": {"type": "toys:Odd"},
+        "env": {"type": "helpers.toys:Odd"},
         "policies": {
             "agent": {
                 "type": "lora",

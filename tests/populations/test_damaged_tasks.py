@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from toy_follow import contents, done_run, new_run, resume
-from toy_tasks import Adder, Sums
+from helpers.toy_follow import contents, done_run, new_run, resume
+from helpers.toy_tasks import Adder, Sums
 
 from palestra.api.agents.trained_agent import find_agents
 from palestra.core.files import to_checksummed_line

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from toy_follow import contents, done_run, new_run, resume
-from toy_tasks import Adder, LookTask, Sums, Value, expected, make
+from helpers.toy_follow import contents, done_run, new_run, resume
+from helpers.toy_tasks import Adder, LookTask, Sums, Value, expected, make
 
 from palestra.core.files import read_checksummed, read_lines
 from palestra.parallel.inline import InlineBackend
@@ -163,7 +163,7 @@ def test_failed_task_ends_the_run_and_keeps_finished_tasks(tmp_path: Path) -> No
 
 
 def in_another_process(path: Path, kind: str, leaves: int, deadly: int = -1) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "toy_follow", str(path), kind, str(leaves), str(deadly)]
+    command = [sys.executable, "-m", "helpers.toy_follow", str(path), kind, str(leaves), str(deadly)]
     return subprocess.Popen(command, cwd=ROOT / "tests")
 
 

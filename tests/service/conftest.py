@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
-from fronts import Front
+from helpers.fronts import Front
 
 from palestra.service.serve import load_base_info
 from palestra.service.server.api_keys import ApiKeys, add_key

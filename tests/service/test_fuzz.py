@@ -21,7 +21,7 @@ import pytest
 import schemathesis
 import zstandard
 from fastapi.routing import APIRoute
-from fronts import Front
+from helpers.fronts import Front
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic.json_schema import models_json_schema

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fronts import Front
-from processes import serving
-from raw import Reply, answer, connected, head
+from helpers.fronts import Front
+from helpers.processes import serving
+from helpers.raw import Reply, answer, connected, head
 
 from palestra.core.http import limits
 from palestra.core.http.listen import open_listener

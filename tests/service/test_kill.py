@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from processes import Server
+from helpers.processes import Server
 
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models

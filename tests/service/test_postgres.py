@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import Server
-from warm_processes import run_palestra
+from helpers.processes import Server
+from helpers.warm_processes import run_palestra
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from raw import ask
+from helpers.raw import ask
+from helpers.warm_processes import run_palestra, start_palestra
 from transformers import AutoConfig
-from warm_processes import run_palestra, start_palestra
 
 from palestra.service.serve import load_base_info
 from palestra.testing import tiny_tokenizer

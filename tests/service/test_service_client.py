@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import Server
-from warm_processes import start_palestra
+from helpers.processes import Server
+from helpers.warm_processes import start_palestra
 
 from palestra.core.config import dump, validate
 from palestra.core.files import read_lines
@@ -133,7 +133,7 @@ def test_remote_training_equals_local_training_also_after_kills(server: Server, 
 def whisper(algorithm: dict[str, Any], **tree: Any) -> dict[str, Any]:
     speech = {"type": "lora", "base": "tiny", "rank": 4, "alpha": 32, "lr": 3e-3, "batch_size": 12, "epochs": 2}
     speech |= {"sampling": {"max_tokens": 3}, "history": "conversation"}
-    whole = {"name": "whisper", "steps": 2, "episodes": 4, "env": {"type": "toys:Whisper", "turns": 2}}
+    whole = {"name": "whisper", "steps": 2, "episodes": 4, "env": {"type": "helpers.toys:Whisper", "turns": 2}}
     return whole | {"policies": {"guide": speech, "walker": speech}, "algorithm": algorithm} | tree
 
 

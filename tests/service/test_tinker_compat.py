@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import serving
+from helpers.processes import serving
 
 ROOT = Path(__file__).parent.parent.parent
 

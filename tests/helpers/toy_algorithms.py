@@ -1,0 +1,37 @@
+"""An algorithm as a user writes one: every answer has the advantage of its team's final return minus a fixed
+baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from palestra.core.losses import importance_sampling_loss
+from palestra.text.algorithms.base import TextAlgorithm, build_sample
+from palestra.text.rollouts.metrics import member_name
+
+
+class Reinforce(TextAlgorithm):
+    """REINFORCE (Williams, 1992) with the constant `baseline`."""
+
+    type: str = "helpers.toy_algorithms:Reinforce"
+    baseline: float = Field(0.5, ge=0)
+
+    @property
+    def loss(self):
+        return importance_sampling_loss
+
+    def build_samples(self, episodes, policy, memory=None):
+        found = []
+        for episode in (episode for episode in episodes if episode.error is None):
+            worth = sum(node.team_reward for node in episode.nodes) - self.baseline
+            for node in episode.nodes:
+                for seat, answer in node.answers.items():
+                    if member_name(answer.policy) == policy:
+                        node.advantages[seat] = worth
+                        found.append(build_sample(answer, np.full(len(answer.token_ids), worth, np.float32)))
+        return found, {"worth": float(np.mean([sample.advantages[0] for sample in found]))}
+
+
+class Stranger:
+    """Not an algorithm."""

@@ -1,0 +1,133 @@
+"""Every script of bench/ and scripts/ starts with --quick, ends with its figures, and publishes nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABSENT = 77  # exit code of a script that lacks a GPU or a package of another environment
+# Programs that another script starts in a virtual environment of its own, with JSON as argument.
+PROGRAMS = {"real_comlrl", "real_trl", "trl_grpo"}
+
+
+def is_script(file: Path) -> bool:
+    return file.stem not in PROGRAMS and '__name__ == "__main__"' in file.read_text()
+
+
+SCRIPTS = sorted(file for folder in ("bench", "scripts") for file in (ROOT / folder).glob("*.py"))
+SCRIPTS = [file for file in SCRIPTS if is_script(file)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder like the repository, in which a script may write without harm."""
+    for name in ("configs", "examples", "palestra", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("bench", "scripts", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(".venv*"))
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    files = [file for name in ("bench", "scripts", "docs") for file in (folder / name).rglob("*")]
+    return {file: file.read_bytes() for file in files if file.is_file() and "__pycache__" not in file.parts}
+
+
+def start(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_script_runs_with_quick(file: Path, checkout: Path) -> None:
+    before = contents(checkout)
+    done = start(checkout, f"{file.parent.name}/{file.name}", "--quick")
+    if done.returncode == ABSENT:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if file.parent.name == "bench":
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        assert result["figures"] and isinstance(result["targets"], dict) and result["bench"]
+    assert contents(checkout) == before
+
+
+@pytest.mark.slow
+def test_rows_are_measured_beside_published_ones_and_a_second_start_says_so(checkout: Path) -> None:
+    script = ("bench/grids.py", "--only", "two_step/vdn/0")
+    published = (checkout / "bench/measured/grids/cooperation.jsonl").read_bytes()
+    assert start(checkout, *script, "--list").stdout.startswith("published  open ")
+    first = start(checkout, *script)
+    assert first.returncode == 0, first.stderr
+    assert "two_step/vdn/0: return 7 published, return 7 here" in first.stdout
+    assert start(checkout, *script, "--list").stdout.startswith("published  measured here ")
+    second = start(checkout, *script)
+    assert "nothing to do: all 1 rows are in runs/measured/grids/cooperation.jsonl. Use --again" in second.stdout
+    again = start(checkout, *script, "--again")
+    assert "nothing to do" not in again.stdout and "return 7 here" in again.stdout
+    assert (checkout / "bench/measured/grids/cooperation.jsonl").read_bytes() == published
+    (line,) = (checkout / "runs/measured/grids/cooperation.jsonl").read_text().splitlines()
+    assert {"commit", "processor", "seed"} <= json.loads(line).keys()
+
+
+def test_a_name_that_matches_no_row_is_refused_with_the_names(checkout: Path) -> None:
+    done = start(checkout, "scripts/reproduce.py", "--only", "plan_path/team + GRPI")
+    assert done.returncode == 1 and "no row begins with 'plan_path/team + GRPI'" in done.stderr
+    assert "\n  plan_path/team + GRPO, equal samples\n" in done.stderr
+
+
+@pytest.mark.parametrize("part", [["--quick"], ["--parts", "envs"]])
+def test_a_page_is_not_written_from_a_part_of_its_figures(part: list[str], checkout: Path) -> None:
+    before = contents(checkout)
+    done = start(checkout, "bench/scale.py", "--report", *part)
+    assert done.returncode == 2 and "all parts, at full length" in done.stderr
+    assert contents(checkout) == before
+
+
+def test_published_figures_are_those_of_the_page(checkout: Path) -> None:
+    code = (
+        "import sys; sys.path.append('bench'); from ledger import finish; finish('x', {'a': 2.0}, {}, is_published=%s)"
+    )
+    for is_published, count in ((False, 2), (True, 3)):
+        assert start(checkout, "-c", code % is_published).returncode == 0
+        lines = (checkout / "bench/measured/figures.jsonl").read_text().splitlines()
+        assert len(lines) == count
+    assert json.loads(lines[-1])["figures"] == {"a": 2.0}
+
+
+def test_rows_that_choose_a_rate_are_not_compared_with_the_published_score(checkout: Path) -> None:
+    script = ("scripts/reproduce.py", "--list", "--only", "plan_path/team + GRPO, equal samples/")
+    rows, tuned = (start(checkout, *script, *more).stdout.splitlines() for more in ([], ["--tune"]))
+    assert len(rows) == 3 and all("published, mean of 3 seeds" in row for row in rows)
+    assert len(tuned) == 3 and not any("published" in row for row in tuned)
+
+
+def test_configs_of_all_rows_are_checked_before_the_first_begins(checkout: Path) -> None:
+    (checkout / "configs").unlink()
+    shutil.copytree(ROOT / "configs", checkout / "configs")
+    config = checkout / "configs/reproduce/sokoban.yaml"
+    config.write_text(config.read_text().replace("max_turns: 4", "turns: 4, max_turns: 4"))
+    done = start(checkout, "scripts/reproduce.py", "--quick", "--only", "plan_path/team, untrained/0", "sokoban/")
+    assert done.returncode == 1 and not (checkout / "runs/measured").exists()
+    told = done.stderr.strip().splitlines()
+    assert any(line.startswith("sokoban/single agent, one turn/0: ") for line in told) and "turns" in told[-1]
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_stops_the_command_with_its_name(checkout: Path) -> None:
+    options = ("--quick", "--processes", "1", "--only", "plan_path/AT-GRPO, roles swapped/0", "plan_path/team, untr")
+    assert start(checkout, "scripts/reproduce.py", *options, "plan_path/team + AT-GRPO, per role/0").returncode == 0
+    (run,) = (checkout / "runs/reproduce/quick").glob("*per-role*")
+    shutil.rmtree(run)
+    ledger = checkout / "runs/measured/results-quick.jsonl"
+    kept = [line for line in ledger.read_text().splitlines() if "per role" in line]
+    ledger.write_text("\n".join(kept) + "\n")
+    done = start(checkout, "scripts/reproduce.py", *options)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("failed: plan_path/AT-GRPO, roles swapped/0: ")

@@ -1,0 +1,152 @@
+"""scripts/reproduce_real.py on the tiny base: rows are measured once, and the page is made from published ones."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from palestra.core.config import validate
+from palestra.envs import make_env
+from palestra.runs import read_lines
+from palestra.text.config import TextConfig
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+DRIVER = """
+import sys
+from pathlib import Path
+import reproduce_real as real, reproduce_real_rates as rates, reproduce_real_report as page
+rates.RATES_FILE = Path("rates.yaml")
+real.DEV_EPISODES = 3
+real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4})}
+real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
+if __name__ == "__main__":
+    real.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def call(tmp_path):
+    lora = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 4}}
+    config = {
+        "steps": 1,
+        "episodes": 2,
+        "env": {"type": "math_relay", "shots": 2},
+        "policies": {"first": lora, "second": lora},
+        "algorithm": {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_size": 2},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "notes.md").write_text("## Notes\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "driver.py").write_text(DRIVER)
+
+    def run(*options: str) -> list[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+        command = [sys.executable, "driver.py", *options]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    return run
+
+
+def read_rows(file: Path) -> dict[str, dict]:
+    return {line["name"]: line for line in read_lines(file)}
+
+
+def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    real = importlib.import_module("reproduce_real")
+    rows = list(real.table_rows())
+    assert len({row.slug for row in rows}) == len(rows)
+    untrained = {row.seed for row in rows if real.METHODS[row.method].algorithm is None}
+    assert untrained == {0} and {row.seed for row in rows} == {0, 1, 2}
+    for row in rows:
+        config = validate(TextConfig, real.config_of(row))
+        assert (config.seed, config.name) == (row.seed, row.run)
+        seats = make_env(**config.env).seats
+        assert (len(seats) == 2) == real.METHODS[row.method].is_team
+        replies = 2 if row.task == "tools" else len(seats)  # there a single agent replies as often as a team
+        assert num_answers(config, replies) == {"sums": 192}.get(row.task, 160) or "dev" in config.evals
+
+
+def num_answers(config: TextConfig, replies: int) -> int:
+    return config.episodes * replies * getattr(config.algorithm, "group_size", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
+    rows_of_two = ("--only", "story/team + AT-GRPO/", "story/team, no example/")
+    lines = call(*rows_of_two, "--processes", "2")
+    assert any(line.startswith("story/team + AT-GRPO/1: 0.0 % here") for line in lines)
+    here, published = tmp_path / "runs/measured/real.jsonl", tmp_path / "bench/measured/real.jsonl"
+    rows = read_rows(here)
+    assert len(rows) == 1 + 2  # an untrained method, and a trained one with two seeds
+    trained = rows["story/team + AT-GRPO/1"]
+    assert trained["episodes"] == 3 and trained["seed"] == 1 and len(trained["curve"]) == 1
+    assert trained["answers"] == 2 * 2 * 2  # episodes, seats, siblings
+    assert trained["device"] == "cpu" and trained["train_minutes"] >= 0
+    assert trained["commit"] and trained["processor"]
+    assert "curve" not in rows["story/team, no example/0"]
+    written = here.read_bytes()
+    assert "nothing to do: all 3 rows are in runs/measured/real.jsonl" in call(*rows_of_two)[-1]
+    assert here.read_bytes() == written and not published.exists() and not (tmp_path / "docs/results-real.md").exists()
+
+    call(*rows_of_two, "--publish")
+    assert read_rows(published) == rows
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "| 0.0005 (not tuned) |" in page and "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
+    assert f"3 rows at commit {trained['commit']} on {trained['processor']}." in " ".join(page.split())
+    assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
+
+
+def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    rates = importlib.import_module("reproduce_real_rates")
+
+    def chosen(low: float, high: float, method: str = "team + GRPO") -> float:
+        return rates.chosen_rate("story", method, {"story": {"team + GRPO": {2e-4: low, 5e-4: 0.5, 1e-3: high}}})
+
+    # Standard error of the difference of 0.5 and 0.55, each of 200 instances: sqrt((0.25 + 0.2475) / 200) = 0.0499.
+    assert chosen(0.5, 0.55) == 1e-3
+    assert chosen(0.55, 0.545) == 2e-4
+    assert chosen(0.545, 0.545) == 5e-4
+    assert chosen(0.5, 0.55, "team + GRPO, 8 examples") == 1e-3
+    assert chosen(0.5, 0.55, "single agent + GRPO") == 5e-4  # not measured
+    assert not rates.is_tuned("story", "team + GRPO", {"story": {"team + GRPO": {2e-4: 0.5, 5e-4: 0.5}}})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
+    only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real.jsonl"
+    call(*only)
+    assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 5e-4
+    call("--tune", "--only", "story/single agent + GRPO")
+    tuned = yaml.safe_load((tmp_path / "rates.yaml").read_text())["story"]["single agent + GRPO"]
+    assert set(tuned) == {2e-4, 5e-4, 1e-3}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 1.0}}}))
+    assert " open " in call("--list", *only)[0]
+    call(*only)
+    row = read_rows(here)["story/single agent + GRPO/0"]
+    assert row["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
+    assert list(row["returns"]) == ["solver"] and row["seed"] == 0
+    call("--publish", *only)
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "| single agent + GRPO | 1 / 0 |" in page and "| 0.001 |" in page and "(not tuned)" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_prompts_are_compared_on_dev(call, tmp_path):
+    call("--prompts", "--only", "story/team/2", "story/team/4")
+    rows = read_rows(tmp_path / "runs/measured/real.jsonl").values()
+    assert sorted(row["shots"] for row in rows) == [2, 4] and all("curve" not in row for row in rows)
+    call("--only", "story/team/0")
+    call("--only", "story/team/0", "--publish")
+    call("--prompts", "--publish")
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "## By number of worked examples" in page and "| story, team | 0.0% [" in page
