@@ -83,8 +83,8 @@ test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chr
 	$(BIN)/python -m pytest -m browser tests/dashboard tests/evaluation/report; result=$$?; \
 	echo "screenshots: $(SCREENSHOTS); every page of the dashboard, desktop and phone, light and dark: $(SCREENSHOTS)/pages"; exit $$result
 
-dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
-	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund && npm run build
+dashboard: ## build the dashboard's page from frontend/ (needs Node 20)
+	cd frontend && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 # Each set of official clients in a venv of its own: their versions exclude each other.
 .cache/clients/%/.installed: tests/clients/sets/%.txt

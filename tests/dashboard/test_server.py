@@ -90,9 +90,9 @@ def test_invalid_root_folder_is_refused(runs, folder, says):
 
 
 def test_page_is_built_from_its_sources():
-    """`make dashboard` builds it; the stamp is computed as in dashboard/stamp.mjs."""
+    """`make dashboard` builds it; the stamp is computed as in frontend/stamp.mjs."""
     here = Path(__file__).parent.parent.parent
-    sources = here / "dashboard"
+    sources = here / "frontend"
     files = ["index.html", "package-lock.json", "vite.config.ts"]
     files += [f"src/{path.name}" for path in sorted((sources / "src").iterdir(), key=lambda path: path.name)]
     found = hashlib.sha256()

@@ -17,14 +17,14 @@ MAX_PANELS = 6  # charts of `plot_run`
 POLICY_CHARTS = [  # metric, title
     ("entropy", "entropy of the policy (nats)"),
     ("kl", "KL from the sampling policy"),
-    ("zero_std_fraction", "groups without differences (share)"),
+    ("zero_std_fraction", "zero-advantage groups (share)"),
     ("invalid", "invalid answers (share)"),
     ("value_loss", "loss of the critic"),
     ("clip_fraction", "moves whose gradient the clip removed (share)"),
     ("td_loss", "loss of the action values"),
-    ("grad_norm", "norm of the gradient"),
+    ("grad_norm", "gradient norm"),
     ("policy_loss", "loss of the policy"),
-    ("local_reward", "own reward of an answer"),
+    ("local_reward", "local reward"),
     ("tokens", "tokens of an answer"),
 ]
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
