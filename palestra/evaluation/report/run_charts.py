@@ -15,17 +15,17 @@ from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 
 MAX_PANELS = 6  # charts of `plot_run`
 POLICY_CHARTS = [  # metric, title
-    ("entropy", "entropy of the policy (nats)"),
+    ("entropy", "entropy (nats)"),
     ("kl", "KL from the sampling policy"),
     ("zero_std_fraction", "zero-advantage groups (share)"),
     ("invalid", "invalid answers (share)"),
-    ("value_loss", "loss of the critic"),
-    ("clip_fraction", "moves whose gradient the clip removed (share)"),
-    ("td_loss", "loss of the action values"),
+    ("value_loss", "critic loss"),
+    ("clip_fraction", "clipped (share of tokens or actions)"),
+    ("td_loss", "TD loss"),
     ("grad_norm", "gradient norm"),
-    ("policy_loss", "loss of the policy"),
+    ("policy_loss", "policy loss"),
     ("local_reward", "local reward"),
-    ("tokens", "tokens of an answer"),
+    ("tokens", "answer length (tokens)"),
 ]
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
 
