@@ -34,6 +34,7 @@ WIRE = "palestra.service.wire"  # what `text` may import of the service
 MAX_ARROWS = 67  # pairs of rooms of which one imports the other
 ROOT_MODULES = {"__init__", "__main__", "testing"}
 MAX_LINES = 500  # of a module
+DATA = "data"  # bases and configs, with the programs that configs name
 LIGHT = (  # they load no torch; a run starts without it
     "palestra.core",
     "palestra.sandbox",
@@ -167,7 +168,8 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    return {_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name}
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name]
+    return {_name(path): path for path in paths if not path.is_relative_to(PACKAGE / DATA)}
 
 
 def _name(path: Path) -> str:
@@ -282,7 +284,9 @@ def test_modules_are_short() -> None:
 
 def test_the_package_has_fifteen_rooms() -> None:
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT_MODULES
-    assert len(ROOMS) == 15 and {name.split(".")[1] for name in modules() if name.count(".") > 1} == ROOMS
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert len(ROOMS) == 15 and folders == ROOMS | {DATA}
+    assert [path for path in PACKAGE.rglob("*") if path.is_symlink()] == []
 
 
 def test_rooms_import_lower_floors_only() -> None:
