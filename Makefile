@@ -47,8 +47,8 @@ demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 
 real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print what each contributes
 	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
-	$(BIN)/torchrun --nproc-per-node 2 -m palestra train configs/real/story_team.yaml --name $$name && \
-	$(BIN)/python scripts/real_results.py runs/$$name --only "trained" --episodes 150 --processes 2
+	$(BIN)/torchrun --nproc-per-node 2 -m palestra train results/real/configs/story_team.yaml --name $$name && \
+	$(BIN)/python results/real/contributions.py runs/$$name --only "trained" --episodes 150 --processes 2
 
 # Lint, types and tests, and how long all of it took: $(call timed,OPTIONS OF PYTEST).
 define timed
@@ -134,7 +134,7 @@ $(TRL)/installed:
 	$(TRL)/bin/pip install --quiet trl==1.16.0 peft==0.21.2 transformers==5.23.0
 	touch $@
 
-test-trl: $(INSTALLED) $(TRL)/installed ## our losses, and bench/real.py, beside TRL's
+test-trl: $(INSTALLED) $(TRL)/installed ## our losses, and results/real/compare.py, beside TRL's
 	$(BIN)/python -m pytest -m peers tests/text/test_against_trl.py tests/project/test_bench_real.py
 
 # verl's estimators and losses alone, without the packages that it trains and samples by (and bounds on versions for them).
@@ -197,13 +197,13 @@ bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside th
 	$(BIN)/python bench/lm.py
 	$(BIN)/python bench/service.py
 	$(BIN)/python bench/throughput.py
-	$(BIN)/python bench/scale.py
+	$(BIN)/python results/scaling/run.py
 
 learning: $(INSTALLED) ## measure docs/results-games.md again, beside the published rows (2.5 hours of one core)
-	$(BIN)/python bench/learning.py
+	$(BIN)/python results/games/run.py
 
 reproduce: $(INSTALLED) ## measure docs/results.md again, beside the published rows (3 hours of one core)
-	$(BIN)/python scripts/reproduce.py
+	$(BIN)/python results/reproduction/run.py
 
 base: $(INSTALLED) ## train the base models that ship with palestra
 	$(BIN)/python scripts/make_tiny.py tiny
@@ -211,4 +211,4 @@ base: $(INSTALLED) ## train the base models that ship with palestra
 
 clean: ## remove caches and build leftovers; runs/ and .venv stay
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find palestra tests scripts bench -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find palestra tests scripts bench results -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,12 +2,12 @@
 
     python bench/async_gap.py               gaps 0 to 24, two seeds each, and an env that waits 1 s a step
     python bench/async_gap.py --quick       gaps 0 and 2, one seed, an eighth of the steps
-    python bench/async_gap.py --task duel   gaps 0 to 12 of the 16 steps of a task of bench/algorithms.py, by GRPO
+    python bench/async_gap.py --task duel   gaps 0 to 12 of the 16 steps of a task of results/algorithms/run.py, by GRPO
 
 Gap: the value N of `staleness: N`. An agent sees a bit after noise and must answer with the other bit (an adapter on a
 random base of 0.1M parameters; chance is 0.5). The number of steps is the same for all gaps and kinds of in-flight
 updates. A gap counts as learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness.
-With `--task` the same is measured on a shipped task, scored on split dev as in bench/algorithms.py.
+With `--task` the same is measured on a shipped task, scored on split dev as in results/algorithms/run.py.
 
 Waiting: an episode has two such questions, and each step waits 1 s on a thread, without CPU time. Reported are wall
 seconds of training with staleness N over those without. Figures:
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,10 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from algorithms_parts.methods import TASKS, Task, find_method, settings_of, shorten, tuned_rates
-from algorithms_parts.runs import curve
 from async_training import Stopwatch
-from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +47,11 @@ from palestra.runs.loop import run_training
 from palestra.testing import tiny_lm
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.algorithms.methods import TASKS, Task, find_method, settings_of, shorten, tuned_rates
+from results.algorithms.runs import curve
+from results.ledger import finish
 
 GAPS, TASK_GAPS, QUICK_GAPS = (0, 2, 4, 8, 16, 24), (0, 1, 2, 4, 8, 12), (0, 2)
 WAITING_GAPS, WAIT_S = (0, 1, 2, 4), 1.0
@@ -107,7 +110,7 @@ def config(base: Path, update: str, gap: int, seed: int, steps: int, **changes: 
 
 
 def task_config(task: Task, update: str, gap: int, seed: int, quick: bool) -> TextConfig:
-    """The config of a GRPO run on a task of bench/algorithms.py, with the learning rate used there."""
+    """The config of a GRPO run on a task of results/algorithms/run.py, with the learning rate used there."""
     rate = tuned_rates().get(task.name, {}).get("GRPO", task.rates[0])
     tree = settings_of(task, find_method(task, "GRPO"), rate, seed)
     tree |= {"staleness": gap, "in_flight_updates": update if gap else "none", "device": "cpu"}

@@ -20,6 +20,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +38,9 @@ from palestra.runs import Run, read_lines
 from palestra.runs.loop import Callback, read_clocks, run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 STALENESS = (0, 1, 2)
 STEPS, EVAL_EPISODES = 80, 300

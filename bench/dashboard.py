@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ledger import absent, finish
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from long_runs import write_long_run
 
 from palestra.runs import Run, load_episodes
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import absent, finish
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 PAGES = {"runs": ("#/", "a.row"), "curves": ("#/run/long", "canvas"), "episodes": ("#/run/long/episodes", "a.row")}

@@ -30,7 +30,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from ledger import absent, finish
 from limit import layer_matrices, qwen3_06b_config, qwen3_config, random_prompts, save_random, shared_prefix_step_flops
 from lm import Ours, ids
 from peak import peak_of
@@ -38,6 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.engine.training.trainer import Trainer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import absent, finish
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 128, 8, 16, 16
 SHAPES = {

@@ -17,19 +17,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from ledger import finish
 from rich.console import Console
 from rich.table import Table
 
 from palestra.core.config import validate
 from palestra.vector.build.build import check_vector_run
 from palestra.vector.config import VectorConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 ENVS: dict[str, dict[str, Any]] = {
     "simple_spread": {"type": "simple_spread"},

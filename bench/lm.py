@@ -35,7 +35,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from generate_peer import best_generate_rate
-from ledger import absent, finish
 from limit import cpu_seconds, matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
 from peak import peak_figures
 from real_model import TARGETS as REAL_MODEL_TARGETS
@@ -54,6 +53,9 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.trainer import AdamConfig, Trainer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import absent, finish
 
 HERE = Path(__file__).parent
 TRL = HERE / ".venv-trl"

@@ -28,8 +28,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from ledger import finish
 from limit import qwen3_06b_config, random_prompts, save_random
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 HERE = Path(__file__).parent
 PROMPT, NEW, K, RANK, MICRO_BATCH_TOKENS = 96, 128, 8, 8, 1024

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from ledger import finish
 from limit import random_prompts
 from rich.console import Console
 from rich.table import Table
@@ -56,6 +55,9 @@ from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.tinker.connection import ServiceConnection
 from palestra.text.tinker.remote_sampler import RemoteSampler
 from palestra.text.tinker.remote_weights import RemoteWeights
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 PROMPT, NEW, K, GROUPS = 96, 16, 8, 64
 CONFIG = LoraPolicyConfig(base="tiny", alpha=32.0)

@@ -28,10 +28,12 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ledger import finish
 from rich.console import Console
 from rich.table import Table
 from soak_parts.memory import Curve, SoakResult, at_tenths, growth
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 PARTS = ("league", "service", "envs")
 TARGETS = {

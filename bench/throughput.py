@@ -29,17 +29,20 @@ import argparse
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ledger import absent, commit, finish, processor
 from peers import zoo
 from peers.running import PEERS, Failed, Job, install, installed, run
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import absent, commit, finish, processor
 
 TARGETS = {
     "native_vs_rllib": 40.0,
@@ -386,7 +389,7 @@ def main() -> None:
     if options.markdown:
         options.markdown.write_text(page(results, shown, load, repeats, seconds))
     found = {what: value for what, value in figures(results).items() if value is not None}
-    finish("throughput", found, TARGETS, is_stored=not options.quick)
+    finish("throughput", found, TARGETS, page="speed", is_stored=not options.quick)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
-
-from ledger import finish
+from pathlib import Path
 
 from palestra.core.tracing import span, tracing_to
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import finish
 
 SPANS, ROUNDS = 10_000, 5
 

@@ -1,9 +1,9 @@
 """Ledgers of measured rows: those published in the repository, and those measured on this machine.
 
 A ledger has a line of JSON for each row of a results page, by name. Published lines are in
-bench/measured/; what a script measures goes to runs/measured/, and only `--publish` copies it over
-what is published. So a row that is published is still measured, and both figures are printed. Every
-new line has its commit and processor; lines of before have what is known.
+results/PAGE/measured/; what a script measures goes to runs/measured/PAGE/, and only `--publish`
+copies it over what is published. So a row that is published is still measured, and both figures are
+printed. Every new line has its commit and processor; lines of before have what is known.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 from palestra.core.files import atomic_write, read_lines
 
 Line = dict[str, Any]
-PUBLISHED, HERE = Path("bench/measured"), Path("runs/measured")
+PUBLISHED, HERE = Path("results"), Path("runs/measured")
 ABSENT = 77  # exit code of a script that lacks a GPU, or a package of another environment
-FIGURES = "figures"  # the ledger of scripts whose result is a set of figures
+FIGURES = "figures"  # the file of scripts whose result is a set of figures
 
 
 @cache
@@ -67,13 +67,15 @@ def processor() -> str:
 
 @dataclass
 class Ledger:
-    """The rows of a page. `figure` returns a row's main figure as text. `is_current` is False for a
-    row that was measured with other settings than those of now. `--quick` has a ledger of its own."""
+    """The rows of the page results/PAGE. `figure` returns a row's main figure as text. `is_current` is
+    False for a row that was measured with other settings than those of now. `--quick` has a file of
+    its own. `name` is that of the file: a page may have several."""
 
-    name: str
+    page: str
     figure: Callable[[Line], str]
     quick: bool = False
     is_current: Callable[[str, Line], bool] = lambda name, line: True
+    name: str = "rows"
     published: dict[str, Line] = field(init=False)
     here: dict[str, Line] = field(init=False)
 
@@ -83,11 +85,11 @@ class Ledger:
 
     @property
     def published_file(self) -> Path:
-        return PUBLISHED / f"{self.name}.jsonl"
+        return PUBLISHED / self.page / "measured" / f"{self.name}.jsonl"
 
     @property
     def here_file(self) -> Path:
-        return HERE / f"{self.name}{'-quick' if self.quick else ''}.jsonl"
+        return HERE / self.page / f"{self.name}{'-quick' if self.quick else ''}.jsonl"
 
     def is_measured(self, name: str) -> bool:
         """True if the row was measured here, with the settings of now."""
@@ -285,16 +287,18 @@ def finish(
     figures: Mapping[str, float],
     targets: Mapping[str, float | None],
     *,
+    page: str = "",
     is_stored: bool = True,
     is_published: bool = False,
     **more: Any,
 ) -> None:
-    """Ends a script: prints the figures beside the published ones, and the line of JSON. The figures
-    are added to runs/measured/figures.jsonl if `is_stored`: those of a smoke test are not. If
-    `is_published`, since the script has written a page of them, they replace the published ones."""
+    """Ends a script: prints the figures beside those published on `page`, if there is one, and the
+    line of JSON. The figures are added to figures.jsonl in runs/measured/PAGE if `is_stored`: those of
+    a smoke test are not. If `is_published`, since the script has written the page, they replace the
+    published ones."""
     rounded = {name: float(f"{value:.5g}") for name, value in figures.items()}
     if is_stored:
-        ledger = Ledger(FIGURES, lambda line: "")
+        ledger = Ledger(page, lambda line: "", name=FIGURES)
         known = ledger.published.get(bench, {}).get("figures", {})
         for name in known.keys() & rounded.keys():
             print(f"{name}: {known[name]:g} published, {rounded[name]:g} here")

@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from ledger import absent
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+
+sys.path.append(str(Path(__file__).parents[1]))
+from results.ledger import absent
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

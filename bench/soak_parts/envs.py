@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 
-from scale import servers
+from serving_envs import servers
 from soak_parts.memory import Durations, MemoryWatch, SoakResult, process_tree
 
 from palestra.envs.remote.address import counters

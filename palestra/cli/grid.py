@@ -47,13 +47,13 @@ def grid(
 
     Examples:
 
-        palestra grid configs/grids/cooperation.yaml --workers 4
+        palestra grid configs/grids/matrix_games.yaml --workers 4
 
-        palestra grid configs/grids/cooperation.yaml --only '*-qmix-*'
+        palestra grid configs/grids/matrix_games.yaml --only '*-qmix-*'
 
-        palestra grid configs/grids/cooperation.yaml --results
+        palestra grid configs/grids/matrix_games.yaml --results
 
-        palestra grid configs/grids/cooperation.yaml --backend ray --address auto
+        palestra grid configs/grids/matrix_games.yaml --backend ray --address auto
     """
     with user_errors(), interruptible("; the same command continues"):
         from palestra.api.experiments.grid import grid_cells, load_grid

@@ -11,9 +11,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from algorithms_parts.methods import UNTRAINED, Method, Task, tuned_rates
-from algorithms_parts.runs import TUNING, Job, Line, Place, by_job, has_weights, measure, needed_runs
-from ledger import Ledger
+from results.algorithms.methods import UNTRAINED, Method, Task, tuned_rates
+from results.algorithms.runs import TUNING, Job, Line, Place, by_job, has_weights, measure, needed_runs
+from results.ledger import Ledger
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:

@@ -13,7 +13,7 @@ import yaml
 
 from palestra.core.config import Tree, load
 
-CONFIGS = Path(__file__).parents[2] / "configs/algorithms"
+CONFIGS = Path(__file__).parent / "configs"
 RATES = Path(__file__).parent / "rates.yaml"  # learning rates chosen by tuning
 GROUP = 8  # siblings in a group, for most methods
 
@@ -151,7 +151,7 @@ def find_method(task: Task, name: str) -> Method:
     for own in [*METHODS, JUDGE, UNTRAINED]:
         if own.name == name and task.name in own.tasks:
             return own
-    raise ValueError(f'no method "{name}" on {task.name}: METHODS in bench/algorithms_parts/methods.py has them')
+    raise ValueError(f'no method "{name}" on {task.name}: METHODS in results/algorithms/methods.py has them')
 
 
 def slug(method: Method) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from algorithms_parts.jobs import chosen_rate
-from algorithms_parts.methods import METHODS, TASKS, UNTRAINED, Method, Task, find_method
-from algorithms_parts.runs import TUNING, Job, Line
 
 from palestra.api.experiments.statistics import Estimate, estimate, estimate_improvement, mean_score
+from results.algorithms.jobs import chosen_rate
+from results.algorithms.methods import METHODS, TASKS, UNTRAINED, Method, Task, find_method
+from results.algorithms.runs import TUNING, Job, Line
 
 Ledger = dict[Job, Line]
 HEAD = ["", "seeds", "mean", "95 %", "above untrained", "answers to the bar", "KL", "entropy", "answers", "CPU-s", "lr"]

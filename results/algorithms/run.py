@@ -1,22 +1,22 @@
 """Compares algorithms for language agents at equal samples on two small tasks and one of a real model: scores and cost.
 
-    python bench/algorithms.py                          5 seeds of each method: 290 rows, 7 hours of one core
-    python bench/algorithms.py --list                   the rows: published, measured here, open
-    python bench/algorithms.py --processes 11           11 runs at once, one torch thread each
-    python bench/algorithms.py --only duel/GRPO/ "duel/online DPO/0"    half a CPU minute a row, in `real` some minutes
-    python bench/algorithms.py --only real/ --device cuda --processes 4
-    python bench/algorithms.py --publish                publishes what was measured here
-    python bench/algorithms.py --report                 prints the tables of the published rows and draws the picture
-    python bench/algorithms.py --quick                  two small steps, one seed, no tuning: a smoke test
+    python results/algorithms/run.py                 5 seeds of each method: 290 rows, 7 hours of one core
+    python results/algorithms/run.py --list          the rows: published, measured here, open
+    python results/algorithms/run.py --processes 11  11 runs at once, one torch thread each
+    python results/algorithms/run.py --only duel/GRPO/ "duel/online DPO/0"  half a CPU minute a row
+    python results/algorithms/run.py --only real/ --device cuda --processes 4
+    python results/algorithms/run.py --publish       publishes what was measured here
+    python results/algorithms/run.py --report        prints the tables of the published rows and draws the picture
+    python results/algorithms/run.py --quick         two small steps, one seed, no tuning: a smoke test
 
 `sums` is cooperative, `duel` zero-sum (both with a base of a million parameters, on the CPU); `real` is a single agent
-on SmolLM2-135M-Instruct, on `--device`. Configs are in configs/algorithms/. Several processes on one GPU slow each
-other down unless CUDA's multi-process service runs (docs/scaling/gpu.md). Tuned learning rates are in
-algorithms_parts/rates.yaml; a method without one gets the better of two rates on split dev, tried with two seeds that
-are not counted. `real` has one rate, which is not tuned. Scores are on split test. All methods run with one seed before
-the next seed begins, so that an interrupted comparison has equally many seeds of each. A row is a run; it goes to
-runs/measured/algorithms.jsonl, also where it is published (bench/measured/algorithms.jsonl), and is printed beside the
-published one. Run folders are in runs/algorithms/. A run that fails does not stop the others.
+on SmolLM2-135M-Instruct, on `--device`. Configs are in results/algorithms/configs/. Several processes on one GPU slow
+each other down unless CUDA's multi-process service runs (docs/scaling/gpu.md). Tuned learning rates are in rates.yaml;
+a method without one gets the better of two rates on split dev, tried with two seeds that are not counted. `real` has
+one rate, which is not tuned. Scores are on split test. All methods run with one seed before the next seed begins, so
+that an interrupted comparison has equally many seeds of each. A row is a run; it goes to
+runs/measured/algorithms/rows.jsonl, also where it is published (results/algorithms/measured/rows.jsonl), and is printed
+beside the published one. Run folders are in runs/algorithms/. A run that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
-
-from algorithms_parts.jobs import Schedule, run_all
-from algorithms_parts.methods import METHODS, TASKS, settings_of
-from algorithms_parts.runs import TUNING, Job, Line, Place, by_job
-from ledger import Ledger, add_options, choose, finish, provenance
 
 from palestra.core.config import validate
 from palestra.text.config import TextConfig
+
+sys.path.append(str(Path(__file__).parents[2]))
+from results.algorithms import report
+from results.algorithms.jobs import Schedule, run_all
+from results.algorithms.methods import METHODS, TASKS, settings_of
+from results.algorithms.runs import TUNING, Job, Line, Place, by_job
+from results.ledger import Ledger, add_options, choose, finish, provenance
 
 ROOT = Path("runs/algorithms")
 PICTURE = Path("docs/results-algorithms.png")
@@ -82,8 +85,6 @@ def figure(line: Line) -> str:
 
 def show_report(ledger: Ledger, quick: bool) -> None:
     """Prints the tables and draws the picture, of the published runs."""
-    from algorithms_parts import report
-
     lines = list((ledger.here if quick else ledger.published).values())
     have = by_job(lines)
     tasks = [task for task in TASKS if any(job.task == task.name for job in have)]

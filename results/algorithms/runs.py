@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from algorithms_parts.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
 
 import palestra
 from palestra.core.config import Tree
@@ -22,6 +21,7 @@ from palestra.engine.training.trainer import Trainer
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import list_checkpoints, read_lines
 from palestra.text.rollouts.metrics import member_name
+from results.algorithms.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
 
 TUNING = (100, 101)  # seeds of runs that choose a learning rate
 Line = dict[str, Any]

@@ -1,17 +1,16 @@
 """Results of a shipped grid: trains its cells, compares their scores with the published ones, writes a docs page.
 
-    python bench/grids.py cooperation                     all cells: 360, about 40 CPU minutes of play and learning
-    python bench/grids.py cooperation --list              the cells: published, measured here, open
-    python bench/grids.py cooperation --only two_step/qmix/    some of them: seconds a cell
-    python bench/grids.py cooperation --collect RUNS      scores of cells that `palestra grid` trained in RUNS
-    python bench/grids.py cooperation --publish           publish what was measured here, and write the page
-    python bench/grids.py cooperation --report            only write the page from the published rows
-    python bench/grids.py --quick                         one short cell: a smoke test
+    python results/grid/run.py cooperation                 all cells: 360, about 40 CPU minutes of play and learning
+    python results/grid/run.py cooperation --list          the cells: published, measured here, open
+    python results/grid/run.py cooperation --only two_step/qmix/  some of them: seconds a cell
+    python results/grid/run.py cooperation --collect RUNS  scores of cells that `palestra grid` trained in RUNS
+    python results/grid/run.py cooperation --publish       publish what was measured here, and write the page
+    python results/grid/run.py cooperation --report        only write the page from the published rows
+    python results/grid/run.py --quick                     one short cell: a smoke test
 
-A row is a task, an algorithm and a seed. Rows go to runs/measured/grids/NAME.jsonl, also where they are published
-(bench/measured/grids/NAME.jsonl), and each is printed beside the published one; runs are in runs/grids/NAME/. The page
-is docs/results-grid.md with docs/results-grid.svg, and for another grid docs/results-NAME.md. Its text is in
-bench/grid-notes/NAME.md, above and below the mark <!-- results -->; a grid without such a file has no page of its own.
+A row is a task, an algorithm and a seed. Rows go to runs/measured/grid/NAME.jsonl, also where they are published
+(results/grid/measured/NAME.jsonl), and each is printed beside the published one; runs are in runs/grids/NAME/. The page
+docs/results-grid.md is of the grid cooperation; the tables of other pages with rows of a grid are written by hand.
 """
 
 from __future__ import annotations
@@ -23,26 +22,19 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from ledger import Ledger, Rows, add_options, choose, finish, provenance
 
 from palestra.api.experiments.grid import GridConfig, cell_name, grid_cells, load_grid
-from palestra.api.experiments.results import (
-    GridResults,
-    NotANumber,
-    draw_results,
-    final_value,
-    results_data,
-    results_section,
-)
+from palestra.api.experiments.results import NotANumber, final_value
 from palestra.api.experiments.schedule import check_cells, finished_cells
-from palestra.runs import read_lines
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import RunLogs, series_of
 
-PAGES = {"cooperation": "grid"}  # grids whose page docs/results-PAGE.md has another name than the grid
-Line = dict[str, Any]
+sys.path.append(str(Path(__file__).parents[2]))
+from results.grid.report import PAGE_GRID, write_page
+from results.ledger import Ledger, Line, Rows, add_options, choose, finish
+from results.pages import cpu_seconds
+
+CONFIGS = Path(__file__).parent / "configs"
 
 
 def collect(grid: GridConfig, runs: Path) -> list[Line]:
@@ -68,7 +60,7 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
 
 
 def grid_file(name: str) -> Path:
-    return Path(f"configs/grids/{name}.yaml")
+    return CONFIGS / f"{name}.yaml"
 
 
 def runs_of(name: str, quick: bool) -> Path:
@@ -125,45 +117,9 @@ def env_steps_per_step(logs: RunLogs) -> int:
     return round(line["env_steps"] / (line["step"] + 1))
 
 
-def cpu_seconds(run: Path) -> float:
-    """Returns the CPU seconds of a run's rollouts and updates."""
-    lines = [line for line in read_lines(run / "timings.jsonl") if line["policy"] == "team"]
-    return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
-
-
-def results_of(grid: GridConfig, lines: list[Line]) -> GridResults:
-    """Returns the results that the page and its figure show."""
-    values: dict[str, dict[str, dict[int, float]]] = {a: {t: {} for t in grid.tasks} for a in grid.algorithms}
-    scored = [line for line in lines if line["value"] is not None]
-    for line in scored:
-        values[line["algorithm"]][line["task"]][line["seed"]] = line["value"]
-    found = {line["task"]: line["metric"] for line in scored}
-    unscored = [cell_name(line["task"], line["algorithm"], line["seed"]) for line in lines if line["value"] is None]
-    return GridResults(grid, values, {task: found[task] for task in grid.tasks if task in found}, unscored)
-
-
-def write_page(name: str, grid: GridConfig, lines: list[Line], docs: Path) -> Path:
-    """Writes the page and its figure to `docs`; returns the page."""
-    page = docs / f"results-{PAGES.get(name, name)}.md"
-    results, notes = results_of(grid, lines), Path(f"bench/grid-notes/{name}.md").read_text()
-    intro, _, rest = notes.partition("<!-- results -->\n")
-    section = results_section(results, results_data(results), page.with_suffix(".svg").name)
-    section += [
-        "",
-        f"Made by `python bench/grids.py {name} --report` from the published rows; without `--report` it measures them",
-        f"again. {provenance(lines)}",
-        f"The runs took {sum(line['cpu'] for line in lines) / 60:.0f} CPU minutes of rollouts and updates; scores and",
-        f"curves of all are in [bench/measured/grids/{name}.jsonl](../bench/measured/grids/{name}.jsonl).",
-    ]
-    page.write_text(intro + "\n".join(section) + "\n" + (f"\n{rest.strip()}\n" if rest.strip() else ""))
-    if results.complete:
-        draw_results(results.complete, page.with_suffix(".svg"))
-    return page
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="cooperation", help="a file in configs/grids, without .yaml")
+    parser.add_argument("name", nargs="?", default=PAGE_GRID, help="a file of configs/, without .yaml")
     add_options(parser)
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="folder of runs that `palestra grid` trained")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the page")
@@ -171,7 +127,7 @@ def main() -> None:
     grid, quick = load_grid(grid_file(options.name)), options.quick
     names = [f"{task}/{algorithm}/{seed}" for task, algorithm, seed in grid.keys]
     names = choose(names, options.only or (names[:1] if quick else []))
-    ledger = Ledger(f"grids/{options.name}", figure, quick)
+    ledger = Ledger("grid", figure, quick, name=options.name)
     if options.collect:
         for line in collect(grid, options.collect):
             ledger.add(row_name(line), line)
@@ -181,9 +137,9 @@ def main() -> None:
     removed = partial(discard, options.name, quick)
     Rows(ledger, measure, partial(check, options.name), discard=removed).run(names, options)
     if options.report or options.publish:
-        if not Path(f"bench/grid-notes/{options.name}.md").exists():
-            raise SystemExit(f"{options.name} has no page of its own: bench/grid-notes/{options.name}.md is missing")
-        print(write_page(options.name, grid, list(ledger.published.values()), options.docs))
+        if options.name != PAGE_GRID:
+            raise SystemExit(f"{options.name} has no page of its own: docs/results-grid.md is of {PAGE_GRID}")
+        print(write_page(grid, list(ledger.published.values()), options.docs))
     elif not options.list:
         figures = {name: ledger.here[name]["value"] for name in names if ledger.here[name]["value"] is not None}
         finish("grids", figures, {}, is_stored=False)

@@ -1,11 +1,11 @@
 """Compares QMIX on SMAX's map 3m with JaxMARL's QMIX: CPU seconds of a million env steps, and games won after them.
 
-    python bench/smax.py            up to 50 minutes for JaxMARL's runs; ours are from the ledger of bench/learning.py
-    python bench/smax.py --quick    2 minutes for each of JaxMARL's runs: a smoke test
+    python results/grid/smax.py          up to 50 minutes for JaxMARL's runs; ours are from the ledger of results/games
+    python results/grid/smax.py --quick  2 minutes for each of JaxMARL's runs: a smoke test
 
 JaxMARL's QMIX is a script of its repository, fetched once and run unchanged; `bench/peers/jaxmarl_qmix.py` has its
 settings. They are made for GPUs, with networks of 512 units, so the script also runs with 64 units, as ours. Each run
-has one thread. Tests and compiling are not counted. Ours are the published rows of bench/learning.py.
+has one thread. Tests and compiling are not counted. Ours are the published rows of results/games.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from urllib.request import urlopen
 
-from ledger import Ledger, absent, finish
-from peers.running import ENVIRONMENT, VENVS, install, installed, run
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[2]))
+from bench.peers.running import ENVIRONMENT, VENVS, install, installed, run
+from results.ledger import Ledger, absent, finish
 
 SCRIPT = (
     "https://raw.githubusercontent.com/FLAIROx/JaxMARL/014b4f0af877856dc0a90437596a23a31153e303"
@@ -64,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick and not installed("jaxmarl"):
         absent("JaxMARL in an environment of its own: this script without --quick makes it")
-    ours = [line for line in Ledger("learning", str).published.values() if line["task"] == TASK]
+    ours = [line for line in Ledger("games", str).published.values() if line["task"] == TASK]
     spent = mean(line["cpu"] / line["curve"][-1][0] for line in ours) * STEPS
     shown = Table("QMIX on SMAX 3m", "units", "CPU-s for a million env steps", "won", "after env steps")
     won = mean(line["score"] for line in ours)
@@ -78,7 +81,7 @@ def main() -> None:
         steps, rate = result["curve"][-1] if result["curve"] else (0, math.nan)
         shown.add_row("JaxMARL", str(hidden or 512), f"{result['cpu_s_per_million']:,.0f}", f"{rate:.3f}", f"{steps:,}")
     console.print(shown)
-    finish("smax", figures, {}, is_stored=not options.quick)
+    finish("smax", figures, {}, page="grid", is_stored=not options.quick)
 
 
 if __name__ == "__main__":

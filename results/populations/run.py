@@ -1,31 +1,35 @@
 """Measures training of populations, compared with published and OpenSpiel's results; prints tables and a line of JSON.
 
-    python bench/psro.py                       every part: about three hours of two cores
-    python bench/psro.py --list                the parts: published, measured here, open
-    python bench/psro.py --only exact league   some of them: a minute and six; text takes half an hour
-    python bench/psro.py --publish             publishes what was measured here, and writes the page
-    python bench/psro.py --report              writes docs/results-populations.md from the published results
-    python bench/psro.py --quick               the exact part, shorter: a smoke test (--only NAME for another)
+    python results/populations/run.py                      every part: about three hours of two cores
+    python results/populations/run.py --list               the parts: published, measured here, open
+    python results/populations/run.py --only exact league  some of them: a minute and six; text takes half an hour
+    python results/populations/run.py --publish            publishes what was measured here, and writes the page
+    python results/populations/run.py --report             writes docs/results-populations.md from the published results
+    python results/populations/run.py --quick              the exact part, shorter: a smoke test
 
-A part is a module of `bench/psro_parts/` with `figures(quick) -> dict[str, float]`, which prints its own tables, and
-`TARGETS`, the upper bounds of its figures (lower bounds for those in `AT_LEAST`). NashConv is the sum over players of
-what each could gain by a best response; figures named exploitability are half of it. Parts, and the runs they are made
-of, go to runs/measured/psro.jsonl, also where they are published (bench/measured/psro.jsonl), and are printed beside
-the published ones.
+A part is a module of `results/populations/parts/` with `figures(quick) -> dict[str, float]`, which prints its own
+tables, and `TARGETS`, the upper bounds of its figures (lower bounds for those in `AT_LEAST`). NashConv is the sum over
+players of what each could gain by a best response; figures named exploitability are half of it. Parts, and the runs
+they are made of, go to runs/measured/populations/rows.jsonl, also where they are published
+(results/populations/measured/rows.jsonl), and are printed beside the published ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ledger import Ledger, Line, Rows, add_options, choose, finish, provenance
-from psro_parts.keeping import figure
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[2]))
+from results.ledger import Ledger, Rows, add_options, choose, finish
+from results.populations.parts.keeping import figure
+from results.populations.report import write_page
 
 PARTS = {
     "exact": "exact oracles: PSRO, anytime PSRO, XDO, CFR",
@@ -34,8 +38,6 @@ PARTS = {
     "text": "language agents in Kuhn poker in words",
     "league": "a league and self-play in a game with a cycle",
 }
-PAGE = Path("docs/results-populations.md")
-NOTES = Path("bench/psro-notes.md")  # the text of the page
 console = Console(width=120, record=True)
 
 
@@ -56,7 +58,7 @@ def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set
 
 def run_part(quick: bool, name: str) -> dict[str, Any]:
     """Runs a part; returns its figures, targets and printed text."""
-    part: Any = importlib.import_module(f"psro_parts.{name}")
+    part: Any = importlib.import_module(f"results.populations.parts.{name}")
     part.console = console
     console.rule(PARTS[name])
     console.export_text()  # drops what was printed before
@@ -65,33 +67,11 @@ def run_part(quick: bool, name: str) -> dict[str, Any]:
     return {"figures": figures, "targets": part.TARGETS, "text": console.export_text()}
 
 
-def report(published: dict[str, Line]) -> None:
-    """Writes the page: what each part printed when it was last run, and the notes."""
-    lines = [
-        "# What populations reach",
-        "",
-        "Made by `python bench/psro.py --report` from the published results (bench/measured/psro.jsonl), which were",
-        "measured on two cores; `python bench/psro.py` measures them again and prints both. NashConv is the sum over",
-        "players of what each could gain by a best response; figures named exploitability are half of it.",
-        "",
-        provenance(published.values()),
-        "",
-    ]
-    for name, what in PARTS.items():
-        lines += [f"## {what[0].upper()}{what[1:]}", ""]
-        if name not in published:
-            lines += ["Not run.", ""]
-            continue
-        text = "\n".join(line.rstrip() for line in published[name]["text"].strip().splitlines())
-        lines += ["```", text, "```", "", f"`python bench/psro.py --only {name}`", ""]
-    PAGE.write_text("\n".join([*lines, NOTES.read_text()]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     options = parser.parse_args()
-    ledger = Ledger("psro", figure, options.quick)
+    ledger = Ledger("populations", figure, options.quick)
     names = choose(list(PARTS), options.only or (["exact"] if options.quick else []))
     if options.again:  # of a part's runs too
         ledger.forget([name for name in ledger.here if name.split("/")[0] in names])
@@ -99,7 +79,7 @@ def main() -> None:
     if options.publish:
         ledger.publish([name for name in ledger.here if name.split("/")[0] in names])
     if options.report or options.publish:
-        report(ledger.published)
+        write_page(ledger.published, PARTS)
     elif not options.list:
         found = [ledger.here[name] for name in names]
         figures = {key: value for one in found for key, value in one["figures"].items()}

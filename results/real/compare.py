@@ -1,16 +1,16 @@
 """Trains SmolLM2-135M-Instruct to add, compared with TRL and CoMLRL: samples per second, peak memory, held-out success.
 
-    python bench/real.py                 with learning curves: about an hour on one core
-    python bench/real.py --quick         only speed and memory: two steps of each, ten CPU minutes
-    python bench/real.py --only comlrl   compares with one of the peers: trl or comlrl
-    python bench/real.py --device cuda   everything on a GPU
-    python bench/real.py --peers DIR     virtual environment with bench/peers/real.txt; made if it does not exist
-    python bench/real.py --peers here    the peers are installed in this Python
+    python results/real/compare.py                with learning curves: about an hour on one core
+    python results/real/compare.py --quick        only speed and memory: two steps of each, ten CPU minutes
+    python results/real/compare.py --only comlrl  compares with one of the peers: trl or comlrl
+    python results/real/compare.py --device cuda  everything on a GPU
+    python results/real/compare.py --peers DIR    virtual environment with compare.txt; made if it does not exist
+    python results/real/compare.py --peers here   the peers are installed in this Python
 
 One LoRA adapter of rank 16 learns sums of two numbers below 100, with three examples as earlier turns, by GRPO in
-groups of 8, in float32 with one thread. TRL's GRPOTrainer (real_trl.py) has the same prompts, reward, learning rate and
-number of samples, and samples by transformers' `generate`. Two adapters, a reasoner and a checker, are compared with
-CoMLRL's MAGRPO with two agents (real_comlrl.py). CoMLRL's agents answer simultaneously, so that only speed is
+groups of 8, in float32 with one thread. TRL's GRPOTrainer (compare_trl.py) has the same prompts, reward, learning rate
+and number of samples, and samples by transformers' `generate`. Two adapters, a reasoner and a checker, are compared
+with CoMLRL's MAGRPO with two agents (compare_comlrl.py). CoMLRL's agents answer simultaneously, so that only speed is
 comparable. Each run has a process of its own, one after another. Figures are of CPU seconds and resident memory on a
 CPU, of wall seconds and allocated GPU memory on a GPU:
 
@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from ledger import finish
 
 from palestra.core.config.tree import to_yaml
 from palestra.engine.bases.names import resolve_base, tokenizer_of
@@ -48,8 +47,12 @@ from palestra.evaluation.target import Target, find_target
 from palestra.evaluation.text import open_text_eval
 from palestra.runs import read_lines
 
+sys.path.append(str(Path(__file__).parents[2]))
+from results.ledger import finish
+
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "peers/real.txt"
+ROOT = HERE.parents[1]
+REQUIREMENTS = HERE / "compare.txt"
 TARGETS = {"samples_vs_trl": 3.0, "samples_vs_comlrl": 3.0, "peak_vs_trl": 0.33, "success_minutes_vs_trl": 0.4}
 BASE, GROUP_SIZE, MAX_TOKENS, RANK, LR, HELD_OUT = "smollm2", 8, 16, 16, 5e-4, 200
 ENV = {"type": "math_review", "kinds": ["sum"], "difficulty": 1, "shots": 3}
@@ -88,7 +91,7 @@ class Point(NamedTuple):
 
 def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
     """Runs a command; returns its standard output and its peak resident memory in MB. Raises SystemExit if it fails."""
-    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     out, errors = folder / "out", folder / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:
@@ -213,7 +216,7 @@ def main() -> None:
         if given.only != "comlrl":
             ours = run_ours(ALONE, size._replace(steps=size.steps * (3 if every else 1)), folder, "alone", device, seed)
             print_line("palestra, one agent", ours)
-            trl = run_peer(python, "real_trl.py", size, folder, 1, device, seed)
+            trl = run_peer(python, "compare_trl.py", size, folder, 1, device, seed)
             print_line("TRL GRPOTrainer", trl)
             figures |= {"samples_vs_trl": ours.rate / trl.rate, "peak_vs_trl": ours.peak_mb / trl.peak_mb}
             if every:
@@ -225,13 +228,13 @@ def main() -> None:
         if given.only != "trl":
             team = run_ours(TEAM, short, folder, "team", device, seed)
             print_line("palestra, two agents", team)
-            comlrl = run_peer(python, "real_comlrl.py", short, folder, 2, device, seed)
+            comlrl = run_peer(python, "compare_comlrl.py", short, folder, 2, device, seed)
             print_line("CoMLRL MAGRPO", comlrl)
             figures["samples_vs_comlrl"] = team.rate / comlrl.rate
     found = {key: value for key, value in figures.items() if value is not None}
     used = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name(), "seed": seed}
     targets = {key: TARGETS[key] for key in figures}
-    finish("real", found, targets, is_stored=not given.quick, **used, curves=curves)
+    finish("real", found, targets, page="real", is_stored=not given.quick, **used, curves=curves)
 
 
 def print_line(name: str, measured: Measured) -> None:

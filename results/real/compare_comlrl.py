@@ -1,8 +1,8 @@
-"""MAGRPO with CoMLRL on SmolLM2: the two agents of bench/real.py, in the peers' virtual environment.
+"""MAGRPO with CoMLRL on SmolLM2: the two agents of results/real/compare.py, in the peers' virtual environment.
 
-The argument is a JSON object with the fields of real_trl.py's `Task`; the result is printed as one line of JSON. There
-are two models with a LoRA adapter each (PEFT), since CoMLRL's agents are whole models. Both answer each problem at the
-same time and receive the mean of their rewards. Each step updates each agent once.
+The argument is a JSON object with the fields of compare_trl.py's `Task`; the result is printed as one line of JSON.
+There are two models with a LoRA adapter each (PEFT), since CoMLRL's agents are whole models. Both answer each problem
+at the same time and receive the mean of their rewards. Each step updates each agent once.
 """
 
 import json
@@ -14,10 +14,10 @@ import torch
 from comlrl.trainers.reinforce.magrpo import MAGRPOConfig, MAGRPOTrainer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from real_trl import Task, is_right
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.core.accel.malloc import keep_freed_memory
+from results.real.compare_trl import Task, is_right
 
 AGENTS = 2
 

@@ -1,4 +1,4 @@
-"""GRPO with TRL on SmolLM2: the single agent of bench/real.py, in TRL's own virtual environment.
+"""GRPO with TRL on SmolLM2: the single agent of results/real/compare.py, in TRL's own virtual environment.
 
 The argument is a JSON object with the fields of `Task`; the result is printed as one line of JSON. LoRA through PEFT,
 float32, one thread; settings as in trl_grpo.py, but the model may end an answer. On a GPU, a step is one micro-batch.
@@ -19,8 +19,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
-from trl_grpo import Spec, build_config
 
+from bench.trl_grpo import Spec, build_config
 from palestra.core.accel.malloc import keep_freed_memory
 from palestra.environments.math.grading import grade_directly
 from palestra.environments.math.review import last_number

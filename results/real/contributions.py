@@ -1,11 +1,11 @@
 """Measures what each seat of a trained team contributes: the team untrained, trained, and with one part replaced.
 
-    python scripts/real_results.py runs/real                    every row, greedy answers to 300 held-out instances
-    python scripts/real_results.py runs/real --only trained     rows whose name begins with "trained"; or several names
-    python scripts/real_results.py runs/real --processes 2      two rows at once, each in a process with one thread
-    python scripts/real_results.py runs/real --report           only the table of the rows measured so far
+    python results/real/contributions.py runs/real           every row, greedy answers to 300 held-out instances
+    python results/real/contributions.py runs/real --only trained  rows whose names begin with "trained"
+    python results/real/contributions.py runs/real --processes 2  two rows at once, each in a process with one thread
+    python results/real/contributions.py runs/real --report  only the table of the rows measured so far
 
-For a run with two seats whose env has the option `shots`, such as those of configs/real. All rows play the same
+For a run with two seats whose env has the option `shots`, such as those of results/real/configs. All rows play the same
 instances of the split "test". Results are stored in the run's real_results.jsonl; a row that is there is not measured
 again.
 """

@@ -1,7 +1,7 @@
 """Rows of docs/results-real.md that are not scored by held-out success: self-play in Kuhn poker, programs on the
 service.
 
-`reproduce_real.py` runs them with `--only kuhn/` and `--only service/`.
+`run.py` runs them with `--only kuhn/` and `--only service/`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from palestra.runs import read_lines
 from palestra.text.policies.base import Policy
 from palestra.text.policy_configs import FrozenConfig
 
-KUHN = Path("configs/real/text_kuhn_self_play.yaml")
+KUHN = Path(__file__).parent / "configs/text_kuhn_self_play.yaml"
 SEATS = ("player_0", "player_1")
 PUBLIC = "Qwen/Qwen3-0.6B"  # the model name that the programs request
 Result = dict[str, Any]

@@ -1,6 +1,6 @@
 """Learning rates of the rows of docs/results-real.md: chosen for each task and method on split dev.
 
-`reproduce_real.py --tune` measures each rate with a seed that is not reported, and writes reproduce_real_rates.yaml.
+`run.py --tune` measures each rate with a seed that is not reported, and writes rates.yaml.
 Another rate than that of the config is chosen only if it is better by more than the standard error of the difference:
 one run for each rate says no more (the one-standard-error rule, Hastie, Tibshirani and Friedman, 2009, section 7.10).
 """
@@ -24,8 +24,8 @@ SAME_RATE = {  # methods that are not tuned, and the method that each has the ra
     "team + GRPO, 8 examples": "team + GRPO",
     "team + AT-GRPO, 8 examples": "team + AT-GRPO",
 }
-RATES_FILE = Path(__file__).parent / "reproduce_real_rates.yaml"
-RATES_SAY = "# Greedy success on 200 dev instances by learning rate, by `python scripts/reproduce.py real --tune`.\n"
+RATES_FILE = Path(__file__).parent / "rates.yaml"
+RATES_SAY = "# Greedy success on 200 dev instances by learning rate, by `python results/real/run.py --tune`.\n"
 
 
 def read_rates() -> Rates:

@@ -1,4 +1,4 @@
-"""Writes docs/results-real.md and its plots from the results that reproduce_real.py measured."""
+"""Writes docs/results-real.md and its plots from the published rows."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ledger import provenance
-from reproduce_real_rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
-from reproduce_report import T95, moving_mean, table, wrapped
 
 from palestra.evaluation.report.charts import curve_style
 from palestra.runs.series import wilson_interval
+from results.ledger import provenance
+from results.pages import T95, moving_mean, read_notes, table, wrapped
+from results.real.rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
 
 Result = dict[str, Any]
-NOTES = Path(__file__).parent / "results_real_notes.md"
+NOTES = Path(__file__).parent / "notes.md"
 TITLES = {
-    "story": "A story in two parts (`math_relay`, configs/real/story_team.yaml)",
-    "sums": "Sums of two numbers below 100 (`math_review`, configs/real/sums_team.yaml)",
-    "tools": "A calculator and a search (`tool_review`, configs/real/tools_team.yaml)",
-    "guess": "A thing described and guessed among eight (`describe_guess`, configs/real/guess_team.yaml)",
+    "story": "A story in two parts (`math_relay`, results/real/configs/story_team.yaml)",
+    "sums": "Sums of two numbers below 100 (`math_review`, results/real/configs/sums_team.yaml)",
+    "tools": "A calculator and a search (`tool_review`, results/real/configs/tools_team.yaml)",
+    "guess": "A thing described and guessed among eight (`describe_guess`, results/real/configs/guess_team.yaml)",
 }
 HEAD = """# Results with a real model
 
-Made by `python scripts/reproduce.py real --report` from the published rows (bench/measured/real.jsonl);
-`python scripts/reproduce.py real` measures them again, about seven hours of one core, and prints both; `--list` names
-them. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
-the learning rate: that of the config ({rate:g}), or one of two others that was better on split dev by more than one
-standard error (scripts/reproduce_real_rates.yaml); in brackets the better one where the runs have another, or that
+Made by `python results/real/run.py --report` from the published rows; without `--report` it measures them again,
+about seven hours of one core, and prints both; `--list` names them. Scripts, configs, notes and rows are in
+[results/real/](../results/real/). SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy
+answers. *lr* is the learning rate: that of the config ({rate:g}), or one of two others that was better on split dev
+by more than one standard error (rates.yaml there); in brackets the better one where the runs have another, or that
 none was compared. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
 interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
 answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
@@ -41,7 +41,7 @@ GPU = """
 minutes. The second column counts the seeds on each."""
 CURVES_SAY = """In rollouts AT-GRPO continues from the best of eight answers on stories: its curve there is above what
 an evaluation has."""
-KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/text_kuhn_self_play.yaml)"
+KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, results/real/configs/text_kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
 equilibrium) and the mean payoff per game against each opponent (the columns after it; mean over both seats) are exact:
 from the probabilities of the two words at each of the twelve information states. The opponents were not trained
@@ -80,7 +80,7 @@ def write_report(lines: Sequence[Result], order: Sequence[str], target: Path) ->
     results = sorted((r for r in untuned if "shots" not in r), key=lambda r: r["name"])
     scored = [r for r in results if r["task"] in TITLES]
     if not scored:
-        raise SystemExit("no result is published: `python scripts/reproduce.py real` measures, --publish publishes")
+        raise SystemExit("no result is published: `python results/real/run.py` measures, --publish publishes")
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
@@ -102,7 +102,7 @@ def write_report(lines: Sequence[Result], order: Sequence[str], target: Path) ->
     page += ["", CURVES_SAY]
     page += kuhn_section([r for r in results if r["task"] == "kuhn"])
     page += service_section([r for r in results if r["task"] == "service"])
-    target.write_text("\n".join([*page, "", NOTES.read_text().strip()]) + "\n")
+    target.write_text("\n".join([*page, "", read_notes(NOTES).strip()]) + "\n")
 
 
 def figures(results: Sequence[Result]) -> list[str]:

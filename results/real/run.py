@@ -1,24 +1,24 @@
 """Reproduces docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in
 English.
 
-    python scripts/reproduce.py real                   all 84, about 7 hours of one core; interrupted ones go on
-    python scripts/reproduce.py real --list            the rows: published, measured here, open
-    python scripts/reproduce.py real --only "sums/single agent/"    one row, a minute; a trained one up to 15
-    python scripts/reproduce.py real --only story/     rows whose names begin with "story/"; also kuhn/ and service/
-    python scripts/reproduce.py real --report          only rewrite the page and its plots from the published rows
-    python scripts/reproduce.py real --publish         publish what was measured here, and rewrite the page
-    python scripts/reproduce.py real --tune            choose learning rates again (reproduce_real_rates.yaml) and stop
-    python scripts/reproduce.py real --prompts         the untrained models by number of worked examples, on split dev
-    python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
-    python scripts/reproduce.py real --quick           a smoke test of two rows with the base `tiny`
+    python results/real/run.py                              all 84, about 7 hours of one core; interrupted ones go on
+    python results/real/run.py --list                       the rows: published, measured here, open
+    python results/real/run.py --only "sums/single agent/"  one row, a minute; a trained one up to 15
+    python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/
+    python results/real/run.py --report                     only rewrite the page and its plots from the published rows
+    python results/real/run.py --publish                    publish what was measured here, and rewrite the page
+    python results/real/run.py --tune                       choose learning rates again (rates.yaml) and stop
+    python results/real/run.py --prompts                    the untrained models by number of examples, on split dev
+    python results/real/run.py --device cuda --processes 4 --only story/  on a GPU, in float32, four at once
+    python results/real/run.py --quick                      a smoke test of two rows with the base `tiny`
 
-A row is a method on a task with a seed. It is added to runs/measured/real.jsonl, also where it is published
-(bench/measured/real.jsonl), and printed beside the published one; its run is a folder of runs/reproduce-real/. The
-methods that train with the task's config sample
-equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). A
-method has the learning rate of its config, or another that was better on split dev by more than one standard error,
-and is scored once on 300 held-out instances with greedy answers. A row whose learning rate has changed is measured
-again. All methods, trained or not, see the same worked examples, except in the rows without examples and those with 8.
+A row is a method on a task with a seed. It is added to runs/measured/real/rows.jsonl, also where it is published
+(results/real/measured/rows.jsonl), and printed beside the published one; its run is a folder of runs/reproduce-real/.
+The methods that train with the task's config sample equally many answers; SFT, DPO, PPO and the stages have configs of
+their own and sample fewer (column "answers"). A method has the learning rate of its config, or another that was better
+on split dev by more than one standard error, and is scored once on 300 held-out instances with greedy answers. A row
+whose learning rate has changed is measured again. All methods, trained or not, see the same worked examples, except in
+the rows without examples and those with 8.
 """
 
 from __future__ import annotations
@@ -40,22 +40,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from ledger import Ledger, Line, Rows, add_options, choose
-from real_results import BASE, GREEDY, Row, measure
-from reproduce_real_games import KUHN, kuhn_self_play, service_debate, service_two_agents
-from reproduce_real_rates import (
-    CONFIG_RATE,
-    DEV_EPISODES,
-    RATES,
-    SAME_RATE,
-    TUNING_SEED,
-    chosen_rate,
-    read_rates,
-    write_rates,
-)
-from reproduce_real_report import write_report
-
+sys.path.append(str(Path(__file__).parents[2]))
 import palestra
 from palestra.core.config import Tree, load, override, validate
 from palestra.core.config.tree import to_yaml
@@ -66,7 +51,22 @@ from palestra.evaluation.text import open_text_eval
 from palestra.populations.build.validation import validate_population
 from palestra.runs import read_lines
 from palestra.text.config import TextConfig
+from results.ledger import Ledger, Line, Rows, add_options, choose
+from results.real.contributions import BASE, GREEDY, Row, measure
+from results.real.games import KUHN, kuhn_self_play, service_debate, service_two_agents
+from results.real.rates import (
+    CONFIG_RATE,
+    DEV_EPISODES,
+    RATES,
+    SAME_RATE,
+    TUNING_SEED,
+    chosen_rate,
+    read_rates,
+    write_rates,
+)
+from results.real.report import write_report
 
+CONFIGS = Path(__file__).parent / "configs"
 RUNS = Path("runs/reproduce-real")
 EPISODES = 300
 EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
@@ -123,18 +123,18 @@ class Method:
 
 def on_sums(algorithm: str) -> Method:
     """A method for a single agent on sums, with the config of that algorithm."""
-    return Method({}, is_team=False, config=Path(f"configs/real/sums_{algorithm}.yaml"), tasks=["sums"])
+    return Method({}, is_team=False, config=CONFIGS / f"sums_{algorithm}.yaml", tasks=["sums"])
 
 
 GRPO = {"type": "grpo", "branch_at": "root", "group_size": 8, "scale": "none"}
 TASKS = {
     "story": Task(
-        Path("configs/real/story_team.yaml"),
+        CONFIGS / "story_team.yaml",
         {"env.team": "single", "episodes": 20, "policies.agent.sampling.max_tokens": 28},
     ),
-    "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
-    "tools": Task(Path("configs/real/tools_team.yaml"), {"env.team": "single"}),
-    "guess": Task(Path("configs/real/guess_team.yaml"), {}),
+    "sums": Task(CONFIGS / "sums_team.yaml", {"env.team": "single", "episodes": 24}),
+    "tools": Task(CONFIGS / "tools_team.yaml", {"env.team": "single"}),
+    "guess": Task(CONFIGS / "guess_team.yaml", {}),
 }
 ALL = (*Method.tasks, "guess")
 # Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
@@ -388,13 +388,13 @@ def discard(place: Place, name: str) -> None:
     shutil.rmtree(place.runs / (row.run if row else slug(name)), ignore_errors=True)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--tune", action="store_true", help="choose learning rates on split dev")
     parser.add_argument("--prompts", action="store_true", help="compare numbers of worked examples on split dev")
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     place = Place(options.device, options.quick)
     table = [*(row.name for row in table_rows()), *other_rows()]
     names = list(prompt_rows()) if options.prompts else list(tuning_rows()) if options.tune else table
@@ -406,3 +406,7 @@ def main(arguments: list[str]) -> None:
         write_rates(line for name, line in ledger.here.items() if name in tuning_rows())
     if options.report or options.publish:
         write_report(list(ledger.published.values()), list(METHODS), Path("docs/results-real.md"))
+
+
+if __name__ == "__main__":
+    main()

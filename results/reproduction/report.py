@@ -1,18 +1,19 @@
-"""Writes docs/results.md and its plots from the results that reproduce.py measured."""
+"""Writes docs/results.md and its plots from the published rows."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ledger import provenance
+
+from results.ledger import provenance
+from results.pages import interval, moving_mean, read_notes, table, wrapped
 
 Result = dict[str, Any]
+NOTES = Path(__file__).parent / "notes.md"
 TITLES = {"plan_path": "Plan-Path", "sokoban": "Sokoban"}
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 CURVES = (
     "team + GRPO, equal samples",
     "AT-GRPO, random continuation",
@@ -46,15 +47,15 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
         if curves:  # else the picture stays: it has curves that no ledger has
             draw(curves, picture)
         lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
-    lines += ["", (Path(__file__).parent / "results_notes.md").read_text().strip()]
+    lines += ["", read_notes(NOTES).strip()]
     target.write_text("\n".join(lines) + "\n")
 
 
 HEAD = """# Results
 
-Made by `python scripts/reproduce.py --report` from the published rows (bench/measured/results.jsonl; configs in
-configs/reproduce/). `make reproduce` measures them again, about three hours of
-one core, and prints both; `--only` takes single rows. Success on {n:.0f} held-out test layouts by play
+Made by `python results/reproduction/run.py --report` from the published rows; script, configs, notes and rows are in
+[results/reproduction/](../results/reproduction/). `make reproduce` measures them again, about three hours of one core,
+and prints both; `--only` takes single rows. Success on {n:.0f} held-out test layouts by play
 without branching at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs,
 not only between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8. Every trained method may
 sample as many answers as any other; games that end early need fewer, so the tables below have their number."""
@@ -72,27 +73,11 @@ def counted(results: Sequence[Result]) -> list[Result]:
     return found
 
 
-def wrapped(paragraph: str) -> list[str]:
-    """A paragraph of Markdown in lines of at most 120 characters."""
-    return textwrap.wrap(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def score(results: Sequence[Result], game: str, method: str) -> str:
     own = [r for r in results if (r["game"], r["method"]) == (game, method)]
     if len(own) == 1 and "half" in own[0]:
         return f"{100 * own[0]['success']:.1f} ± {100 * own[0]['half']:.1f}"
-    return interval([100 * r["success"] for r in own]) if own else "–"
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean and 95 % half-width over seeds."""
-    mean = f"{np.mean(values):.1f}"
-    n = len(values)
-    return f"{mean} ± {T95[n] * np.std(values, ddof=1) / n**0.5:.1f}" if n in T95 else mean
+    return interval([100 * r["success"] for r in own], 1) if own else "–"
 
 
 def costs(results: Sequence[Result]) -> list[str]:
@@ -129,8 +114,3 @@ def draw(results: Sequence[Result], target: Path) -> None:
     axes[0].legend(fontsize=7)
     figure.savefig(target, dpi=120)
     plt.close(figure)
-
-
-def moving_mean(values: np.ndarray, window: int = 9) -> np.ndarray:
-    kernel = np.ones(min(window, len(values)))
-    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

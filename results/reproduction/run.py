@@ -1,19 +1,18 @@
 """Reproduces docs/results.md: how well a team learns, and which parts of AT-GRPO matter.
 
-    python scripts/reproduce.py                              all 90 rows, about 3 hours of one core
-    python scripts/reproduce.py --list                       the rows: published, measured here, open
-    python scripts/reproduce.py --only "plan_path/team + AT-GRPO, per role"    one to two CPU minutes a seed
-    python scripts/reproduce.py --only sokoban/              all methods and seeds of a game
-    python scripts/reproduce.py --publish                    publish what was measured here, and rewrite the page
-    python scripts/reproduce.py --report                     only rewrite the page from the published rows
-    python scripts/reproduce.py --tune                       choose learning rates again and stop
-    python scripts/reproduce.py --quick                      a smoke test of a few rows, under a minute
-    python scripts/reproduce.py real -h                      docs/results-real.md instead: see reproduce_real.py
+    python results/reproduction/run.py                  all 90 rows, about 3 hours of one core
+    python results/reproduction/run.py --list           the rows: published, measured here, open
+    python results/reproduction/run.py --only "plan_path/team + AT-GRPO, per role"  one to two CPU minutes a seed
+    python results/reproduction/run.py --only sokoban/  all methods and seeds of a game
+    python results/reproduction/run.py --publish        publish what was measured here, and rewrite the page
+    python results/reproduction/run.py --report         only rewrite the page from the published rows
+    python results/reproduction/run.py --tune           choose learning rates again and stop
+    python results/reproduction/run.py --quick          a smoke test of a few rows, under a minute
 
-A row is a method on a game with a seed. Rows go to runs/measured/results.jsonl, also where they are published
-(bench/measured/results.jsonl), and each is printed beside the published one; its run is in runs/reproduce/. Every
-trained method may sample as many answers as any other ("equal CPU": train for the CPU seconds that AT-GRPO took).
-Learning rates are chosen on dev layouts with a seed that is not reported (scripts/reproduce_rates.yaml). A method is
+A row is a method on a game with a seed. Rows go to runs/measured/reproduction/rows.jsonl, also where they are published
+(results/reproduction/measured/rows.jsonl), and each is printed beside the published one; its run is in runs/reproduce/.
+Every trained method may sample as many answers as any other ("equal CPU": train for the CPU seconds that AT-GRPO took).
+Learning rates are chosen on dev layouts with a seed that is not reported (results/reproduction/rates.yaml). A method is
 scored once on test layouts by play without branching at temperature 1.
 """
 
@@ -35,10 +34,7 @@ from typing import Any
 
 import yaml
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from ledger import Ledger, Line, Rows, add_options, choose
-from reproduce_report import write_report
-
+sys.path.append(str(Path(__file__).parents[2]))
 from palestra.core.config import dump, load, override, validate
 from palestra.envs import make_env
 from palestra.evaluation.evaluate import evaluate
@@ -46,12 +42,17 @@ from palestra.runs import Run, read_lines
 from palestra.runs.loop import Callback, play_evals, restore_checkpoint, run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
+from results.ledger import Ledger, Line, Rows, add_options, choose
+from results.reproduction.report import write_report
 
 ROOT = Path("runs/reproduce")
 GAMES = ("plan_path", "sokoban")
 SEEDS = (0, 1, 2)
-RATES_FILE = Path(__file__).parent / "reproduce_rates.yaml"
-RATES_SAY = "# Success on 200 dev layouts by learning rate, as `python scripts/reproduce.py --tune` measured it.\n"
+HERE = Path(__file__).parent
+RATES_FILE = HERE / "rates.yaml"
+RATES_SAY = (
+    "# Success on 200 dev layouts by learning rate, as `python results/reproduction/run.py --tune` measured it.\n"
+)
 TUNING_SEED = 100
 RATES = (1e-3, 3e-3, 6e-3)
 
@@ -63,7 +64,7 @@ LINES = {"algorithm.branch_at": "root"}
 TURNS = {"algorithm.branch_at": "turn", "algorithm.continue_from": "best"}
 SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
 
-# The changes of each method to configs/reproduce/GAME.yaml. An untrained method has no algorithm.
+# The changes of each method to results/reproduction/configs/GAME.yaml. An untrained method has no algorithm.
 METHODS: dict[str, dict[str, Any]] = {
     "single agent, one turn": ONE_TURN,
     "single agent, multi-turn": ALONE,
@@ -151,7 +152,7 @@ def needed(name: str) -> list[str]:
 
 def config_of(row: Row, quick: bool) -> TextConfig:
     """The row's config: the game's config with the method's changes."""
-    tree = load(Path("configs/reproduce") / f"{row.game}.yaml")
+    tree = load(HERE / "configs" / f"{row.game}.yaml")
     changes = METHODS[row.method] | {"seed": row.seed}
     if changes.get("env.max_turns") == 1:  # as many answers as a single agent gives in all its turns
         changes["episodes"] = ALONE["episodes"] * tree["env"]["max_turns"]
@@ -238,7 +239,7 @@ def is_current(name: str, line: Line) -> bool:
 
 
 def make_ledger(quick: bool) -> Ledger:
-    return Ledger("results", figure, quick, is_current)
+    return Ledger("reproduction", figure, quick, is_current)
 
 
 def write_rates(ledger: Ledger) -> None:
@@ -257,10 +258,6 @@ def load_rates() -> dict[str, dict[str, dict[float, float]]]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["real"]:
-        from reproduce_real import main as reproduce_real
-
-        return reproduce_real(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, processes=2)
     parser.add_argument("--tune", action="store_true", help="choose learning rates on dev layouts and stop")
@@ -274,7 +271,6 @@ def main() -> None:
     if options.report or options.publish:
         lines = [line for name, line in ledger.published.items() if name not in tuning_rows()]
         write_report(lines, [*METHODS, *JOINS], Path("docs/results.md"))
-    return None
 
 
 if __name__ == "__main__":

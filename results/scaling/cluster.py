@@ -1,10 +1,10 @@
 """A league on a simulated cluster: the real scheduler, plan and files; only the workers' time is simulated.
 
-    python bench/cluster.py            1,000 workers, leagues of up to 10,000 members, a node lost every minute
-    python bench/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
-    python bench/cluster.py --whole    without sampled opponents, to see what breaks first
-    python bench/cluster.py --results  only the league's CPU time for a training result; takes some seconds
-    python bench/cluster.py --table    the table of docs/scaling/cluster.md: 1 to 1,000 workers, eight slices a learner
+    python results/scaling/cluster.py            1,000 workers, up to 10,000 members, a node lost every minute
+    python results/scaling/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
+    python results/scaling/cluster.py --whole    without sampled opponents, to see what breaks first
+    python results/scaling/cluster.py --results  only the league's CPU time for a training result; takes some seconds
+    python results/scaling/cluster.py --table    the table of docs/scaling/cluster.md: 1 to 1,000 workers
 
 Prints, for growing numbers of members: throughput and use of the workers (slices take a log-normal time, so some are
 stragglers); work lost with nodes and how long the lost tasks wait for another worker; and the driver's cost: CPU
@@ -15,16 +15,15 @@ If the driver's cost for a task grew with the run, it would limit large leagues.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ledger import finish
 from rich.console import Console
 from rich.table import Table
-from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
 from palestra.parallel.tasks import Result, Task, TaskResult
 from palestra.populations.payoffs import PayoffCell
@@ -33,6 +32,10 @@ from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run
+
+sys.path.append(str(Path(__file__).parents[2]))
+from results.ledger import finish
+from results.scaling.simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
 MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # of a training slice (log-normal); of a game of the payoff table
 TARGETS = {"driver_cpu_growth": 2.0, "worker_use": 0.9}
@@ -179,7 +182,7 @@ def print_table(sizes: tuple[int, ...]) -> None:
         cells = [f"{number:.4g}" for number in (*work, *driver)]
         print("| " + " | ".join([f"{workers:,}", *cells]) + " |", flush=True)
     figures = {"tasks_per_s": line["tasks_per_s"], "worker_use": line["worker_use"]}
-    finish("cluster_table", figures, {})
+    finish("cluster_table", figures, {}, page="scaling")
 
 
 def _rss_mb() -> float:
@@ -204,7 +207,7 @@ def main() -> None:
         found = {
             f"result_ms_{members}": round(result_ms(members), 3) for members in args.members or (100, 1000, 10_000)
         }
-        finish("league_results", found, {})
+        finish("league_results", found, {}, page="scaling")
         return
     workers = 100 if args.quick else 1000
     learners = workers * 5 // 4  # each trains one slice at a time; games of frozen copies need workers too
@@ -221,7 +224,7 @@ def main() -> None:
         "driver_cpu_growth": last["cpu_ms_last"] / rows[0]["cpu_ms_first"],
         **{key: last[key] for key in ("worker_use", "lost_share", "tasks_per_s", "cpu_ms_last", "rss_mb", "log_mb")},
     }
-    finish("cluster", figures, TARGETS, is_stored=not args.quick)
+    finish("cluster", figures, TARGETS, page="scaling", is_stored=not args.quick)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Measures costs and gains of running parts of a run in other processes and on other machines.
 
-    python bench/scale.py                       about 15 minutes
-    python bench/scale.py --quick               one part, shorter: a smoke test
-    python bench/scale.py --parts envs loop     some parts
-    python bench/scale.py --report              also publishes the figures, and writes docs/results-scaling.md
+    python results/scaling/run.py                    about 15 minutes
+    python results/scaling/run.py --quick            one part, shorter: a smoke test
+    python results/scaling/run.py --parts envs loop  some parts
+    python results/scaling/run.py --report           also publishes the figures, and writes docs/results-scaling.md
 
-Four parts: envs on servers, samplers in processes of their own (scale_parts/samplers.py), training shared by ranks
-(scale_parts/sharding.py), the whole loop on workers and on Ray (scale_parts/loop.py). The docstrings of the last three
+Four parts: envs on servers, samplers in processes of their own (parts/samplers.py), training shared by ranks
+(parts/sharding.py), the whole loop on workers and on Ray (parts/loop.py). The docstrings of the last three
 describe their figures; each also runs alone.
 
 Envs: games of tic-tac-toe as text. Their steps take some microseconds, so that communication dominates. Episodes run
@@ -27,23 +27,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import asyncio
-import platform
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-from ledger import commit, finish, processor
 from rich.console import Console
 from rich.table import Table
-from soak_parts.memory import cpu_seconds, process_tree
 
 from palestra.core.types import Step
 from palestra.envs.base import Env
@@ -52,11 +48,15 @@ from palestra.envs.remote import envs_pb2 as pb
 from palestra.envs.remote.remote_env import env_factory
 from palestra.envs.remote.serialization import encode_mapping, encode_value, read_step
 
-ROOT = Path(__file__).parent.parent
+sys.path.append(str(Path(__file__).parents[2]))
+from bench.serving_envs import servers
+from bench.soak_parts.memory import cpu_seconds, process_tree
+from results.ledger import finish
+from results.scaling.report import PAGE, page
+
 GAME = "text_tic_tac_toe"
 EPISODES, SERVERS = (1, 8, 64), (1, 4)
 TARGETS = {"env_added_ms": 1.0, "env_steps_per_s": 10_000, "env_cpu_us": None, "fsdp_memory_ratio": 0.35}
-REPORT = ROOT / "docs/results-scaling.md"
 console = Console(width=110)
 
 
@@ -75,25 +75,6 @@ class Speed(NamedTuple):
 
 
 HEADINGS = ("steps/s", "p50 ms", "p99 ms", "CPU µs here", "CPU µs there")
-
-
-@contextmanager
-def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts servers of `envs` on free ports, each a process with its address in `address`; ends them on exit."""
-    command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", envs, "--port", "0", *options]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of envs in bench/
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(number)]
-    try:
-        for process in processes:
-            assert process.stdout
-            process.address = process.stdout.readline().split()[-1]  # type: ignore[attr-defined]
-        yield processes
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.communicate()
 
 
 def cpu(processes: Sequence[subprocess.Popen[str]]) -> float:
@@ -174,7 +155,7 @@ def envs(quick: bool) -> tuple[Table, dict[str, float]]:
         note("in process", n, asyncio.run(measure(env_factory({"type": GAME}), n, seconds, [])))
     for number in SERVERS:
         way = f"{number} server{'s' * (number > 1)}"
-        with servers(number) as there:
+        with servers(number, GAME) as there:
             make = env_factory({"type": GAME, "at": [process.address for process in there]})  # type: ignore[attr-defined]
             for n in EPISODES:
                 note(way, n, asyncio.run(measure(make, n, seconds, there)))
@@ -194,7 +175,7 @@ def elsewhere(name: str, title: str) -> Callable[[bool], tuple[Table, dict[str, 
     """A part with a file of its own: a function that returns its figures and a table of two columns."""
 
     def part(quick: bool) -> tuple[Table, dict[str, float]]:
-        figures: dict[str, float] = import_module(f"scale_parts.{name}").measure(quick)
+        figures: dict[str, float] = import_module(f"results.scaling.parts.{name}").measure(quick)
         table = Table("", "figure", title=title, title_justify="left")
         for key, figure in figures.items():
             table.add_row(key, f"{figure:,.3f}" if abs(figure) < 100 else f"{figure:,.0f}")
@@ -211,32 +192,13 @@ PARTS = {
 }
 
 
-def page(tables: Sequence[Table]) -> str:
-    """The page docs/results-scaling.md: the tables as Markdown."""
-    cores, load = os.cpu_count(), os.getloadavg()[0]
-    parts = [
-        "# What scaling costs",
-        f"Made by `python bench/scale.py --report`, whose docstring describes the figures: commit {commit()}, {cores} "
-        f"cores of {processor()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
-        f"load {load:.1f} at the end.",
-        "The figures are in [bench/measured/figures.jsonl](../bench/measured/figures.jsonl); `python bench/scale.py` "
-        "measures them again and prints both.",
-    ]
-    for table in tables:
-        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-        head, *rows = ["| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True)]
-        marks = "| --- |" + " ---: |" * (len(columns) - 1)
-        parts += [f"## {str(table.title).capitalize()}", "\n".join([head, marks, *rows])]
-    return "\n\n".join(parts) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--parts", nargs="+", choices=list(PARTS), help="parts to run (default: all; with --quick envs)"
     )
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
-    parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    parser.add_argument("--report", action="store_true", help=f"publish the figures, and write {PAGE}")
     options = parser.parse_args()
     if options.report and (options.quick or options.parts):
         parser.error("--report: the page has all parts, at full length")
@@ -248,8 +210,8 @@ def main() -> None:
         tables.append(table)
         figures |= own
     if options.report:
-        REPORT.write_text(page(tables))
-    finish("scale", figures, TARGETS, is_stored=not options.quick, is_published=options.report)
+        PAGE.write_text(page(tables))
+    finish("scale", figures, TARGETS, page="scaling", is_stored=not options.quick, is_published=options.report)
 
 
 if __name__ == "__main__":

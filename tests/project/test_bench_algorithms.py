@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,15 @@ import pytest
 from palestra.core.config import validate
 from palestra.runs import Run, read_lines
 from palestra.text.config import TextConfig
+from results.algorithms import jobs, methods
+from results.ledger import Ledger
 
 ROOT = Path(__file__).parents[2]
 METHODS = ["GRPO", "distillation", "GRPO, learned reward", "SFT, own wins"]
 
 
 def run_bench(folder, *options):
-    command = [sys.executable, str(ROOT / "bench/algorithms.py"), *options]
+    command = [sys.executable, str(ROOT / "results/algorithms/run.py"), *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
@@ -29,7 +30,7 @@ def test_parallel_runs_with_teacher_and_reward_model_and_a_second_start(tmp_path
     options = ["--quick", "--processes", "2", "--only", *rows]
     first = run_bench(tmp_path, *options)
     assert first.returncode == 0, first.stdout + first.stderr
-    ledger = tmp_path / "runs/measured/algorithms-quick.jsonl"
+    ledger = tmp_path / "runs/measured/algorithms/rows-quick.jsonl"
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     runs = sorted((line["method"], line["seed"]) for line in lines)
     learned = [("GRPO, learned reward", 0), ("SFT, own wins", 0), ("distillation", 0), ("reward model", 100)]
@@ -52,13 +53,11 @@ def test_parallel_runs_with_teacher_and_reward_model_and_a_second_start(tmp_path
 
 
 def test_schedule_orders_teachers_rates_and_seeds(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
     Job, Place = jobs.Job, jobs.Place
     duel = methods.TASKS[1]
     some = [methods.find_method(duel, name) for name in ("GRPO", "distillation")]
     monkeypatch.chdir(tmp_path)
-    ledger = import_module("ledger").Ledger("algorithms", str)
+    ledger = Ledger("algorithms", str)
     schedule = jobs.Schedule([duel], some, 2, Place(tmp_path), True, ledger)
     rate = methods.tuned_rates()["duel"]["GRPO"]
     first = [Job("duel", "untrained", 0.0, 0), Job("duel", "GRPO", rate, 100)]
@@ -87,11 +86,9 @@ def test_schedule_orders_teachers_rates_and_seeds(tmp_path, monkeypatch):
 
 
 def test_data_of_a_reward_model_that_is_here_are_not_made_again(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
     duel = methods.TASKS[1]
     monkeypatch.chdir(tmp_path)
-    ledger = import_module("ledger").Ledger("algorithms", str)
+    ledger = Ledger("algorithms", str)
     learned_reward = methods.find_method(duel, "GRPO, learned reward")
     schedule = jobs.Schedule([duel], [learned_reward], 1, jobs.Place(tmp_path), False, ledger)
     untrained, learned = (
@@ -113,9 +110,7 @@ def test_data_of_a_reward_model_that_is_here_are_not_made_again(tmp_path, monkey
     assert schedule.open_jobs() == ([untrained, learned], False)
 
 
-def test_methods_are_valid_configs_and_one_policy_plays_all_seats(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    methods = import_module("algorithms_parts.methods")
+def test_methods_are_valid_configs_and_one_policy_plays_all_seats():
     for task in methods.TASKS:
         for method in methods.METHODS:
             if task.name in method.tasks:
@@ -133,5 +128,5 @@ def test_failed_run_is_reported_and_does_not_stop_the_others(tmp_path):
     done = run_bench(tmp_path, "--quick", "--only", "duel/GRPO/", "duel/SFT, own wins/")
     assert done.returncode == 1, done.stderr
     assert "failed: duel/GRPO/0/lr 0.002: " in done.stderr.splitlines()[-1]
-    lines = (tmp_path / "runs/measured/algorithms-quick.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs/measured/algorithms/rows-quick.jsonl").read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines] == ["untrained", "SFT, own wins"]

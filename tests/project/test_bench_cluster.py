@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
 from palestra.parallel.task_queue import MAX_ATTEMPTS, TaskQueue
 from palestra.parallel.tasks import Result, Task, run_tasks
@@ -20,6 +19,7 @@ from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
 from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run, read_lines
+from results.scaling.simulated_backend import SimulatedBackend, SimulatedCluster, TaskRng
 
 
 class Wait(Task):

@@ -1,8 +1,7 @@
-"""bench/real.py as a user runs it, with few steps: its own runs, TRL's in a process of TRL's venv, and its figures."""
+"""results/real/compare.py with few steps: its own runs, TRL's in a process of TRL's venv, and its figures."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,16 +11,15 @@ import pytest
 from helpers.peer_cases import TRL
 
 from palestra.runs import list_checkpoints
+from results.real import compare
 
-BENCH = Path(__file__).parents[2] / "bench"
+SCRIPT = Path(__file__).parents[2] / "results/real/compare.py"
 
 
 @pytest.fixture
 def real(monkeypatch):
-    monkeypatch.syspath_prepend(BENCH)
-    module = importlib.import_module("real")
-    monkeypatch.setattr(module, "HELD_OUT", 4)
-    return module
+    monkeypatch.setattr(compare, "HELD_OUT", 4)
+    return compare
 
 
 def test_rate_counts_the_steps_after_the_first(real):
@@ -61,7 +59,7 @@ def test_our_run_is_measured_and_its_checkpoints_are_evaluated(real, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not TRL.exists(), reason="TRL is not installed: make test-trl")
 def test_speed_and_memory_beside_trl(tmp_path):
-    command = [sys.executable, BENCH / "real.py", "--quick", "--only", "trl", "--peers", TRL.parent.parent]
+    command = [sys.executable, SCRIPT, "--quick", "--only", "trl", "--peers", TRL.parent.parent]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -76,7 +74,7 @@ def test_speed_and_memory_beside_trl(tmp_path):
 @pytest.mark.skipif(not TRL.exists(), reason="TRL is not installed: make test-trl")
 def test_adapters_that_trl_saved_are_evaluated_by_palestra(real, tmp_path):
     size = real.Size(2, 2, 1)
-    measured = real.run_peer(TRL, "real_trl.py", size, tmp_path, 1, "cpu", seed=0)
+    measured = real.run_peer(TRL, "compare_trl.py", size, tmp_path, 1, "cpu", seed=0)
     assert len(measured.seconds) == 2 and measured.samples == 2 * 8
     target = lambda step: real.peer_target(tmp_path / "peer" / str(step), tmp_path, "cpu")  # noqa: E731
     curve = real.learning_curve("TRL", measured, 1, target)

@@ -1,4 +1,4 @@
-"""Every script of bench/ and scripts/ starts with --quick, ends with its figures, and publishes nothing."""
+"""Every script of bench/, results/ and scripts/ starts with --quick, ends with its figures, and publishes nothing."""
 
 import json
 import os
@@ -12,14 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ABSENT = 77  # exit code of a script that lacks a GPU or a package of another environment
 # Programs that another script starts in a virtual environment of its own, with JSON as argument.
-PROGRAMS = {"real_comlrl", "real_trl", "trl_grpo"}
+PROGRAMS = {"compare_comlrl", "compare_trl", "trl_grpo"}
 
 
 def is_script(file: Path) -> bool:
     return file.stem not in PROGRAMS and '__name__ == "__main__"' in file.read_text()
 
 
-SCRIPTS = sorted(file for folder in ("bench", "scripts") for file in (ROOT / folder).glob("*.py"))
+FOLDERS = ("bench", "results", "scripts")
+SCRIPTS = sorted(file for pattern in ("bench/*.py", "results/*/*.py", "scripts/*.py") for file in ROOT.glob(pattern))
 SCRIPTS = [file for file in SCRIPTS if is_script(file)]
 
 
@@ -28,13 +29,13 @@ def checkout(tmp_path: Path) -> Path:
     """A folder like the repository, in which a script may write without harm."""
     for name in ("configs", "examples", "palestra", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("bench", "scripts", "docs"):
+    for name in (*FOLDERS, "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(".venv*"))
     return tmp_path
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    files = [file for name in ("bench", "scripts", "docs") for file in (folder / name).rglob("*")]
+    files = [file for name in (*FOLDERS, "docs") for file in (folder / name).rglob("*")]
     return {file: file.read_bytes() for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
@@ -45,10 +46,10 @@ def start(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_script_runs_with_quick(file: Path, checkout: Path) -> None:
     before = contents(checkout)
-    done = start(checkout, f"{file.parent.name}/{file.name}", "--quick")
+    done = start(checkout, str(file.relative_to(ROOT)), "--quick")
     if done.returncode == ABSENT:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -60,24 +61,24 @@ def test_every_script_runs_with_quick(file: Path, checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_are_measured_beside_published_ones_and_a_second_start_says_so(checkout: Path) -> None:
-    script = ("bench/grids.py", "--only", "two_step/vdn/0")
-    published = (checkout / "bench/measured/grids/cooperation.jsonl").read_bytes()
+    script = ("results/grid/run.py", "--only", "two_step/vdn/0")
+    published = (checkout / "results/grid/measured/cooperation.jsonl").read_bytes()
     assert start(checkout, *script, "--list").stdout.startswith("published  open ")
     first = start(checkout, *script)
     assert first.returncode == 0, first.stderr
     assert "two_step/vdn/0: return 7 published, return 7 here" in first.stdout
     assert start(checkout, *script, "--list").stdout.startswith("published  measured here ")
     second = start(checkout, *script)
-    assert "nothing to do: all 1 rows are in runs/measured/grids/cooperation.jsonl. Use --again" in second.stdout
+    assert "nothing to do: all 1 rows are in runs/measured/grid/cooperation.jsonl. Use --again" in second.stdout
     again = start(checkout, *script, "--again")
     assert "nothing to do" not in again.stdout and "return 7 here" in again.stdout
-    assert (checkout / "bench/measured/grids/cooperation.jsonl").read_bytes() == published
-    (line,) = (checkout / "runs/measured/grids/cooperation.jsonl").read_text().splitlines()
+    assert (checkout / "results/grid/measured/cooperation.jsonl").read_bytes() == published
+    (line,) = (checkout / "runs/measured/grid/cooperation.jsonl").read_text().splitlines()
     assert {"commit", "processor", "seed"} <= json.loads(line).keys()
 
 
 def test_a_name_that_matches_no_row_is_refused_with_the_names(checkout: Path) -> None:
-    done = start(checkout, "scripts/reproduce.py", "--only", "plan_path/team + GRPI")
+    done = start(checkout, "results/reproduction/run.py", "--only", "plan_path/team + GRPI")
     assert done.returncode == 1 and "no row begins with 'plan_path/team + GRPI'" in done.stderr
     assert "\n  plan_path/team + GRPO, equal samples\n" in done.stderr
 
@@ -85,35 +86,36 @@ def test_a_name_that_matches_no_row_is_refused_with_the_names(checkout: Path) ->
 @pytest.mark.parametrize("part", [["--quick"], ["--parts", "envs"]])
 def test_a_page_is_not_written_from_a_part_of_its_figures(part: list[str], checkout: Path) -> None:
     before = contents(checkout)
-    done = start(checkout, "bench/scale.py", "--report", *part)
+    done = start(checkout, "results/scaling/run.py", "--report", *part)
     assert done.returncode == 2 and "all parts, at full length" in done.stderr
     assert contents(checkout) == before
 
 
 def test_published_figures_are_those_of_the_page(checkout: Path) -> None:
     code = (
-        "import sys; sys.path.append('bench'); from ledger import finish; finish('x', {'a': 2.0}, {}, is_published=%s)"
+        "import sys; sys.path.append('.'); from results.ledger import finish; "
+        "finish('x', {'a': 2.0}, {}, page='scaling', is_published=%s)"
     )
-    for is_published, count in ((False, 2), (True, 3)):
+    for is_published, count in ((False, 1), (True, 2)):
         assert start(checkout, "-c", code % is_published).returncode == 0
-        lines = (checkout / "bench/measured/figures.jsonl").read_text().splitlines()
+        lines = (checkout / "results/scaling/measured/figures.jsonl").read_text().splitlines()
         assert len(lines) == count
     assert json.loads(lines[-1])["figures"] == {"a": 2.0}
 
 
 def test_rows_that_choose_a_rate_are_not_compared_with_the_published_score(checkout: Path) -> None:
-    script = ("scripts/reproduce.py", "--list", "--only", "plan_path/team + GRPO, equal samples/")
+    script = ("results/reproduction/run.py", "--list", "--only", "plan_path/team + GRPO, equal samples/")
     rows, tuned = (start(checkout, *script, *more).stdout.splitlines() for more in ([], ["--tune"]))
     assert len(rows) == 3 and all("published, mean of 3 seeds" in row for row in rows)
     assert len(tuned) == 3 and not any("published" in row for row in tuned)
 
 
 def test_configs_of_all_rows_are_checked_before_the_first_begins(checkout: Path) -> None:
-    (checkout / "configs").unlink()
-    shutil.copytree(ROOT / "configs", checkout / "configs")
-    config = checkout / "configs/reproduce/sokoban.yaml"
+    config = checkout / "results/reproduction/configs/sokoban.yaml"
     config.write_text(config.read_text().replace("max_turns: 4", "turns: 4, max_turns: 4"))
-    done = start(checkout, "scripts/reproduce.py", "--quick", "--only", "plan_path/team, untrained/0", "sokoban/")
+    done = start(
+        checkout, "results/reproduction/run.py", "--quick", "--only", "plan_path/team, untrained/0", "sokoban/"
+    )
     assert done.returncode == 1 and not (checkout / "runs/measured").exists()
     told = done.stderr.strip().splitlines()
     assert any(line.startswith("sokoban/single agent, one turn/0: ") for line in told) and "turns" in told[-1]
@@ -122,12 +124,14 @@ def test_configs_of_all_rows_are_checked_before_the_first_begins(checkout: Path)
 @pytest.mark.slow
 def test_a_row_that_fails_stops_the_command_with_its_name(checkout: Path) -> None:
     options = ("--quick", "--processes", "1", "--only", "plan_path/AT-GRPO, roles swapped/0", "plan_path/team, untr")
-    assert start(checkout, "scripts/reproduce.py", *options, "plan_path/team + AT-GRPO, per role/0").returncode == 0
+    assert (
+        start(checkout, "results/reproduction/run.py", *options, "plan_path/team + AT-GRPO, per role/0").returncode == 0
+    )
     (run,) = (checkout / "runs/reproduce/quick").glob("*per-role*")
     shutil.rmtree(run)
-    ledger = checkout / "runs/measured/results-quick.jsonl"
+    ledger = checkout / "runs/measured/reproduction/rows-quick.jsonl"
     kept = [line for line in ledger.read_text().splitlines() if "per role" in line]
     ledger.write_text("\n".join(kept) + "\n")
-    done = start(checkout, "scripts/reproduce.py", *options)
+    done = start(checkout, "results/reproduction/run.py", *options)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("failed: plan_path/AT-GRPO, roles swapped/0: ")

@@ -29,11 +29,15 @@ from palestra.vector.config import VectorConfig
 ROOT = Path(__file__).parents[2]
 SHIPPED = DATA_DIR / "configs"
 GAMES = sorted((SHIPPED / "games").glob("*.yaml"))
-POPULATIONS = [*sorted((SHIPPED / "populations").glob("*.yaml")), ROOT / "configs/real/text_kuhn_self_play.yaml"]
-GRIDS = [*sorted((SHIPPED / "grids").glob("*.yaml")), *sorted((ROOT / "configs/grids").glob("*.yaml"))]
+KUHN = ROOT / "results/real/configs/text_kuhn_self_play.yaml"
+POPULATIONS = [*sorted((SHIPPED / "populations").glob("*.yaml")), KUHN]
+    *sorted((SHIPPED / "populations").glob("*.yaml")),
+    ROOT / "results/real/configs/text_kuhn_self_play.yaml",
+]
+GRIDS = [*sorted((SHIPPED / "grids").glob("*.yaml")), *sorted(ROOT.glob("results/grid/configs/*.yaml"))]
 SEARCHES = sorted((SHIPPED / "tuning").glob("*.yaml"))
 CONFIGS = sorted(
-    {*SHIPPED.rglob("*.yaml"), *(ROOT / "configs").rglob("*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
+    {*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
 ABSENT_GRIDS = {"smax"}  # grids with such an env

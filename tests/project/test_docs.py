@@ -28,7 +28,7 @@ from helpers.command_line import GROUP, LINK, refusal
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("results/*/*.md")]
 )
 BLOCK = re.compile(
     r"^<!--\s*(?:test(?P<slow>:\s*slow)?|file:\s*(?P<file>\S+))\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",

@@ -114,7 +114,7 @@ def test_package_is_imported_from_the_wheel(installed: Path, home: Path):
 def test_demo(palestra, home: Path):
     printed = palestra("demo", "--steps", "2")
     assert "what was learned" in printed and (home / "runs" / "demo" / "curves.png").is_file()
-    assert "story_team" in palestra("init")
+    assert "spread_mappo" in palestra("init")
 
 
 def test_own_env_is_trained_on_a_real_model_and_published(palestra, installed: Path, home: Path):

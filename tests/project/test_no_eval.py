@@ -142,7 +142,8 @@ def test_models_are_loaded_without_their_own_code_and_by_one_module_of_the_packa
     root = PACKAGE.parent
     loaders = {"palestra/engine/bases/pretrained.py", "bench/peers/jaxmarl_qmix.py"}  # the peer's config is of no model
     loading, unsafe = set(), []
-    for path in [path for folder in ("palestra", "scripts", "bench") for path in sorted((root / folder).rglob("*.py"))]:
+    folders = ("palestra", "scripts", "bench", "results")
+    for path in [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]:
         file = path.relative_to(root).as_posix()
         for node in nodes_of(path.read_text("utf-8")):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

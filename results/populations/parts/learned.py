@@ -1,9 +1,9 @@
 """PSRO with learned best responses on Leduc poker: its NashConv, and its speed compared with OpenSpiel's.
 
-    cd bench; python -m psro_parts.learned ours 600        the curve of PSRO, ten minutes
-    cd bench; python -m psro_parts.learned xdo 600         the curve of extensive-form double oracle
-    cd bench; python -m psro_parts.learned responses       quality and cost of single responses
-    cd bench; python -m psro_parts.learned openspiel 3600  OpenSpiel's PSRO with a DQN oracle
+    python -m results.populations.parts.learned ours 600        the curve of PSRO, ten minutes
+    python -m results.populations.parts.learned xdo 600         the curve of extensive-form double oracle
+    python -m results.populations.parts.learned responses       quality and cost of single responses
+    python -m results.populations.parts.learned openspiel 3600  OpenSpiel's PSRO with a DQN oracle
 
 palestra's responses are learned by DQN, as OpenSpiel's are. Its payoffs are exact, where OpenSpiel plays 1,000 games a
 cell. Seconds are wall seconds of all work except measuring NashConv. `wall_vs_openspiel` is OpenSpiel's time to its
@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from peers.running import Job, install, run
-from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
+from bench.peers.running import Job, install, run
 from palestra.core.config import dump, validate
 from palestra.core.files import read_lines
 from palestra.populations.build.build import PopulationConfig, build_population, run_population
@@ -37,6 +36,7 @@ from palestra.populations.tasks import Opponents, TrainTask
 from palestra.populations.workers.member_loader import write_table
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
+from results.populations.parts.keeping import kept
 
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}

@@ -1,6 +1,6 @@
 """Measures the scheduler's cost of a task, and the speedup by a second Ray worker.
 
-    python bench/psro_parts/scheduling.py            about two minutes; prints the figures as JSON
+    python results/populations/parts/scheduling.py            about two minutes; prints the figures as JSON
 
 `overhead` runs a chain of empty tasks: a task is submitted when the one before is done, written to disk and passed to
 the plan. `ray_speedup` plays payoff cells of Leduc poker between networks, as PSRO does, on Ray actors.

@@ -1,7 +1,7 @@
 """PSRO with LoRA adapters on the base `tiny` in Kuhn poker as text: NashConv by iteration.
 
-    cd bench; python -m psro_parts.text 0                       the curve of one seed, stored for the page
-    cd bench; python -m psro_parts.text 100 population.train_steps=40 with other settings, not stored
+    python -m results.populations.parts.text 0                       the curve of one seed, stored for the page
+    python -m results.populations.parts.text 100 population.train_steps=40 with other settings, not stored
 
 NashConv is exact, from the agents' probabilities of the allowed words in every information state; uniform play has
 11/12. The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
@@ -28,8 +27,9 @@ from palestra.populations.build.build import build_population, run_population
 from palestra.populations.build.validation import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
+from results.populations.parts.keeping import kept
 
-CONFIG = Path(__file__).parents[2] / "palestra/data/configs/populations/text_kuhn_psro.yaml"
+CONFIG = Path(__file__).parents[3] / "palestra/data/configs/populations/text_kuhn_psro.yaml"
 TARGETS = {"text_kuhn_nashconv": 0.25}
 SEEDS = 3
 console = Console(width=160)

@@ -1,8 +1,8 @@
 """Measures a training step in one process, in several processes of this machine and on Ray, and its phases.
 
-    python bench/scale_parts/loop.py            about five minutes on two cores; prints a table, and JSON
-    python bench/scale_parts/loop.py --quick    about two: fewer steps of fewer episodes
-    python bench/scale_parts/loop.py --quick --only ray_2 --copy-every 1
+    python results/scaling/parts/loop.py            about five minutes on two cores; prints a table, and JSON
+    python results/scaling/parts/loop.py --quick    about two: fewer steps of fewer episodes
+    python results/scaling/parts/loop.py --quick --only ray_2 --copy-every 1
 
 Each way trains the same run of two adapters on the base `tiny` for some steps; figures are medians over all steps but
 the first, which warms up. Ray's cluster is started here, so that its actors share this machine's cores.

@@ -1,6 +1,6 @@
 """Measures samplers in processes of their own: tokens per second, milliseconds per request, seconds of a run.
 
-    python bench/scale_parts/samplers.py [--quick]
+    python results/scaling/parts/samplers.py [--quick]
 
 All ways answer the same requests: two adapters on the base `tiny`, 8 siblings to a prompt, one torch thread in each
 process. The ways alternate, so that other load on the machine slows all of them, and the best round of each counts.

@@ -1,7 +1,7 @@
 """Measures training a language model in several processes: memory of a rank, tokens per second, seconds of a
 checkpoint.
 
-    python bench/scale_parts/sharding.py [--quick]
+    python results/scaling/parts/sharding.py [--quick]
 
 All processes run on this machine's CPU and communicate over gloo. With fewer idle cores than processes they share
 cores, which lowers the speeds but does not change the memory. Peak memory of a process (RSS) includes Python, torch and
@@ -33,7 +33,7 @@ from palestra.parallel.process_group import ProcessGroup, join_process_group, le
 from palestra.testing import tiny_lm
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def samples(groups: int) -> list[Sample]:

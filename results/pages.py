@@ -1,0 +1,53 @@
+"""What several result pages share: tables, intervals over seeds, and the CPU seconds of a run."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from palestra.runs import read_lines
+
+DOCS = "docs"  # folder of the pages
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
+
+
+def read_notes(file: Path) -> str:
+    """Returns the notes of a page: Markdown whose relative links lead from docs/ instead of from the notes' folder."""
+    folder = posixpath.join("results", file.parent.name)
+
+    def lead(link: re.Match[str]) -> str:
+        return f"]({posixpath.relpath(posixpath.join(folder, link[1]), DOCS)})"
+
+    return LINK.sub(lead, file.read_text())
+
+
+def wrapped(paragraph: str) -> list[str]:
+    """A paragraph of Markdown in lines of at most 120 characters."""
+    return textwrap.wrap(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def interval(values: Sequence[float], digits: int) -> str:
+    """Mean and 95 % half-width over seeds (Student's t)."""
+    n, mean = len(values), f"{np.mean(values):.{digits}f}"
+    return f"{mean} ± {T95[n] * np.std(values, ddof=1) / n**0.5:.{digits}f}" if n in T95 else mean
+
+
+def moving_mean(values: np.ndarray, window: int = 9) -> np.ndarray:
+    kernel = np.ones(min(window, len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def cpu_seconds(run: Path) -> float:
+    """CPU seconds of a run's rollouts and updates."""
+    lines = [line for line in read_lines(run / "timings.jsonl") if line["policy"] == "team"]
+    return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
