@@ -31,9 +31,6 @@ SHIPPED = DATA_DIR / "configs"
 GAMES = sorted((SHIPPED / "games").glob("*.yaml"))
 KUHN = ROOT / "results/real/configs/text_kuhn_self_play.yaml"
 POPULATIONS = [*sorted((SHIPPED / "populations").glob("*.yaml")), KUHN]
-    *sorted((SHIPPED / "populations").glob("*.yaml")),
-    ROOT / "results/real/configs/text_kuhn_self_play.yaml",
-]
 GRIDS = [*sorted((SHIPPED / "grids").glob("*.yaml")), *sorted(ROOT.glob("results/grid/configs/*.yaml"))]
 SEARCHES = sorted((SHIPPED / "tuning").glob("*.yaml"))
 CONFIGS = sorted(
