@@ -1,6 +1,6 @@
 """Learning rates of the rows of docs/results-real.md: chosen for each task and method on split dev.
 
-`run.py --tune` measures each rate with a seed that is not reported, and writes rates.yaml.
+`run.py --tune` measures each rate with a seed that is not reported; `--tune --publish` writes them to rates.yaml.
 Another rate than that of the config is chosen only if it is better by more than the standard error of the difference:
 one run for each rate says no more (the one-standard-error rule, Hastie, Tibshirani and Friedman, 2009, section 7.10).
 """
@@ -53,10 +53,11 @@ def chosen_rate(task: str, method: str, rates: Rates) -> float:
     return best if measured[best] - measured[CONFIG_RATE] > math.sqrt(variance) else CONFIG_RATE
 
 
-def write_rates(results: Iterable[dict[str, Any]]) -> Rates:
-    """Adds the success of tuning rows to the file of rates; returns its content."""
-    rates = read_rates()
+def write_rates(results: Iterable[dict[str, Any]], target: Path | None = None) -> None:
+    """Writes the published scores to a file, with those of `results` in their place. Without `target` they are
+    published."""
+    rates, file = read_rates(), target or RATES_FILE
     for result in results:
         rates.setdefault(result["task"], {}).setdefault(result["method"], {})[result["lr"]] = result["success"]
-    RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(rates, sort_keys=True))
-    return rates
+    file.write_text(RATES_SAY + yaml.safe_dump(rates, sort_keys=True))
+    print(f"{file} has the scores by learning rate")

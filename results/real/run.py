@@ -7,7 +7,7 @@ English.
     python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/
     python results/real/run.py --report                     only rewrite the page and its plots from the published rows
     python results/real/run.py --publish                    publish what was measured here, and rewrite the page
-    python results/real/run.py --tune                       choose learning rates again (rates.yaml) and stop
+    python results/real/run.py --tune                       choose learning rates again and stop; --publish as for rows
     python results/real/run.py --prompts                    the untrained models by number of examples, on split dev
     python results/real/run.py --device cuda --processes 4 --only story/  on a GPU, in float32, four at once
     python results/real/run.py --quick                      a smoke test of two rows with the base `tiny`
@@ -402,8 +402,9 @@ def main() -> None:
     ledger = Ledger("real", figure, options.quick, is_current)
     rows = Rows(ledger, partial(measure_row, place), partial(check, place), discard=partial(discard, place))
     rows.run(chosen, options)
-    if options.tune and not (options.quick or options.list):
-        write_rates(line for name, line in ledger.here.items() if name in tuning_rows())
+    if options.tune and not (options.quick or options.list or options.report):
+        lines = [line for name, line in ledger.here.items() if name in tuning_rows()]
+        write_rates(lines, None if options.publish else ledger.here_file.with_name("rates.yaml"))
     if options.report or options.publish:
         write_report(list(ledger.published.values()), list(METHODS), Path("docs/results-real.md"))
 

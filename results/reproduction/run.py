@@ -6,7 +6,7 @@
     python results/reproduction/run.py --only sokoban/  all methods and seeds of a game
     python results/reproduction/run.py --publish        publish what was measured here, and rewrite the page
     python results/reproduction/run.py --report         only rewrite the page from the published rows
-    python results/reproduction/run.py --tune           choose learning rates again and stop
+    python results/reproduction/run.py --tune           choose learning rates again and stop; --publish as for rows
     python results/reproduction/run.py --quick          a smoke test of a few rows, under a minute
 
 A row is a method on a game with a seed. Rows go to runs/measured/reproduction/rows.jsonl, also where they are published
@@ -242,14 +242,15 @@ def make_ledger(quick: bool) -> Ledger:
     return Ledger("reproduction", figure, quick, is_current)
 
 
-def write_rates(ledger: Ledger) -> None:
-    """Writes the dev scores that were measured here to the file of rates."""
+def write_rates(ledger: Ledger, file: Path) -> None:
+    """Writes the published dev scores to a file, with those that were measured here in their place."""
     table = load_rates()
     for row in tuning_rows().values():
         if row.name in ledger.here:
             scores = table.setdefault(row.game, {}).setdefault(row.method, {})
             scores[row.rate] = round(ledger.here[row.name]["success"], 3)
-    RATES_FILE.write_text(RATES_SAY + yaml.safe_dump(table, sort_keys=False))
+    file.write_text(RATES_SAY + yaml.safe_dump(table, sort_keys=False))
+    print(f"{file} has the scores by learning rate")
 
 
 def load_rates() -> dict[str, dict[str, dict[float, float]]]:
@@ -266,8 +267,8 @@ def main() -> None:
     names = list(tuning_rows() if options.tune else table_rows())
     chosen = choose(names, options.only or (QUICK_ROWS if quick else []))
     Rows(ledger, partial(measure, quick), partial(check, quick), needed).run(chosen, options)
-    if options.tune and not (quick or options.list):
-        write_rates(ledger)
+    if options.tune and not (quick or options.list or options.report):
+        write_rates(ledger, RATES_FILE if options.publish else ledger.here_file.with_name(RATES_FILE.name))
     if options.report or options.publish:
         lines = [line for name, line in ledger.published.items() if name not in tuning_rows()]
         write_report(lines, [*METHODS, *JOINS], Path("docs/results.md"))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 ABSENT = 77  # exit code of a script that lacks a GPU or a package of another environment
@@ -27,7 +28,7 @@ SCRIPTS = [file for file in SCRIPTS if is_script(file)]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder like the repository, in which a script may write without harm."""
-    for name in ("configs", "examples", "palestra", "pyproject.toml"):
+    for name in ("examples", "palestra", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in (*FOLDERS, "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(".venv*"))
@@ -53,7 +54,7 @@ def test_every_script_runs_with_quick(file: Path, checkout: Path) -> None:
     if done.returncode == ABSENT:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if file.parent.name == "bench":
+    if file.parent.name == "bench" or "finish(" in file.read_text():
         result = json.loads(done.stdout.strip().splitlines()[-1])
         assert result["figures"] and isinstance(result["targets"], dict) and result["bench"]
     assert contents(checkout) == before
@@ -135,3 +136,22 @@ def test_a_row_that_fails_stops_the_command_with_its_name(checkout: Path) -> Non
     done = start(checkout, "results/reproduction/run.py", *options)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("failed: plan_path/AT-GRPO, roles swapped/0: ")
+
+
+def test_tuning_publishes_learning_rates_only_with_publish(checkout: Path) -> None:
+    published = checkout / "results/reproduction/rates.yaml"
+    before = published.read_text()
+    code = (
+        "import sys; sys.path.append('.'); from results.reproduction.run import make_ledger; "
+        "make_ledger(False).add('sokoban/planner trained alone/lr 0.001', {'success': 0.5, 'rate': 0.001})"
+    )
+    assert start(checkout, "-c", code).returncode == 0
+    tune = ("results/reproduction/run.py", "--tune", "--only", "sokoban/planner trained alone/lr 0.001")
+    assert start(checkout, *tune).returncode == 0
+    here = yaml.safe_load((checkout / "runs/measured/reproduction/rates.yaml").read_text())
+    known = yaml.safe_load(before)
+    assert here["sokoban"]["planner trained alone"][0.001] == 0.5 and published.read_text() == before
+    known["sokoban"]["planner trained alone"][0.001] = 0.5
+    assert here == known
+    assert start(checkout, *tune, "--publish").returncode == 0
+    assert yaml.safe_load(published.read_text()) == here

@@ -52,6 +52,10 @@ def call(tmp_path):
     return run
 
 
+def read_yaml(file: Path) -> dict:
+    return yaml.safe_load(file.read_text())
+
+
 def read_rows(file: Path) -> dict[str, dict]:
     return {line["name"]: line for line in read_lines(file)}
 
@@ -102,7 +106,6 @@ def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
 
 
 def test_another_rate_than_the_configs_is_chosen_by_one_standard_error():
-
     def chosen(low: float, high: float, method: str = "team + GRPO") -> float:
         return rates.chosen_rate("story", method, {"story": {"team + GRPO": {2e-4: low, 5e-4: 0.5, 1e-3: high}}})
 
@@ -121,9 +124,13 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
     only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real/rows.jsonl"
     call(*only)
     assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 5e-4
-    call("--tune", "--only", "story/single agent + GRPO")
-    tuned = yaml.safe_load((tmp_path / "rates.yaml").read_text())["story"]["single agent + GRPO"]
-    assert set(tuned) == {2e-4, 5e-4, 1e-3}
+    call("--publish", *only)
+    tuning = ("--tune", "--only", "story/single agent + GRPO")
+    call(*tuning)
+    tuned = read_yaml(tmp_path / "runs/measured/real/rates.yaml")["story"]["single agent + GRPO"]
+    assert set(tuned) == {2e-4, 5e-4, 1e-3} and not (tmp_path / "rates.yaml").exists()
+    call(*tuning, "--publish")
+    assert read_yaml(tmp_path / "rates.yaml") == read_yaml(tmp_path / "runs/measured/real/rates.yaml")
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 1.0}}}))
     assert " open " in call("--list", *only)[0]
     call(*only)
