@@ -154,7 +154,10 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
                 if until[0] == float("inf") and len(counter.games) >= 4 * workers:  # all workers have started
                     until[0] = time.monotonic() + seconds
                     cpu.update(cpu_by_part())
-                return time.monotonic() >= until[0]
+                if time.monotonic() < until[0]:
+                    return False
+                until[0] = time.monotonic()  # later where a slow machine has finished no game in the time that counts
+                return counter.per_second(until[0] - seconds * (1 - WARM_UP), until[0]) > 0
 
             watch = MemoryWatch(lambda: {"league driver": [os.getpid()], "league workers": busy_workers()})
             killer = threading.Thread(target=kill_workers, args=[kill_every_s or 1e9, ended, killed], daemon=True)

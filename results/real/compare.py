@@ -48,7 +48,7 @@ from palestra.evaluation.text import open_text_eval
 from palestra.runs import read_lines
 
 sys.path.append(str(Path(__file__).parents[2]))
-from results.ledger import finish
+from results.ledger import absent, finish
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--peers", default=str(HERE / ".venv-real"), help='a virtual environment, or "here"')
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if given.quick and given.peers != "here" and not (Path(given.peers) / "bin/python").exists():
+        absent("TRL and CoMLRL in an environment of their own: this script without --quick makes it")
     python, device, seed = peers_python(given.peers), given.device, given.seed
     size, short = (Size(2, 2, 0),) * 2 if given.quick else (Size(20, 8, 4), Size(4, 8, 0))
     every = size.eval_every
