@@ -154,14 +154,14 @@ def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
     return time.perf_counter() - start
 
 
-def loaded(requests: int) -> tuple[dict[str, float], dict[str, float]]:
+def loaded(quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Percentiles of a small request's seconds with and without a heavy key, and the worker's memory around a burst."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {name: add_key(Path(folder) / "keys", name) for name in ("small", "heavy")}
         with server(Path(folder) / "data", "--auth", str(Path(folder) / "keys")) as (url, pid):
-            waits = asyncio.run(beside_heavy(url, keys, requests))
+            waits = asyncio.run(beside_heavy(url, keys, *((10, 16) if quick else (200, 64))))
         with server(Path(folder) / "fresh", "--auth", str(Path(folder) / "keys")) as (url, pid):
-            memory = asyncio.run(memory_after_burst(url, keys, worker_of(pid)))
+            memory = asyncio.run(memory_after_burst(url, keys, worker_of(pid), (64, 15) if quick else (512, 120)))
     return waits, memory
 
 
@@ -189,7 +189,7 @@ def main() -> None:
         rates = [f"{groups * K * NEW / spent[phase]:,.0f}" for phase in spent]
         table.add_row(name, f"{best[name]:.2f}", *rates)
     console.print(table)
-    waits, memory = loaded(requests=10 if quick else 200)
+    waits, memory = loaded(quick)
     console.print(f"small requests' p99: {1000 * waits['alone']:.0f} ms alone, {1000 * waits['beside']:.0f} ms beside")
     console.print("the worker's MiB: " + ", ".join(f"{value:.0f} {when}" for when, value in memory.items()))
     figures = {

@@ -37,14 +37,14 @@ class Client:
         return time.perf_counter() - start
 
 
-async def beside_heavy(url: str, keys: dict[str, str], requests: int) -> dict[str, float]:
-    """The 99th percentile of a small request's seconds, alone and while another key has 64 requests of 64 answers of
-    120 tokens in the queue, which is full the whole time."""
+async def beside_heavy(url: str, keys: dict[str, str], requests: int, heavy_requests: int) -> dict[str, float]:
+    """The 99th percentile of a small request's seconds, alone and while another key has `heavy_requests` of 64
+    answers of 120 tokens in the queue, which is full the whole time."""
     small, heavy = Client(url, keys["small"]), Client(url, keys["heavy"])
     for _ in range(5):
         await small.sample(1, 5)
     alone = [await small.sample(1, 5) for _ in range(requests)]
-    load = [asyncio.create_task(heavy.sample(64, 120)) for _ in range(64)]
+    load = [asyncio.create_task(heavy.sample(64, 120)) for _ in range(heavy_requests)]
     await asyncio.sleep(2.0)
     beside = []
     while len(beside) < requests and not all(task.done() for task in load):
@@ -57,19 +57,20 @@ def p99(seconds: list[float]) -> float:
     return float(np.percentile(seconds, 99))
 
 
-async def memory_after_burst(url: str, keys: dict[str, str], worker: int) -> dict[str, float]:
+async def memory_after_burst(url: str, keys: dict[str, str], worker: int, sizes: tuple[int, int]) -> dict[str, float]:
     """The worker's resident memory in MiB before a burst, at its peak, and after it. The burst: a request of many
-    answers, then many requests of one answer, then both, long answers with top log-probabilities, and a request that is
-    refused."""
+    answers, then many requests of one answer (`sizes` has both numbers), then both, long answers with top
+    log-probabilities, and a request that is refused."""
     client = Client(url, keys["heavy"])
     for _ in range(3):
         await asyncio.gather(*(client.sample(8, 16) for _ in range(8)))
     before = await settled(worker)
     peak = [before]
     watch = asyncio.create_task(sample_memory(worker, peak))
-    await client.sample(512, 256)
-    await asyncio.gather(*(client.sample(1, 8) for _ in range(120)))
-    await asyncio.gather(client.sample(512, 64), *(client.sample(1, 8) for _ in range(120)))
+    answers, requests = sizes
+    await client.sample(answers, 256)
+    await asyncio.gather(*(client.sample(1, 8) for _ in range(requests)))
+    await asyncio.gather(client.sample(answers, 64), *(client.sample(1, 8) for _ in range(requests)))
     await asyncio.gather(*(client.sample(4, 400, topk_sample_logprobs=256) for _ in range(4)))
     refused = await client.ask(4096, 2000, topk_sample_logprobs=256)
     assert refused.status_code == 400, refused.status_code
