@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 ABSENT = 77  # exit code of a script that lacks a GPU or a package of another environment
 # Programs that another script starts in a virtual environment of its own, with JSON as argument.
 PROGRAMS = {"compare_comlrl", "compare_trl", "trl_grpo"}
@@ -155,3 +157,10 @@ def test_tuning_publishes_learning_rates_only_with_publish(checkout: Path) -> No
     assert here == known
     assert start(checkout, *tune, "--publish").returncode == 0
     assert yaml.safe_load(published.read_text()) == here
+
+
+def test_every_result_page_names_its_one_folder() -> None:
+    pages = {file.name: re.findall(r"\]\(\.\./results/(\w+)/\)", file.read_text()) for file in DOCS.glob("results*.md")}
+    assert {name: folders for name, folders in pages.items() if len(set(folders)) != 1} == {}
+    folders = {folder.name for folder in (ROOT / "results").iterdir() if folder.is_dir() and folder.name[0] != "_"}
+    assert {folder for own in pages.values() for folder in own} == folders
