@@ -29,12 +29,12 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from long_runs import write_long_run
-
 from palestra.runs import Run, load_episodes
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.long_runs import write_long_run
+
 from results.ledger import absent, finish
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

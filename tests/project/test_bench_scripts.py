@@ -30,10 +30,12 @@ SCRIPTS = [file for file in SCRIPTS if is_script(file)]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder like the repository, in which a script may write without harm."""
-    for name in ("examples", "palestra", "pyproject.toml"):
+    for name in ("examples", "palestra", "pyproject.toml", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in (*FOLDERS, "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(".venv*"))
+    for peers in [*ROOT.glob("bench/.venv*"), *ROOT.glob("results/real/.venv*")]:  # such as that of `make test-trl`
+        (tmp_path / peers.relative_to(ROOT)).symlink_to(peers)
     return tmp_path
 
 
