@@ -73,18 +73,19 @@ def weights_of(setup, name):
 
 @pytest.fixture(scope="module")
 def trained_pair(base, tmp_path_factory):
-    """A trained pair, and the base's weights before and after."""
-    config = whisper(base)
+    """A trained pair, and the base's weights before and after. Without entropy a tenth of seeds is half right."""
+    config = whisper(base, "algorithm.entropy_coef=0.02")
     setup = build(config)
     before = weights_of(setup, "guide")
     path, setup = run_of(config, tmp_path_factory.mktemp("runs"), setup)
     return path, setup, before
 
 
-def test_two_adapters_learn_to_cooperate(trained_pair):
+def test_two_adapters_learn_to_cooperate(trained_pair, check_score):
     path, _, _ = trained_pair
     before, after = scores(path)
-    assert before < 0.5 and after > BAR
+    check_score(before, "untrained")
+    check_score(after)
 
 
 def test_lora_training_changes_adapters_and_not_the_base(trained_pair):
@@ -134,18 +135,21 @@ def examine(path, seats=None, *, swap=False, sampling=None, checkpoint=None, epi
     return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, checkpoint=checkpoint)[:2]
 
 
-def test_trained_run_is_evaluated_with_swapped_and_base_policies(trained_pair):
+def test_trained_run_is_evaluated_with_swapped_and_base_policies(trained_pair, check_score):
     path, setup, _ = trained_pair
     guide, walker = (setup.learners[name].policy().name for name in ("guide", "walker"))
     who, figures = examine(path)
     assert who == {"guide": guide, "walker": walker}  # the versions that the recorded episodes name
     assert figures["success"] == scores(path)[-1]  # the evaluation called "test", again
     who, swapped = examine(path, swap=True)
-    assert who == {"guide": walker, "walker": guide} and swapped["success"] < 0.5
+    assert who == {"guide": walker, "walker": guide}
+    check_score(swapped["success"], "swapped")
     who, bare = examine(path, {"guide": "base"})
-    assert who["guide"] == "base" and bare["success"] < 0.7
+    assert who["guide"] == "base"
+    check_score(bare["success"], "base")
     who, other = examine(path, {"walker": f"{path}:walker"}, sampling={"temperature": 0})
-    assert who == {"guide": guide, "walker": walker} and other["success"] > BAR
+    assert who == {"guide": guide, "walker": walker}
+    check_score(other["success"], "greedy")
     assert examine(path, env={"turns": 2}, episodes=5)[1]["steps_per_episode"] == 4
 
 
@@ -198,7 +202,7 @@ def test_full_model_learns_and_its_weights_change(base, tmp_path):
     assert figures["success"] == scores(path)[-1]
 
 
-def test_students_imitate_their_teachers(base, tmp_path):
+def test_students_imitate_their_teachers(base, tmp_path, check_score):
     """The teacher answers "1" to everything: the students must learn to answer just that, and then to stop."""
     student = {"type": "lora", "base": str(base), "lr": 1e-2, "teacher": "master", "sampling": {"max_tokens": 4}}
     config = whisper(
@@ -209,13 +213,15 @@ def test_students_imitate_their_teachers(base, tmp_path):
     )
     path, setup = run_of(config, tmp_path)
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
-    assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["target_fraction"] == 1.0
+    assert lines[0]["target_fraction"] == 1.0
+    check_score(lines[0]["nll"], "untrained")
+    check_score(lines[-1]["nll"])
     assert list(setup.learners) == ["guide", "walker"]
     seats = setup.evals[0].seat_policies()  # in evaluations the student acts itself
     episodes = asyncio.run(setup.evals[0].runner.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
     assert member_name(seats["guide"].name) == "guide" and episodes[0].error is None
     spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
-    assert [a.text for a in spoken].count("1") >= 17
+    check_score([a.text for a in spoken].count("1"), "right answers of 20")
 
 
 def query(role, observation, n):

@@ -289,7 +289,7 @@ def test_a_separate_critic_does_not_move_the_policy(base):
 
 @pytest.mark.parametrize("critic", ["separate", "central"])
 @pytest.mark.parametrize("level", ["token", "turn"])
-def test_separate_critic_converges_to_the_return(base, critic, level):
+def test_separate_critic_converges_to_the_return(base, critic, level, check_score):
     """Every trajectory returns 2: a critic trained alone converges to 2 at both turns."""
     if (critic, level) == ("central", "token"):
         pytest.skip("refused")
@@ -308,7 +308,7 @@ def test_separate_critic_converges_to_the_return(base, critic, level):
     samples, _ = algorithm.build_samples(episodes, "guide")
     values = np.concatenate(asyncio.run(learner.values(samples)))
     assert len(samples) == 8
-    np.testing.assert_allclose(values, 2.0, atol=0.3)
+    check_score(np.abs(values - 2).max())
 
 
 def secret_games(setup, step):

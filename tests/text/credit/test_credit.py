@@ -298,7 +298,7 @@ def test_paired_joints_dilute_the_team_reward(check_score):
     assert all(right_signs(KINDS[kind]) == 1 for kind in ("crossed", "counterfactual", "shapley"))
 
 
-def test_crossed_joints_learn_faster_than_paired_ones():
+def test_crossed_joints_learn_faster_than_paired_ones(check_score):
     words = ["yes", "no", "hm"]
     paired, crossed = (
         np.mean(
@@ -309,7 +309,8 @@ def test_crossed_joints_learn_faster_than_paired_ones():
         )
         for kind in ("paired", "crossed")
     )
-    assert paired < 0.9 < 0.94 < crossed
+    check_score(paired, "paired")
+    check_score(crossed, "crossed")
 
 
 CLIMB = {"aa": 11, "ab": -30, "ba": -30, "bb": 7, "bc": 6, "cc": 5}
@@ -323,10 +324,10 @@ def climbing_reward(said):
 @pytest.mark.parametrize(
     ("kind", "climbs"), [("paired", False), ("crossed", False), ("counterfactual", True), ("shapley", True)]
 )
-def test_credit_in_context_avoids_relative_overgeneralisation(kind, climbs):
+def test_credit_in_context_avoids_relative_overgeneralisation(kind, climbs, check_score):
     """Relative overgeneralisation: "a" earns -19 / 3 on average with partners that draw at random, and 11 with partners
     that say "a"."""
     algorithm = KINDS[kind].model_copy(update={"group_size": 6})
     team = train_team(algorithm, ("x", "y"), climbing_reward, ["a", "b", "c"], 40, 0.1)
     probabilities = [team[seat].probability("a") for seat in "xy"]
-    assert min(probabilities) > 0.95 if climbs else max(probabilities) < 0.05
+    check_score(min(probabilities) if climbs else max(probabilities))

@@ -131,7 +131,7 @@ class Table:
             for right, i in zip(drawn, ids, strict=True)
         ]
 
-    def learn(self, samples, lr=1.0):
+    def learn(self, samples, lr=0.3):
         step = np.zeros(200)
         for sample in samples:
             index, right = sample.token_ids
@@ -140,7 +140,7 @@ class Table:
         self.logits += step
 
 
-def train_policy(sampling, seed, steps=60):
+def train_policy(sampling, seed, steps=120):
     """The policy after `steps` steps of 8 episodes of 8 siblings."""
     policy, memory = Table(), {}
     pool = InstancePool(size=200, sampling=sampling)
@@ -157,14 +157,14 @@ def train_policy(sampling, seed, steps=60):
     return policy.success()
 
 
-def test_learnability_beats_uniform_sampling_if_few_instances_can_be_learned():
-    """With 480 episodes uniform sampling visits each instance 2.4 times; a tenth of them can be learned. Over five
-    seeds the share of right answers there ends between .53 and .70, and with learnability between .70 and .75."""
+def test_learnability_beats_uniform_sampling_if_few_instances_can_be_learned(check_score):
+    """With 960 episodes uniform sampling visits each instance 4.8 times; a tenth of them can be learned. The share of
+    right answers there rises from .18 to .58 ± .07 over seeds, and with learnability to .83 ± .03."""
     before = Table().success()
-    uniform = [train_policy("uniform", seed) for seed in range(3)]
-    learnability = [train_policy("learnability", seed) for seed in range(3)]
-    assert min(uniform) > before and min(learnability) > max(uniform)
-    assert np.mean(learnability) > np.mean(uniform) + 0.08
+    uniform = [train_policy("uniform", seed) for seed in range(2)]
+    learnability = [train_policy("learnability", seed) for seed in range(2)]
+    check_score(np.mean(uniform) - before, "uniform")
+    check_score(np.mean(learnability) - np.mean(uniform))
 
 
 # ---- a run

@@ -547,11 +547,11 @@ def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks(check_score: An
         ppo(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
     ],
 )
-def test_team_learns_from_a_team_reward(config: ActorCriticConfig) -> None:
+def test_team_learns_from_a_team_reward(config: ActorCriticConfig, check_score: Any) -> None:
     env = Cues(64, seats=2, team=True)
     made = learner(config, env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(64)), 8, 60)
-    assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9
+    check_score(mean_return(env, made.greedy_policies(), 20).mean())
 
 
 def test_turn_based_seats_learn_from_terminal_rewards(check_score: Any) -> None:
@@ -610,35 +610,34 @@ class Product(NativeEnv):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("critics", ["each", "one"])
-def test_central_critic_uses_the_global_state(critics: str, state: bool) -> None:
+def test_central_critic_uses_the_global_state(critics: str, state: bool, check_score: Any) -> None:
     env = Product(64, state)
-    for critic, bar in (("own", (0.4, 0.6)), ("central", (0.0, 0.05))):
+    for critic, loss in (("own", 0.5), ("central", 0.0)):  # half the variance of a sign it does not know, or nothing
         if (critic, critics) == ("own", "one"):
             continue
         config = A2C(rollout_length=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
         made = learner(config, env, {"a": [0], "b": [1]})
         figures = train(made, VectorRollout(env, np.arange(64)), 8, 40)
-        for line in figures.values():  # half the variance of a sign that the critic does not know
-            assert bar[0] <= line["value_loss"] <= bar[1]
+        check_score(max(abs(line["value_loss"] - loss) for line in figures.values()), critic)
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_auxiliary_value_loss_matches_the_critic(norm: bool) -> None:
+def test_auxiliary_value_loss_matches_the_critic(norm: bool, check_score: Any) -> None:
     """The auxiliary loss is in the critic's units, from the same observations: its error is about as large."""
     env = Countdown(32)
     made = learner(ppo(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
     lines = train(made, VectorRollout(env, np.arange(32)), 8, 40).values()
     missed, judged = (np.mean([line[key] for line in lines]) for key in ("auxiliary_loss", "value_loss"))
-    assert missed == pytest.approx(judged, rel=0.2)
+    check_score(abs(missed / judged - 1))
 
 
 @pytest.mark.parametrize("config", [ppo(rollout_length=4), ppo(rollout_length=4, critic="central", sequential=True)])
-def test_independent_policies_learn_to_coordinate(config: PPO) -> None:
+def test_independent_policies_learn_to_coordinate(config: PPO, check_score: Any) -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(config, env, {"a": [0], "b": [1]})
     assert mean_return(env, made.rollout_policies(0), 40).mean() == pytest.approx(0.5, abs=0.1)
     train(made, VectorRollout(env, np.arange(32)), 4, 30)
-    assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
+    check_score(mean_return(env, made.rollout_policies(0), 40).mean())
 
 
 def nash_conv_of(made: ActorCriticLearner) -> float:

@@ -208,23 +208,23 @@ def test_recurrent_networks_are_refused():
 
 
 @pytest.mark.parametrize("config", [DDPG, TD3])
-def test_cart_control_is_learned(config):
+def test_cart_control_is_learned(config, check_score):
     """Mean loss per game: 30 at random, 6 without control, 0.15 with good control."""
     policy = NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
     learner = made(config(**FAST), Track(16), policy)
     train(learner, VectorRollout(Track(16), np.arange(16)), 4, 60)
     env = Track(256)
-    assert mean_return(env, learner.greedy_policies(), 20)[0] > -1.5
+    check_score(mean_return(env, learner.greedy_policies(), 20)[0])
     assert mean_return(env, [UniformVectorPolicy(env, [0])], 20)[0] < -15
 
 
 @pytest.mark.parametrize("critic", ["own", "central"])
-def test_every_seat_learns_its_cues(critic):
+def test_every_seat_learns_its_cues(critic, check_score):
     """Chance is 1/3; central critics learn from the team reward."""
     env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32])
     learner = made(TD3(**FAST, action_l2_coef=0.03, critic=critic), env, policy, BOTH)
     train(learner, VectorRollout(env, np.arange(16)), 4, 80)
-    assert mean_return(Cues(256), learner.greedy_policies(), 20).min() > 0.95
+    check_score(mean_return(Cues(256), learner.greedy_policies(), 20).min())
 
 
 @pytest.mark.slow

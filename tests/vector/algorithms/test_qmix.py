@@ -229,13 +229,13 @@ def two_step(mixer: Any, updates: int) -> tuple[QMIXLearner, list[np.ndarray]]:
     return made, [team_values(made, state, state) for state in torch.eye(3)]
 
 
-def test_qmix_learns_the_two_step_game() -> None:
+def test_qmix_learns_the_two_step_game(check_score: Any) -> None:
     """Its values are those of table 2 in the paper, and so is its return of 8."""
     made, (first, certain, risky) = two_step("qmix", 200)
-    assert first == pytest.approx(np.array([[6.93, 6.93], [7.92, 7.92]]), abs=0.1)
-    assert certain == pytest.approx(np.full((2, 2), 7), abs=0.1)
-    assert risky == pytest.approx(np.array([[0, 1], [1, 8]]), abs=0.1)
-    assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [8, 8]
+    check_score(np.abs(first - np.array([[6.93, 6.93], [7.92, 7.92]])).max(), "error of the first step")
+    check_score(np.abs(certain - 7).max(), "error where all pay 7")
+    check_score(np.abs(risky - np.array([[0, 1], [1, 8]])).max(), "error where one may earn 8")
+    check_score(mean_return(made.env, made.greedy_policies(), 4).min())
 
 
 def test_vdn_misses_the_optimum_of_the_two_step_game(check_score: Any) -> None:
@@ -278,33 +278,33 @@ def test_qplex_learns_the_climbing_game() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix", "qplex"])
-def test_policies_coordinate_on_one_of_two_optima(mixer: Any) -> None:
+def test_policies_coordinate_on_one_of_two_optima(mixer: Any, check_score: Any) -> None:
     env = MatrixGame(num_envs=16, game="coordination")
     config = QMIX(
         rollout_length=4, gradient_steps=2, batch_size=64, learning_starts=64, tau=0.1, mixer=mixer, epsilon_end=0.1
     )
     made = learner(config, env, {"one": [0], "two": [1]})
     train_on_play(made, env, 80)
-    assert mean_return(env, made.greedy_policies(), 1).tolist() == [1, 1]
+    check_score(mean_return(env, made.greedy_policies(), 1).min())
 
 
 @pytest.mark.parametrize(
     ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
 )
-def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, list[int]]) -> None:
+def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, list[int]], check_score: Any) -> None:
     """The team reward is the share of correct seats; no seat observes whether it was correct."""
     env = Cues(games=16, seats=3, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, mixer=mixer)
     made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_one_hot=True))
     train_on_play(made, env, 60)
-    assert (mean_return(env, made.greedy_policies(), 50) > 0.97).all()
+    check_score(mean_return(env, made.greedy_policies(), 50).min())
 
 
-def test_recurrent_team_learns_a_memory_task() -> None:
+def test_recurrent_team_learns_a_memory_task(check_score: Any) -> None:
     """The cue is observed in the first of two steps; the answers are rewarded in the second."""
     env = Cues(games=16, steps=2, fleeting=True, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, gamma=0.9)
     policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
     train_on_play(made, env, 80)
-    assert (mean_return(env, made.greedy_policies(), 50) > 0.95).all()
+    check_score(mean_return(env, made.greedy_policies(), 50).min())

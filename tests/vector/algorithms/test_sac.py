@@ -231,12 +231,13 @@ def test_cart_control_is_learned(check_score):
 
 @pytest.mark.parametrize("seats", [{"p": [0, 1]}, {"a": [0], "b": [1]}])
 @pytest.mark.parametrize("critic", ["own", "central"])
-def test_every_seat_learns_its_cues(critic, seats):
+def test_every_seat_learns_its_cues(critic, seats, check_score):
     """Chance is 1/3; central critics learn from the team reward."""
     env, policy = (
         Cues(16, team=critic == "central"),
         NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32], seat_one_hot=True),
     )
-    learner = made(SAC(**FAST, target_entropy=0.3, critic=critic), env, policy, seats)
+    # with less entropy at first, seats that share a policy may stop trying answers before they know the right one
+    learner = made(SAC(**FAST, alpha=1.0, target_entropy=0.3, critic=critic), env, policy, seats)
     train(learner, VectorRollout(env, np.arange(16)), 4, 80)
-    assert mean_return(Cues(256), learner.greedy_policies(), 20).min() > 0.95
+    check_score(mean_return(Cues(256), learner.greedy_policies(), 20).min())

@@ -124,14 +124,12 @@ def test_incompatible_settings_are_refused() -> None:
         DQN().build_learner(Polls(4), {"a": [0, 1, 2]}, {"a": policy}, {"a": 0})
 
 
-def test_communication_wins_a_game_of_private_bits() -> None:
+def test_communication_wins_a_game_of_private_bits(check_score: Any) -> None:
     """Nearly always right with one round of messages, in half of all games without."""
-    returns = []
     for rounds in (1, 0):
         env = Polls(64)
         config = PPO(rollout_length=4, gamma=0.0, minibatches=2)
         settings = {"hidden": [16], "lr": 1e-2, "communication_rounds": rounds}
         made = learner(config, env, {"team": [0, 1, 2]}, **settings)
         train(made, VectorRollout(env, np.arange(64)), 4, 30)
-        returns.append(mean_return(env, made.greedy_policies(), 8).mean())
-    assert returns[0] > 0.9 and returns[1] < 0.65
+        check_score(mean_return(env, made.greedy_policies(), 8).mean(), f"rounds={rounds}")

@@ -324,12 +324,12 @@ class Marked(VectorEnv):
         return self.draw()
 
 
-def test_attention_learns_which_entity_counts() -> None:
+def test_attention_learns_which_entity_counts(check_score: Any) -> None:
     env, config = Marked(), PPO(rollout_length=4, gamma=0.0, minibatches=2)
     policy = NetPolicyConfig(hidden=[16], encoder="attention", lr=1e-2)
     made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
     train(made, VectorRollout(env, np.arange(64)), 4, 30)
-    assert mean_return(env, made.greedy_policies(), 8).mean() > 0.9
+    check_score(mean_return(env, made.greedy_policies(), 8).mean())
 
 
 class Nearby(Marked):
@@ -346,13 +346,13 @@ class Nearby(Marked):
         return self.vector_step
 
 
-def test_graph_learns_from_its_nearest_neighbour() -> None:
+def test_graph_learns_from_its_nearest_neighbour(check_score: Any) -> None:
     """The return is 1; guessing, or an edge to another entity, gives 0.5."""
     env, config = Nearby(), ppo(rollout_length=4, gamma=0.0)
     policy = NetPolicyConfig(hidden=[16], encoder="graph", graph_neighbours=1, lr=1e-2)
     made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
     train(made, VectorRollout(env, np.arange(64)), 4, 10)
-    assert mean_return(env, made.greedy_policies(), 8).mean() > 0.9
+    check_score(mean_return(env, made.greedy_policies(), 8).mean())
 
 
 @pytest.mark.slow

@@ -293,12 +293,12 @@ def test_two_step_game_is_learned() -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_recurrent_team_learns_from_a_team_reward(turns: bool) -> None:
+def test_recurrent_team_learns_from_a_team_reward(turns: bool, check_score: Any) -> None:
     env = Cues(32, seats=2, steps=2, fleeting=True, team=True, turns=turns)
     policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
     made = learner(COMA(rollout_length=8, gamma=1.0), env, {"a": [0], "b": [1]}, policy)
     train(made, VectorRollout(env, np.arange(32)), 8, 60)
-    assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9  # a third by chance
+    check_score(mean_return(env, made.greedy_policies(), 20).mean())  # a third by chance
 
 
 @pytest.mark.slow

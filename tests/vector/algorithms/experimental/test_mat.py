@@ -272,16 +272,17 @@ def test_incompatible_settings_are_refused() -> None:
 
 
 @BOTH
-def test_team_finds_different_actions(attention: Any) -> None:
+def test_team_finds_different_actions(attention: Any, check_score: Any) -> None:
     """Both seats are paid if their actions differ, and observe nothing. Seats that share a network and act
     independently earn 0.5 at most; if the second seat knows the first one's action, they always earn 1."""
     env = MatrixGame(64, payoff=[[0, 1], [1, 0]])
-    policy = NetPolicyConfig(hidden=[16], lr=1e-2, attention_type=attention)
+    policy = NetPolicyConfig(hidden=[16], lr=1e-2, lr_schedule="linear", attention_type=attention)
     made = learner(env, {"team": [0, 1]}, policy, 1, **DIFFERENT)
-    train(made, VectorRollout(env, np.arange(64)), 8, 12)
-    assert mean_return(env, made.sampling_policies(), 8).min() > 0.9
+    train(made, VectorRollout(env, np.arange(64)), 8, 16)
+    check_score(mean_return(env, made.sampling_policies(), 8).min())
     batch = VectorRollout(env, np.arange(64)).collect(made.sampling_policies(), 8, 3)
-    assert 0.2 < batch.actions[..., 0].mean() < 0.8  # the entropy bonus keeps the first seat undecided
+    lean = abs(batch.actions[..., 0].mean() - 0.5)
+    check_score(lean, "first seat's lean")  # the entropy bonus keeps the first seat undecided
 
 
 def test_independent_seats_do_not_find_different_actions(check_score: Any) -> None:

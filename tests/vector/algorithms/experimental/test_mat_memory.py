@@ -219,7 +219,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_memory_task_needs_memory(decay: float) -> None:
+def test_memory_task_needs_memory(decay: float, check_score: Any) -> None:
     """Two seats that saw the cue two steps before they answer: a third of the answers is right without memory."""
     env = Cues(32, seats=2, steps=3, fleeting=True)
     policy = NetPolicyConfig(
@@ -234,4 +234,4 @@ def test_memory_task_needs_memory(decay: float) -> None:
     made = algorithm.build_learner(env, {"team": [0, 1]}, {"team": policy}, {"team": 7})
     train(made, VectorRollout(env, np.arange(32)), 16, 16)
     score = mean_return(env, made.greedy_policies(), 80)
-    assert (score > 0.9).all() if decay else (score < 0.5).all()
+    check_score(score.min() if decay else score.max())

@@ -328,11 +328,11 @@ def test_sequential_steps_account_for_each_other(sequential: bool, check_score: 
         check_score(max(returns))
 
 
-def test_hatrpo_learns_to_spread() -> None:
-    """Three policies, one for each agent: the return rises from -27 (random play) to above -24 in 15 updates."""
+def test_hatrpo_learns_to_spread(check_score: Any) -> None:
+    """Three policies, one for each agent: the return rises from -27 (random play) to -22.7 ± 0.5 in 15 updates."""
     env = SimpleSpread(64)
     config = hatrpo(rollout_length=25, gamma=0.95, value_norm=True, epochs=2, minibatches=2)
     made = learner(config, env, {f"agent_{i}": [i] for i in range(3)}, NetPolicyConfig(hidden=[32], lr=3e-3))
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1, 2])], 50).mean() < -26
     train(made, VectorRollout(env, np.arange(64)), 25, 15)
-    assert mean_return(env, made.rollout_policies(1.0), 50).mean() > -24
+    check_score(mean_return(env, made.rollout_policies(1.0), 50).mean())
