@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 
+from palestra.core.stop_signals import stop_signals_blocked
 from palestra.sandbox import bubblewrap, cgroup, sandlock
 from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunResult, SandboxError
 
@@ -133,7 +134,7 @@ class _ForkServerClient:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
-        with theirs:  # own session: Ctrl-C must not stop it before it has cleaned up
+        with theirs, stop_signals_blocked():  # they must stop neither it before it has cleaned up, nor programs
             self.process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), start_new_session=True)
         self.owner_pid, self.control_socket = os.getpid(), ours
 

@@ -88,6 +88,7 @@ def _worker(parent: Connection, options: EnvServerOptions) -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also ends a worker with a blocked event loop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     asyncio.run(work())
 
 
