@@ -235,7 +235,8 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _what(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error)
+    """Returns the reason in one line: of a control character, PyYAML tells the position in a second one."""
+    return " ".join((getattr(error, "problem", None) or str(error)).split())
 
 
 def _copy(value: Any) -> Any:
