@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 
-from palestra.core.stop_signals import stop_signals_blocked
 from palestra.sandbox import bubblewrap, cgroup, sandlock
 from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunResult, SandboxError
 
@@ -134,8 +134,14 @@ class _ForkServerClient:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
-        with theirs, stop_signals_blocked():  # they must stop neither it before it has cleaned up, nor programs
-            self.process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), start_new_session=True)
+        with theirs:
+            # Programs inherit the mask: a service manager sends SIGTERM to all processes, and would fail them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                command = [sys.executable, "-c", code]
+                self.process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.owner_pid, self.control_socket = os.getpid(), ours
 
     def connect(self) -> socket.socket:
