@@ -253,11 +253,17 @@ def test_an_internal_error_of_playing_is_no_damage_of_the_run(tmp_path, monkeypa
     tree = {
         "name": "fine",
         "env": {"type": "toys_failing:Unmade", "num_envs": 4},
-        "population": {"type": "self_play", "slices": 1, "env_steps": 64},
-        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 8}},
+        "population": {"type": "self_play", "slices": 1, "env_steps": 64, "nash_conv_every": 0},
+        "oracle": {
+            "type": "net",
+            "policy": {"hidden": [8]},
+            "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 1, "minibatches": 4},
+        },
+        "symmetric": True,
         "backend": {"type": "inline"},
     }
-    assert invoke("train", write_config(tmp_path, tree), "--root", tmp_path).exit_code == 0
+    done = invoke("train", write_config(tmp_path, tree), "--root", tmp_path)
+    assert done.exit_code == 0, done.output
     run = tmp_path / "fine"
     words = {"exploit": ("--steps", 64), "crossplay": ("--games", 8), "compare": (run,)}[command]
     monkeypatch.setenv("UNMADE", "1")
