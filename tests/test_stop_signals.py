@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from processes import start
+from processes import Server, finish, start
 
 from palestra.runs import list_checkpoints, load_episodes, read_lines
 
@@ -102,3 +102,17 @@ def test_kill_9_leaves_no_process(base: Path, tmp_path: Path, kind: str) -> None
     process.kill()
     process.communicate()
     assert children and not left(children), left(children)
+
+
+def test_sigterm_to_all_processes_of_the_service_saves_its_models(tmp_path: Path) -> None:
+    server = Server(tmp_path / "data")
+    wait_for(lambda: bool(server.workers()), server.process)
+    speech = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 2}}
+    changes = {"engine": server.url, "policies": {"guide": speech, "walker": speech}, "steps": 3}
+    tree = tree_of("judges", tmp_path) | changes | {"env": {"type": "toys:Whisper"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    finish(start(tmp_path, "run.yaml"))
+    children = signal_all(server.process.pid, signal.SIGTERM)
+    out, _ = server.process.communicate(timeout=120)
+    assert server.process.returncode == 0 and "died" not in out and "Traceback" not in out, out
+    assert len(children) >= 2 and not left(children), children
