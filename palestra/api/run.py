@@ -21,6 +21,7 @@ from palestra.api.progress import PopulationBar, ProgressBar, format_summary
 from palestra.core.config import Tree, check_folder_name, check_no_credentials, dump, override, parse, validate
 from palestra.core.failures import write_error_file
 from palestra.core.files import read_lines
+from palestra.core.stop_signals import STOP_SIGNALS
 from palestra.core.types import Episode, Metrics
 from palestra.envs import is_vector_config
 from palestra.envs.local import LOCAL_PREFIX
@@ -34,7 +35,6 @@ from palestra.runs.mirror.store import check_store_url
 from palestra.runs.sinks.factory import check_sinks
 from palestra.runs.sinks.log_tailer import follow_run
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPING = "stopping after this step; again to stop now"
 
 

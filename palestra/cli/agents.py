@@ -105,11 +105,15 @@ def serve_agent(
     """
     with user_errors(", ".join(map(str, where))):
         require_packages("serving an agent", "workflow", "starlette", "uvicorn", "httptools")
-        from palestra.api.agents.serve import read_api_key, serve_agents
+        from palestra.api.agents.serve import load_agents, read_api_key
         from palestra.api.agents.trained_agent import find_agents
 
         key = read_api_key(key_env, key_file)
         if member and len(where) > 1:
             raise ValueError("--member names agents of one run: give that run alone")
         agents = [agent for path in where for agent in find_agents(path, member or [], checkpoint)]
-        serve_agents(agents, host, port, key, device, print_line, allow_host or [])
+        loaded = load_agents(agents, device)
+    with user_errors():  # what fails while it serves is no damage of what was loaded
+        from palestra.api.agents.serve import serve_agents
+
+        serve_agents(loaded, host, port, key, print_line, allow_host or [])

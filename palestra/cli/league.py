@@ -63,22 +63,31 @@ def crossplay(
 
         palestra league crossplay runs/rps_league --csv payoffs.csv
     """
+    if games:
+        _play(run, games, [("type", backend), ("workers", workers)])
     with user_errors(run):
         from palestra.evaluation.report.population_data import crossplay_table, read_record
 
-        if games:
-            _play(run, games, [("type", backend), ("workers", workers)])
         record = read_record(run)
         if len(record.payoffs.seats) == 2 or output is None:  # else the table raises ValueError, which asks for --csv
             console.print(crossplay_table(record))
         _write(output, record.payoffs.to_csv())
 
 
-def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> None:
-    from palestra.evaluation.crossplay import play_missing_cells
+def _check_readable(run: Path) -> None:
+    """Reads the run that a command is about to play with: an error after that is no damage of the run."""
+    with user_errors(run):
+        from palestra.evaluation.report.population_data import read_record
 
+        read_record(run)
+
+
+def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> None:
+    _check_readable(run)
     settings = [f"backend.{key}={value}" for key, value in places if value]
-    with console.status("playing") as status:
+    with user_errors(), console.status("playing") as status:
+        from palestra.evaluation.crossplay import play_missing_cells
+
         cells = play_missing_cells(run, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks"))
     console.print(f"{cells} pairs lacked games, and have {games} now" if cells else f"every pair has {games} games")
 
@@ -100,7 +109,8 @@ def exploit(
 
         palestra league exploit runs/leduc_psro --steps 1000000
     """
-    with user_errors(run):
+    _check_readable(run)
+    with user_errors():
         from palestra.evaluation.exploit import measure_exploitability as learned
         from palestra.evaluation.final_strategies import describe_mixtures
         from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table
@@ -132,7 +142,9 @@ def compare(
 
         palestra league compare runs/kuhn_psro runs/kuhn_self_play
     """
-    with user_errors(run):
+    for each in (run, other):
+        _check_readable(each)
+    with user_errors():
         from palestra.evaluation.compare import compare_populations as compared
 
         settings = [f"backend.type={backend}"] if backend else []

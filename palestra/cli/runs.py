@@ -33,33 +33,30 @@ def runs(
         return print_mirrored(root)
     from palestra.dashboard.catalog import UNREADABLE
     from palestra.dashboard.run_status import list_entry, run_alarms
-    from palestra.runs import list_runs
     from palestra.runs.system_metrics import held_locks
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # narrow: eight columns in 80 letters
     for title in ("run", "begun", "status", "env", "algorithm", "done", "held-out", "alarms"):
         table.add_column(title, overflow="fold")
     locks = held_locks()
-    for found in list_runs(root):
-        if found.damage:
-            print_line(f"{found.path.name} is damaged: {found.damage}")
-            continue
+    entries: list[dict[str, Any]] = []
+    for config in sorted(Path(root).glob("*/config.yaml")):
         try:
-            run = _open(found.path)
-            entry = list_entry(run, locks)
+            run = _open(config.parent)
             alarms = dict.fromkeys(alarm.name for alarm in run_alarms(run))
+            entries.append(list_entry(run, locks) | {"alarms": ", ".join(alarms)})
         except UNREADABLE as error:
-            print_line(f"{found.path.name} cannot be read: {type(error).__name__}: {error}")
-            continue
+            print_line(f"{config.parent.name} cannot be read: {type(error).__name__}: {error}")
+    for entry in sorted(entries, key=lambda entry: entry["created"]):
         table.add_row(
-            run.name,
-            found.created[:10],
+            entry["name"],
+            entry["created"][:10],
             entry["status"],
             entry["env"],
             entry["algorithm"],
             _progress(entry),
             entry["headline"] or "-",
-            styled_text((", ".join(alarms), "yellow")),
+            styled_text((entry["alarms"], "yellow")),
         )
     console.print(table if table.row_count else f"no runs in {root}/")
 
@@ -80,9 +77,9 @@ def print_alarms(path: Path) -> None:
 
 
 def _open(path: Path) -> CatalogRun:
-    """The run with its logs read."""
+    """The run with the logs read that raise alarms."""
     from palestra.dashboard.catalog import CatalogRun
 
     run = CatalogRun(path.parent, path.name)
-    run.refresh()
+    run.refresh(run.metrics, run.evals)
     return run

@@ -47,9 +47,9 @@ class CatalogRun:
             raise ValueError(f"{name} is neither a file nor a folder: remove it from the run {self.name}")
         return path
 
-    def refresh(self) -> None:
-        """Reads new lines of all logs."""
-        for log in (self.metrics, self.timings, self.evals, self.workers):
+    def refresh(self, *logs: MetricLog) -> None:
+        """Reads new lines of `logs` (default: of all)."""
+        for log in logs or (self.metrics, self.timings, self.evals, self.workers):
             self.file(log.path.name)
             log.refresh()
 

@@ -17,6 +17,7 @@ from palestra.dashboard.catalog import CatalogRun, Tree
 from palestra.runs.headline import algorithm_label, eval_interval, format_eval, headline_eval, training_success_label
 from palestra.runs.metric_log import MetricLog, last_lines
 from palestra.runs.mirror.follow import mirror_status
+from palestra.runs.mirror.snapshot import STATUS_FILE
 from palestra.runs.settings import flatten_tree
 
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
@@ -111,7 +112,9 @@ def metric_alarms(run: CatalogRun) -> list[Alarm]:
 
 
 def run_alarms(run: CatalogRun) -> list[Alarm]:
-    """Returns the alarms of an open, refreshed run: its mirror's alarm, then those of its metrics."""
+    """Returns the alarms of an open run whose metrics and evals are refreshed: its mirror's alarm, then those of its
+    metrics."""
+    run.file(STATUS_FILE)
     return mirror_alarms(mirror_status(run.path)) + metric_alarms(run)
 
 

@@ -17,7 +17,8 @@ from palestra.core.config import Tree, load
 from palestra.core.config.shipped import find_config, suggest_config
 from palestra.core.types import Episode, Seat
 from palestra.envs import is_vector_config, known_envs
-from palestra.runs import Checkpoint, find_run, list_checkpoints
+from palestra.runs import Checkpoint, find_run
+from palestra.runs.checkpoints import list_all_checkpoints
 
 OnProgress = Callable[[int, int], None]  # called with (episodes played, episodes in all)
 
@@ -108,11 +109,10 @@ def _env_target(name: str, options: Mapping[str, Any]) -> Target:
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Returns the newest checkpoint of a run, or the one after `step` steps. Raises ValueError if there is none or its
     files are damaged."""
-    found = list_checkpoints(path)
-    if step is not None:
-        found = [c for c in found if c.step + 1 == step]
+    kept = [checkpoint for checkpoint in list_all_checkpoints(path) if checkpoint.path.is_dir()]
+    found = [checkpoint for checkpoint in kept if step is None or checkpoint.step + 1 == step]
     if not found:
-        have = ", ".join(str(c.step + 1) for c in list_checkpoints(path)) or "none"
+        have = ", ".join(str(checkpoint.step + 1) for checkpoint in kept) or "none"
         raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
     return found[-1].verify()
 

@@ -1,4 +1,5 @@
-"""Child processes that ignore Ctrl-C, end with their parent and stop within a time limit; and why a process ended."""
+"""Child processes that ignore Ctrl-C and SIGTERM, end with their parent and stop within a time limit; and why a process
+ended."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
+from palestra.core.stop_signals import STOP_SIGNALS, stop_signals_blocked
+
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
 _starting = threading.Lock()  # held while this process's environment has it
@@ -24,19 +27,17 @@ _starting = threading.Lock()  # held while this process's environment has it
 def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
     """Starts and returns a process that runs `target(*arguments)`.
 
-    It never receives Ctrl-C, which a terminal sends to all its processes, not even before its first line of code: the
-    parent decides when it ends. A `daemon` may not start processes of its own.
+    It begins with Ctrl-C and SIGTERM blocked. A `daemon` may not start processes of its own.
     """
     with _starting:
         safe_path = os.environ.get(SAFE_PATH)
         process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
         os.environ[SAFE_PATH] = "1"
-        resource_tracker.ensure_running()  # started first, since its start unblocks the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
+        resource_tracker.ensure_running()  # started first, since its start unblocks the signals
         try:
-            process.start()
+            with stop_signals_blocked():
+                process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _restore_safe_path(safe_path)
     if daemon:  # at the end of this process multiprocessing sends SIGTERM to it and waits, and it may ignore SIGTERM
         Finalize(None, _kill, (weakref.ref(process),), exitpriority=0)
@@ -52,9 +53,10 @@ def _kill(reference: weakref.ref[BaseProcess]) -> None:
 
 def leave_signals_to_parent() -> None:
     """Ignores Ctrl-C and SIGTERM, which a terminal or a cluster sends to all processes of a run: the parent decides
-    when this one ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that this process starts would inherit
+    when this one ends. Programs that this process starts receive them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that this process starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:

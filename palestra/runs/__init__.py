@@ -22,7 +22,6 @@ from palestra.core.files import read_lines
 from palestra.runs.checkpoints import NUM_KEPT, Checkpoint, list_checkpoints
 from palestra.runs.disk import explain_disk_errors
 from palestra.runs.episodes import load_episodes, read_episodes
-from palestra.runs.listing import RunSummary, list_runs
 from palestra.runs.run import Run
 from palestra.runs.settings import check_config, diff_settings, find_run
 
@@ -30,13 +29,11 @@ __all__ = [
     "NUM_KEPT",
     "Checkpoint",
     "Run",
-    "RunSummary",
     "check_config",
     "diff_settings",
     "explain_disk_errors",
     "find_run",
     "list_checkpoints",
-    "list_runs",
     "load_episodes",
     "read_episodes",
     "read_lines",

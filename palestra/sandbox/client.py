@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -133,8 +134,14 @@ class _ForkServerClient:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
-        with theirs:  # own session: Ctrl-C must not stop it before it has cleaned up
-            self.process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno(), start_new_session=True)
+        with theirs:
+            # Programs inherit the mask: a service manager sends SIGTERM to all processes, and would fail them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                command = [sys.executable, "-c", code]
+                self.process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.owner_pid, self.control_socket = os.getpid(), ours
 
     def connect(self) -> socket.socket:

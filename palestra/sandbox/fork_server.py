@@ -18,7 +18,6 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -157,7 +156,6 @@ def main() -> None:
     _clear_up()
     root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     _hold(root)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     gc.freeze()
     try:
         server = ForkServer(listener, root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shlex
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,11 +120,9 @@ def _private_files() -> Iterator[None]:
 
 def _hold(options: ServeOptions) -> AbstractContextManager[Any]:
     """Locks the data folder while serving: one server with a worker at a time, and any number of front ends without
-    one."""
+    one. A folder that it creates is this user's only; one that was there keeps its mode."""
     if not options.front_only:
         options.data.mkdir(parents=True, exist_ok=True)
-        if options.data.stat().st_uid == os.geteuid():  # else a folder that an operator made; files in it are private
-            options.data.chmod(0o700)
         return acquire_lock(options.data / "server.lock", f"the server's data in {options.data}")
     if not (options.data / "secret").exists():
         raise ValueError(
@@ -161,6 +160,9 @@ async def _serve(
     )
     watch = asyncio.create_task(worker.keep_alive()) if worker else None
     say(_how_to_connect(options, listener.getsockname()[1]))
+    if options.data.stat().st_mode & 0o077:
+        folder = shlex.quote(str(options.data))
+        say(f"others can list {folder}; its files are private, and to close it too: chmod 700 {folder}")
     try:
         await server.serve(sockets=[listener])
     finally:

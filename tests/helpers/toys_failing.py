@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,17 @@ class CrackedCards(TextKuhn):
 
     def step(self, actions: dict[str, str]) -> Step:
         raise KeyError("cards")
+
+
+class Unmade(Countdown):
+    """Countdown that cannot be made where the environment variable UNMADE is set."""
+
+    name = "unmade"
+
+    def __init__(self, num_envs: int = 4) -> None:
+        super().__init__(num_envs)
+        if "UNMADE" in os.environ:
+            raise TypeError("an internal error")
 
 
 class Breaks(Countdown):

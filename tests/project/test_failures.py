@@ -248,6 +248,29 @@ def test_env_error_ends_a_population_run_with_its_traceback(tmp_path, backend):
     assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
 
 
+@pytest.mark.parametrize("command", ["exploit", "crossplay", "compare"])
+def test_an_internal_error_of_playing_is_no_damage_of_the_run(tmp_path, monkeypatch, command):
+    tree = {
+        "name": "fine",
+        "env": {"type": "helpers.toys_failing:Unmade", "num_envs": 4},
+        "population": {"type": "self_play", "slices": 1, "env_steps": 64, "nash_conv_every": 0},
+        "oracle": {
+            "type": "net",
+            "policy": {"hidden": [8]},
+            "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 1, "minibatches": 4},
+        },
+        "symmetric": True,
+        "backend": {"type": "inline"},
+    }
+    done = invoke("train", write_config(tmp_path, tree), "--root", tmp_path)
+    assert done.exit_code == 0, done.output
+    run = tmp_path / "fine"
+    words = {"exploit": ("--steps", 64), "crossplay": ("--games", 8), "compare": (run,)}[command]
+    monkeypatch.setenv("UNMADE", "1")
+    done = invoke("league", command, run, *words)
+    assert isinstance(done.exception, TypeError) and "is not as palestra writes it" not in done.output, done.output
+
+
 def test_failed_games_end_a_language_population_with_their_traceback(base, tmp_path):
     tree = {
         "name": "failing",

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.processes import finish, start
+from helpers.processes import Server, finish, start
 
 from palestra.core.files import TEMPORARY_PREFIX
 from palestra.runs import list_checkpoints, read_lines
@@ -33,6 +33,9 @@ NETS = {"env": SPREAD, "policies": {"agent": NET}, "algorithm": PPO, "evals": EV
 ORACLE = {"type": "net", "policy": NET, "algorithm": PPO, "num_envs": 4}
 KUHN = {"env": {"type": "kuhn_poker", "num_envs": 4}, "oracle": {"type": "net", "policy": NET, "algorithm": PPO}}
 PSRO = {"type": "psro", "iterations": 3, "env_steps": 160, "games_per_cell": 50, "adaptive_games": 50}
+PBT = {"type": "pbt", "num_learners": 3, "slices": 4, "env_steps": 160, "select_every": 1}
+LEAGUE = {"type": "league", "slices": 2, "env_steps": 160, "games_per_cell": 50, "main_exploiters": 1}
+POPULATIONS = {str(plan["type"]): KUHN | {"population": plan} for plan in (PSRO, PBT, LEAGUE)}
 
 
 def tree_of(kind: str, base: Path) -> dict[str, Any]:
@@ -56,8 +59,7 @@ def tree_of(kind: str, base: Path) -> dict[str, Any]:
         "text": talk,
         "async": talk | {"staleness": 1},
         "stages": staged | {"stages": [sft, dpo]},
-        "psro": KUHN | {"population": PSRO},
-    }
+    } | POPULATIONS
     return trees[kind] | {"name": "run"}
 
 
@@ -80,7 +82,7 @@ def size(run: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-@pytest.mark.parametrize("kind", ["ppo", "qmix", "two processes", "text", "async", "stages", "psro"])
+@pytest.mark.parametrize("kind", ["ppo", "qmix", "two processes", "text", "async", "stages", "psro", "pbt"])
 def test_resume_after_kills_is_bit_identical(base: Path, tmp_path: Path, kind: str) -> None:
     """Also those in the start, before the first checkpoint and while a resume reads."""
     tree, rng, killed = tree_of(kind, base), random.Random(kind), 0
@@ -142,6 +144,42 @@ def test_a_signal_in_any_phase_leaves_a_resumable_run(tmp_path: Path, phase: str
         assert process.returncode in (130, -number)  # before the command began
 
 
+def has_begun(pid: int) -> bool:
+    """True if the process handles SIGTERM: before, Python itself imports the command line."""
+    handled = int(Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    return bool(handled >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", POPULATIONS)
+def test_signals_in_any_phase_of_a_population_leave_a_resumable_run(tmp_path: Path, kind: str, workers: int) -> None:
+    """At random moments of the start, of training and of games: each run goes on where the one before ended."""
+    backend = {"type": "local", "workers": workers} if workers else {"type": "inline"}
+    tree, rng, stopped = POPULATIONS[kind] | {"name": "run", "backend": backend}, random.Random(kind), 0
+    whole = write(tmp_path / "whole", tree)
+    finish(start(whole.parents[1], "run.yaml"))
+    run = write(tmp_path / "stopped", tree)
+    for number in (signal.SIGTERM, signal.SIGINT) * 2:
+        again = (run / "config.yaml").exists()
+        process = start(run.parents[1], *(("--resume", run) if again else ("run.yaml",)))
+        target, until = size(run) + rng.uniform(-0.1, 0.4) * size(whole), time.monotonic() + 60
+        while size(run) < target and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.002)
+        while process.poll() is None and not has_begun(process.pid):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        assert "Traceback" not in out + err, out + err
+        assert process.returncode in (0, 130), (process.returncode, out, err)
+        stopped += "stopped; resume with" in out
+        if process.returncode == 130:
+            assert "before the run began" in out or "resume from the last checkpoint" in out or "Aborted" in err, out
+    finish(start(run.parents[1], "--resume", run))
+    print(f"\n{kind}: stopped {stopped} times")
+    assert stopped >= 1 and results(run) == results(whole)
+
+
 def test_a_suspended_process_and_a_moved_folder(tmp_path: Path) -> None:
     run = write(tmp_path / "a", LONG | {"env_steps": 8_000, "checkpoint_every": 400})
     process = start(run.parents[1], "run.yaml")
@@ -190,3 +228,35 @@ def test_too_little_memory_is_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "a", preexec_fn=limit, timeout=300)
     print(done.returncode, done.stderr[-1500:])
     assert done.returncode == 1 and "error: out of memory" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["worker", "front", "all"])
+def test_a_training_on_a_service_that_is_killed_can_be_resumed(tmp_path: Path, what: str) -> None:
+    """The training waits for a front end that comes back; of a worker it says what was lost, and a resume goes on from
+    the last checkpoint to the same result."""
+    speech = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 2}}
+    tree = tree_of("text", Path("tiny")) | {"policies": {"guide": speech, "walker": speech}, "steps": 20}
+    server = Server(tmp_path / "data")
+    try:
+        whole = write(tmp_path / "whole", tree | {"engine": server.url})
+        finish(start(whole.parents[1], "run.yaml"))
+        run = write(tmp_path / "killed", tree | {"engine": server.url})
+        process = start(run.parents[1], "run.yaml")
+        while not (run / "metrics.jsonl").exists() or len(read_lines(run / "metrics.jsonl")) < 12:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        server.kill(what)
+        if what != "worker":
+            server.start()
+        out, err = process.communicate(timeout=300)
+        print(process.returncode, out[-1000:], err[-2000:])
+        assert "Traceback" not in out + err, out + err
+        if process.returncode:
+            assert process.returncode == 1 and len(err.strip().splitlines()) == 1 and "error:" in err, err
+            finish(start(run.parents[1], "--resume", run))
+    finally:
+        server.kill()
+    ours, theirs = read_lines(run / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
+    assert len(ours) == len(theirs) == 60
+    for line, expected in zip(ours, theirs, strict=True):  # batches of the server differ, and with them the rounding
+        assert line.pop("policy") == expected.pop("policy") and line == pytest.approx(expected, rel=1e-3, abs=1e-5)

@@ -20,7 +20,7 @@ import pytest
 
 from palestra.core.files import DamagedFile, JsonlWriter, atomic_write, checksum, filter_lines
 from palestra.core.types import Answer, Episode, Node
-from palestra.runs import Run, find_run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
+from palestra.runs import Run, find_run, list_checkpoints, load_episodes, read_episodes, read_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +139,6 @@ def test_create_never_overwrites_a_run(tmp_path: Path) -> None:
             assert run.config == "steps: 3\n"
     meta = json.loads((tmp_path / "demo" / "meta.json").read_text())
     assert meta["seed"] == 7 and meta["torch"] and meta["python"].startswith("3.")
-    assert [summary.path.name for summary in list_runs(tmp_path)] == ["demo", "demo-2", "demo-3"]
     for bad in ("a/b", ".."):
         with pytest.raises(ValueError, match="plain folder name"):
             Run.create(tmp_path, "", bad)
@@ -174,7 +173,6 @@ def test_pruning_keeps_the_newest_two_and_kept_checkpoints(tmp_path: Path) -> No
         "step-000005",
     ]
     assert len(read_lines(run.path / "checkpoints.jsonl")) == 6
-    assert list_runs(tmp_path)[0].checkpoint.step == 5  # type: ignore[union-attr]
 
 
 def test_resume_truncates_logs_to_the_checkpoint(tmp_path: Path) -> None:

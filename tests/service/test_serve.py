@@ -110,7 +110,6 @@ def open_umask() -> Iterator[None]:
 
 
 def test_files_are_private_and_embedded_requests_of_pages_refused(open_umask: None, data: Path) -> None:
-    data.mkdir()
     server = Server(data)
     try:
         found = modes(data)
@@ -190,3 +189,17 @@ def test_keys_are_added_listed_and_removed(tmp_path: Path) -> None:
     assert keys("list").stdout.split() == ["ada", "1"]
     assert keys("remove", "ada").returncode == 0
     assert keys("remove", "ada").returncode == 2
+
+
+def test_a_folder_that_was_there_keeps_its_mode(data: Path) -> None:
+    data.mkdir()
+    data.chmod(0o755)
+    server = Server(data)
+    try:
+        assert server.process.stdout.readline().endswith(f"chmod 700 {data}\n")
+        found = modes(data)
+        assert found.pop("data") == "drwxr-xr-x"
+        assert found and all(map(is_private, found.values()))
+    finally:
+        server.process.kill()
+        server.process.communicate()

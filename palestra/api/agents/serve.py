@@ -39,27 +39,31 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, Recurs
 TOKENIZER_THREAD = ThreadPoolExecutor(1, "tokens")  # one thread: tokenisers are not thread-safe
 
 
+def load_agents(agents: Sequence[TrainedAgent], device: str) -> dict[str, ServedAgent]:
+    """Returns the agents with their weights loaded, by name. Raises ValueError if two have the same name, or one is a
+    network."""
+    names = [agent.name for agent in agents]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two agents are called {twice}: serve them at two ports")
+    engines = Engines(device, max_num_seqs=64)
+    return {agent.name: ServedAgent(agent, engines) for agent in agents}
+
+
 def serve_agents(
-    agents: Sequence[TrainedAgent],
+    agents: dict[str, ServedAgent],
     host: str,
     port: int,
     api_key: str | None,
-    device: str,
     print_line: Callable[[str], None],
     hosts: Sequence[str] = (),
 ) -> None:
     """Answers requests until SIGTERM or Ctrl-C, then finishes those in progress. `api_key` (None: any) is the API key
     that every request needs; `hosts` are allowed host names on loopback.
 
-    Raises ValueError if two agents have the same name, an agent is a network, or the address is taken.
+    Raises ValueError if the address is taken.
     """
-    names = [agent.name for agent in agents]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two agents are called {twice}: serve them at two ports")
-    engines = Engines(device, max_num_seqs=64)
-    desks = {agent.name: ServedAgent(agent, engines) for agent in agents}
     server = ChatServer(host, port, hosts=hosts, limits=replace(HTTP_LIMITS, max_requests=MAX_REQUESTS))
-    asyncio.run(_serve(desks, server, api_key, print_line))
+    asyncio.run(_serve(agents, server, api_key, print_line))
 
 
 async def _serve(

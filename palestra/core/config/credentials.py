@@ -14,7 +14,10 @@ USER_IS_NO_SECRET = ("abfs", "abfss", "wasb", "wasbs", "sftp", "ssh", "git+ssh",
 _WORDS = r"api[_-]?key|apikey|pass(?:word|wd|phrase)|(?:access|secret|private)[_-]?key|client[_-]?secret|authorization"
 _WORDS += r"|(?:auth|access|bearer|refresh|api|hf)[_-]?token"
 _NAME = re.compile(rf"(?:.*[_-])?(?:{_WORDS})|token|secret|credentials?", re.IGNORECASE)
-_QUERY_NAME = re.compile(r".*(?:key|token|secret|pass|sig|credential|auth).*", re.IGNORECASE)
+_KEYS = r"(?:api|access|account|subscription|secret|private)[_-]?key(?:[_-]?id)?"
+_ENDS = rf"token|secret|password|signature|credentials?|access[_-]?id|{_KEYS}"
+_QUERY_NAME = re.compile(rf"(?:.*[._-])?(?:{_WORDS}|sig|auth|pass|pwd)|key|.*(?:{_ENDS})", re.IGNORECASE)
+_TOKEN_OF_TEXT = re.compile(r"\D{0,11}")  # an env's "token: x": keys and tokens of services are longer or have digits
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://\S*", re.IGNORECASE)  # bounded: else long words take quadratic time
 _ASSIGNED = re.compile(
     rf"\b((?:\w*[_-])?(?:{_WORDS})\b[\"']?\s*[:=]\s*(?:Bearer\s+)?[\"']?)[^\s\"',}}\]]+", re.IGNORECASE
@@ -39,7 +42,7 @@ def _places(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
             name = str(key).rpartition(".")[2]
-            if isinstance(inner, str) and inner and _NAME.fullmatch(name):
+            if isinstance(inner, str) and inner and _NAME.fullmatch(name) and not _is_token_of_text(name, inner):
                 yield _joined(path, key)
             else:
                 yield from _places(inner, _joined(path, key))
@@ -48,6 +51,11 @@ def _places(value: Any, path: str) -> Iterator[str]:
             yield from _places(inner, path)
     elif isinstance(value, str) and _URL.fullmatch(value) and _hidden_url(value) != value:
         yield path or "the URL"
+
+
+def _is_token_of_text(name: str, value: str) -> bool:
+    """Returns True for the value of a key `token` that is a token of a vocabulary or a word, such as "x" or "<pad>"."""
+    return name.lower() == "token" and _TOKEN_OF_TEXT.fullmatch(value) is not None
 
 
 def _joined(path: str, key: object) -> str:

@@ -30,11 +30,13 @@ def load(path: str | Path) -> Tree:
     path = Path(path)
     try:
         path = find_config(path)
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() and not _is_open_pipe(path):
             raise ValueError(f"{path} is not a config, but a folder, a pipe or a device")
-        if path.stat().st_size > 4 * MAX_CONFIG_CHARS:
+        with open(path, "rb") as file:
+            data = file.read(4 * MAX_CONFIG_CHARS + 1)
+        if len(data) > 4 * MAX_CONFIG_CHARS:
             raise ValueError(f"{path} is not a config: it has more than {4 * MAX_CONFIG_CHARS:,} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = data.decode()
     except OSError as error:
         raise ValueError(f"cannot read config {path}: {error.strerror}{suggest_config(path)}") from error
     except UnicodeDecodeError as error:
@@ -44,6 +46,12 @@ def load(path: str | Path) -> Tree:
         raise ValueError(f"{path} is empty: `palestra init` lists configs to start from")
     check_no_credentials(tree)
     return tree
+
+
+def _is_open_pipe(path: Path) -> bool:
+    """Returns True for a pipe that was opened for this process, as by `palestra train <(...)`. Any other pipe may
+    block for ever."""
+    return path.is_fifo() and (path == Path("/dev/stdin") or path.parent == Path("/dev/fd"))
 
 
 def parse(text: str, source: str = "config") -> Tree:
@@ -227,7 +235,8 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _what(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error)
+    """Returns the reason in one line: of a control character, PyYAML tells the position in a second one."""
+    return " ".join((getattr(error, "problem", None) or str(error)).split())
 
 
 def _copy(value: Any) -> Any:

@@ -91,12 +91,18 @@ def on_stop(begin: Callable[[], object], seconds: float, on_second_signal: Calla
             on_second_signal()
             os._exit(128 + number)
         notified = True
-        # runs on a C thread, even while the GIL is held
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
-        begin()
+        stop_within(seconds, begin)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hear)
+
+
+def stop_within(seconds: float, begin: Callable[[], object]) -> None:
+    """Calls `begin`, and ends the process `seconds` later if it still runs, with the stack of every thread on standard
+    error."""
+    # runs on a C thread, even while the GIL is held
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    begin()
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from threading import RLock, Thread
 from typing import Any, Literal, NamedTuple
 
+from palestra.core.stop_signals import stop_signals_blocked
 from palestra.environments.math import confinement
 from palestra.environments.math.grader_process import GraderOutcome
 from palestra.parallel.processes import wait_or_kill
@@ -99,13 +100,14 @@ class GraderClient:
 
     def _start(self) -> None:
         command = [sys.executable, "-P", confinement.GRADER_SCRIPT, self.kind, confinement.seccomp_filter().hex()]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | SINGLE_THREAD_ENV | {"PYTHONHASHSEED": _hash_seed()},
-            start_new_session=True,  # Ctrl-C at the terminal must not reach it
-        )
+        with stop_signals_blocked():  # an answer that is judged then would get no reward
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | SINGLE_THREAD_ENV | {"PYTHONHASHSEED": _hash_seed()},
+                start_new_session=True,
+            )
         self._outbox, self._owner = SimpleQueue(), os.getpid()
         Thread(target=_write, args=(self.process, self._outbox), name="judge-in", daemon=True).start()
         Thread(target=self._read, args=(self.process,), name="judge-out", daemon=True).start()

@@ -88,6 +88,7 @@ def _worker(parent: Connection, options: EnvServerOptions) -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also ends a worker with a blocked event loop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     asyncio.run(work())
 
 
@@ -198,8 +199,11 @@ class WorkerSupervisor:
 
     def _look(self) -> None:
         """Waits briefly, then replaces dead and hanging workers. After a stop signal it only removes them."""
+        before = time.monotonic()
         self._listen()
         now = time.monotonic()
+        for worker in self.workers:  # if this process was suspended, so were they
+            worker.heartbeat_deadline += max(0.0, now - before - HEARTBEAT_INTERVAL_S)
         if self.kill_time:
             self._kill(self.workers if now > self.kill_time else [])
         else:

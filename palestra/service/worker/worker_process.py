@@ -43,6 +43,7 @@ class DatabaseRetry:
 def run_worker(settings: WorkerSettings, wakeup: WakeupSocket) -> None:
     """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
     database does not answer during shutdown."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     with _lock(settings.data):
         patience = DatabaseRetry(wakeup)
         worker = Worker(settings, Store.open(settings.store, patience), wakeup)
@@ -52,7 +53,6 @@ def run_worker(settings: WorkerSettings, wakeup: WakeupSocket) -> None:
             patience.stopping = True
 
         signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end ends the worker
         wakeup.wake()
         try:
             worker.run()

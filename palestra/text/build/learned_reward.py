@@ -60,7 +60,7 @@ def _load(path: str, engines: Engines) -> LanguageLearner:
     checkpoints = list_checkpoints(find_run(run)) if (run / "config.yaml").exists() else []
     if not checkpoints:
         raise ValueError(f"reward_model: {path} is not a run with a checkpoint: give the folder of a run, or RUN:NAME")
-    config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1]
+    config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1].verify()
     name = name or next(iter(checkpoint.names))
     if name not in checkpoint.names or not (checkpoint.path / checkpoint.names[name] / "critic.safetensors").exists():
         raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from palestra.core.stop_signals import stop_signals_blocked
 from palestra.parallel.processes import exit_reason, wait_or_kill
 from palestra.text.samplers.wire import KEY_VARIABLE, READY_PREFIX
 
@@ -50,14 +51,14 @@ class SamplerProcess:
         """Starts the process and returns at once; `wait_url` waits until it serves."""
         device = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": str(self.gpu)}
         self.url = None
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab") as log, stop_signals_blocked():  # it answers until this process stops it
             self.process = subprocess.Popen(
                 [*SERVE_COMMAND, *self.options],
                 stdin=subprocess.PIPE,  # the server stops when this pipe closes, so it ends with this process
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | device | {KEY_VARIABLE: self.key},
-                start_new_session=True,  # Ctrl-C must reach this process only
+                start_new_session=True,
             )
 
     def wait_url(self) -> str:
@@ -93,15 +94,24 @@ class SamplerProcess:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return " ".join(lines[-12:]) or "it says nothing"
 
-    def stop(self) -> None:
-        """Terminates the process, kills it after `STOP_TIMEOUT_S` seconds, and closes its pipes."""
+    def begin_stop(self) -> None:
+        """Closes the process's standard input, so that it ends after its requests; kills it if it does not serve
+        yet."""
         if self.process is None:
             return
-        self.process.terminate()
+        if self.url is None:
+            self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def stop(self) -> None:
+        """Ends the process, kills it after `STOP_TIMEOUT_S` seconds, and closes its pipes."""
+        if self.process is None:
+            return
+        self.begin_stop()
         wait_or_kill(self.process, STOP_TIMEOUT_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 class SamplerProcesses:
@@ -124,7 +134,6 @@ class SamplerProcesses:
 def _end(children: Sequence[SamplerProcess]) -> None:
     for child in children:
         child.is_stopped = True
-        if child.process:
-            child.process.terminate()
+        child.begin_stop()
     for child in children:
         child.stop()

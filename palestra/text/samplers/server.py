@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from palestra.core.http.limits import MIB, AdmissionMiddleware, AsgiApp, HttpLim
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.loop_thread import LoopThread
 from palestra.core.http.origin_middleware import OriginPolicy, is_loopback
-from palestra.core.http.server import build_server
+from palestra.core.http.server import FORCED_EXIT_DELAY_S, HttpServer, build_server, stop_within
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
 from palestra.engine.lora.adapters import Snapshot
@@ -115,7 +114,7 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
             app, drain=DRAIN_TIMEOUT_S, keep_alive=600
         )  # clients keep connections open during training steps
         if options.with_parent:
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
         print_line(_where(options, listener.getsockname()[1], key))
         asyncio.run(server.serve(sockets=[listener]))
         engine_side.close()
@@ -277,11 +276,11 @@ async def _refusal_response(call: Call, error: Exception) -> Response:
     return JSONResponse(wire.error_body(error.status_code, error.detail), error.status_code)
 
 
-def _end_with_parent() -> None:
-    """Sends SIGTERM to this process when its standard input closes, that is, when the parent process has ended."""
+def _end_with_parent(server: HttpServer) -> None:
+    """Stops the server when its standard input closes: the parent process has closed it, or has ended."""
     while sys.stdin.buffer.read(4096):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    stop_within(DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S, server.stop)
 
 
 def _where(options: SamplerServerOptions, port: int, key: str | None) -> str:

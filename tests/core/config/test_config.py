@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import subprocess
 import sys
@@ -132,6 +133,21 @@ def test_load_errors_name_file_and_line(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(ValueError, match="cannot read config"):
         load(tmp_path / "none.yaml")
+
+
+def test_a_control_character_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^x\.yaml: unacceptable character #x000b.* position 3") as refusal:
+        parse("a: \x0b", "x.yaml")
+    assert "\n" not in str(refusal.value)
+
+
+def test_config_is_read_from_a_pipe_of_the_shell_and_from_no_other(tmp_path: Path) -> None:
+    script = f"{sys.executable} -m palestra train --dry-run <(cat configs/games/two_step_dqn.yaml)"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and "type: two_step" in done.stdout, done.stderr
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: a read would block
+    with pytest.raises(ValueError, match="is not a config, but a folder, a pipe or a device"):
+        load(tmp_path / "pipe")
 
 
 def test_yaml_is_parsed_as_version_1_2() -> None:

@@ -74,6 +74,8 @@ def test_python_callers_are_refused_too() -> None:
         {"endpoint": {"url": "https://api.example.com/v1", "key_env": "A_KEY"}, "max_tokens": 5, "pad_token": "<pad>"},
         {"mirror": "abfs://container@account.dfs.core.windows.net/runs", "keys": ["a"], "secret": None},
         {"mirror": "sftp://me@nas/runs"},
+        {"env": {"type": "helpers.toys:Whisper", "token": "x"}, "other": {"token": "<pad>"}},
+        {"url": "https://api.example.com/v1?max_tokens=5&sort_key=name&author=me&passes=2&design=a&top_tokens=3"},
         {"prompt": f"write to http://user:{KEY}@host in the text", "url": "s3://bucket/runs?version=2"},
     ],
 )

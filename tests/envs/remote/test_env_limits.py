@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from helpers import raw
 from helpers.env_servers import EnvServer, count_sessions, serving, wait_for_value, wait_until_closed
@@ -241,6 +242,22 @@ def test_second_signal_exits_at_once() -> None:
     server.process.terminate()
     server.process.communicate(timeout=3)
     assert server.process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_server_that_was_suspended_keeps_its_workers() -> None:
+    """For longer than a worker may be silent; its processes go on one after the other."""
+    with serving(TOYS, "--limit", 5, "--workers", 2) as server:
+        first = psutil.Process(server.process.pid)
+        processes = [first, *first.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        time.sleep(8)
+        for process in processes:
+            process.resume()
+            time.sleep(0.1)
+        assert plays(server)
+        assert "hung" not in server.stop()
 
 
 @pytest.mark.slow
