@@ -8,39 +8,64 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
+from palestra.parallel.fork_server import (
+    SAFE_PATH,
+    SIGNALS,
+    Caller,
+    can_fork,
+    changed_variables,
+    ensure_fork_server,
+    restore_variable,
+    run_forked,
+)
+
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
-_starting = threading.Lock()  # held while this process's environment has it
+FORK_CONTEXT = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()  # held while the environment of this process is that of one it starts
 
 
 def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
-    """Starts and returns a process that runs `target(*arguments)`.
+    """Starts and returns a process that runs `target(*arguments)`: a fork of the fork server where that is safe, which
+    takes a fraction of a second, or a new process.
 
     It never receives Ctrl-C, which a terminal sends to all its processes, not even before its first line of code: the
     parent decides when it ends. A `daemon` may not start processes of its own.
     """
     with _starting:
-        safe_path = os.environ.get(SAFE_PATH)
-        process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
-        os.environ[SAFE_PATH] = "1"
-        resource_tracker.ensure_running()  # started first, since its start unblocks the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _restore_safe_path(safe_path)
+        resource_tracker.ensure_running()  # started first, since its start unblocks the signals
+        if can_fork():
+            process: BaseProcess = FORK_CONTEXT.Process(
+                target=run_forked, args=(Caller(), target, *arguments), daemon=daemon
+            )
+            with _blocked(SIGNALS):
+                ensure_fork_server()
+                process.start()
+        else:
+            safe_path = os.environ.get(SAFE_PATH)
+            process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
+            with _blocked({signal.SIGINT}), changed_variables({SAFE_PATH: "1"}):
+                process.start()
     if daemon:  # at the end of this process multiprocessing sends SIGTERM to it and waits, and it may ignore SIGTERM
         Finalize(None, _kill, (weakref.ref(process),), exitpriority=0)
     return process
+
+
+@contextmanager
+def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
+    """Blocks signals in this thread, and in the processes that are started meanwhile, which inherit its mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(reference: weakref.ref[BaseProcess]) -> None:
@@ -58,15 +83,8 @@ def leave_signals_to_parent() -> None:
 
 
 def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:
-    _restore_safe_path(safe_path)
+    restore_variable(SAFE_PATH, safe_path)
     target(*arguments)
-
-
-def _restore_safe_path(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(SAFE_PATH, None)
-    else:
-        os.environ[SAFE_PATH] = value
 
 
 class StoppableProcess:
