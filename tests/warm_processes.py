@@ -23,9 +23,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from typing import Any
 
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
 PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 IMPORTS = (
     "palestra.testing",
@@ -225,5 +228,26 @@ def _run(request: dict[str, Any], outputs: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.path[:0] = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    _start_fork_server()
     sys.argv = ["palestra", *request["words"]]
     import_module("palestra.cli.main").app()
+
+
+def _start_fork_server() -> None:
+    """Forks multiprocessing's fork server of this process, which would otherwise import the modules anew."""
+    server: Any = forkserver._forkserver
+    address = arbitrary_address("AF_UNIX")
+    alive, ours = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            with contextlib.suppress(SystemExit):
+                forkserver.main(listener.detach(), alive, None)
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
