@@ -98,7 +98,14 @@ def resident(pid: int) -> float:
 
 
 def worker_of(server: int) -> int:
-    """The id of the process with the server's engine."""
-    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return next(int(line.split()[0]) for line in lines if "spawn_main" in line)
+    """The id of the process with the server's engine: a child of the server, or of its fork server."""
+    parents = {server} | {pid for pid, line in children_of(server).items() if "forkserver" in line}
+    found = {pid: line for parent in parents for pid, line in children_of(parent).items()}
+    return next(pid for pid, line in found.items() if pid not in parents and "resource_tracker" not in line)
+
+
+def children_of(parent: int) -> dict[int, str]:
+    """The command lines of a process's children, by their ids."""
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return {int(line.split()[0]): line for line in lines}

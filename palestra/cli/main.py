@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Callable
 from typing import Annotated
@@ -32,6 +34,9 @@ from palestra.cli.usage import CommandWithHints, print_help
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
 PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-envs", "config")
+
+# Else Python walks all objects of the imported modules once more before it ends: a second for torch and transformers.
+atexit.register(gc.freeze)
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -18,27 +18,41 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from palestra.core.stop_signals import STOP_SIGNALS, stop_signals_blocked
+from palestra.parallel.fork_server import (
+    SAFE_PATH,
+    Caller,
+    can_fork,
+    changed_variables,
+    ensure_fork_server,
+    restore_variable,
+    run_forked,
+)
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
-_starting = threading.Lock()  # held while this process's environment has it
+FORK_CONTEXT = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()  # held while the environment of this process is that of one it starts
 
 
 def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
-    """Starts and returns a process that runs `target(*arguments)`.
+    """Starts and returns a process that runs `target(*arguments)`: a fork of the fork server where that is safe, which
+    takes a fraction of a second, or a new process.
 
     It begins with Ctrl-C and SIGTERM blocked. A `daemon` may not start processes of its own.
     """
     with _starting:
-        safe_path = os.environ.get(SAFE_PATH)
-        process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
-        os.environ[SAFE_PATH] = "1"
         resource_tracker.ensure_running()  # started first, since its start unblocks the signals
-        try:
+        if can_fork():
+            process: BaseProcess = FORK_CONTEXT.Process(
+                target=run_forked, args=(Caller(), target, *arguments), daemon=daemon
+            )
             with stop_signals_blocked():
+                ensure_fork_server()
                 process.start()
-        finally:
-            _restore_safe_path(safe_path)
+        else:
+            safe_path = os.environ.get(SAFE_PATH)
+            process = SPAWN_CONTEXT.Process(target=_run, args=(safe_path, target, *arguments), daemon=daemon)
+            with stop_signals_blocked(), changed_variables({SAFE_PATH: "1"}):
+                process.start()
     if daemon:  # at the end of this process multiprocessing sends SIGTERM to it and waits, and it may ignore SIGTERM
         Finalize(None, _kill, (weakref.ref(process),), exitpriority=0)
     return process
@@ -60,15 +74,8 @@ def leave_signals_to_parent() -> None:
 
 
 def _run(safe_path: str | None, target: Callable[..., object], *arguments: Any) -> None:
-    _restore_safe_path(safe_path)
+    restore_variable(SAFE_PATH, safe_path)
     target(*arguments)
-
-
-def _restore_safe_path(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(SAFE_PATH, None)
-    else:
-        os.environ[SAFE_PATH] = value
 
 
 class StoppableProcess:

@@ -35,9 +35,7 @@ class Server:
         assert re.search(r"TINKER_BASE_URL=(\S+)", line), line + self.process.stdout.read()
 
     def workers(self) -> list[int]:
-        command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
-        found = subprocess.run(command, capture_output=True, text=True)
-        return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+        return workers_of(self.process.pid)
 
     def kill(self, what: str = "all", when: Callable[[], None] = lambda: None) -> None:
         """Kills (SIGKILL) the "front" end, its "worker" or both at the same time ("all") as soon as `when` returns."""
@@ -55,6 +53,24 @@ class Server:
         self.process.terminate()
         self.process.communicate(timeout=90)
         return self.process.returncode
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The command lines of a process's children, by their ids."""
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+    lines = [line.split(maxsplit=1) for line in found.stdout.splitlines()]
+    return {int(line[0]): line[-1] for line in lines}
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that `start_process` started in process `pid`: its children, or those of its fork server."""
+    found: list[int] = []
+    for child, command in children_of(pid).items():
+        if "spawn_main" in command:
+            found.append(child)
+        elif "resource_tracker" not in command:
+            found += children_of(child)
+    return found
 
 
 @contextmanager

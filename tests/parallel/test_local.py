@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.processes import workers_of
 from helpers.toy_tasks import Adder, ProcessInfo, Teller, TellTask
 
 from palestra.parallel.local import LocalBackend
@@ -36,11 +37,6 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def workers_of(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
 
 
 def alive(pid: int) -> bool:

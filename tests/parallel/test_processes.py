@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.toy_processes import echo, sleep_long
+from helpers.toy_processes import describe, echo, sleep_long
 
 from palestra.parallel.processes import PipeProcess, exit_reason, join_or_kill, start_process, wait_or_kill
 
@@ -90,6 +90,61 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("variable", ["OF_A_USER", "OMP_OF_A_LIBRARY"])
+def test_a_child_takes_over_the_environment_and_the_outputs_of_now(variable, monkeypatch, capfd):
+    first = describe_child()
+    monkeypatch.setenv(variable, "new")
+    second = describe_child()
+    monkeypatch.delenv(variable)
+    third = describe_child()
+    assert [variable in environment for _, environment, _ in (first, second, third)] == [False, True, False]
+    assert capfd.readouterr().err == "a word\nand the end\n" * 3
+    assert len({number for _, _, number in (first, second, third)}) == 3  # the global generator of NumPy
+    forked = sys.platform == "linux"
+    assert (first[0] == third[0] != os.getpid()) == forked
+    assert (second[0] == first[0]) == (
+        forked and variable == "OF_A_USER"
+    )  # a library would not read its variable again
+
+
+def describe_child() -> tuple[int, dict[str, str], float]:
+    child = PipeProcess(describe, daemon=True)
+    told = child.pipe.recv()
+    child.process.join()
+    assert child.exit_reason() == "exit code 0"
+    assert told[1].items() >= os.environ.items() and "PYTHONSAFEPATH" not in told[1]
+    return told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_the_fork_server_survives_sigterm_and_ends_with_its_parent():
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from palestra.parallel.processes import PipeProcess
+from helpers.toy_processes import describe, sleep_with
+print(PipeProcess(describe).pipe.recv()[0], flush=True)
+for line in sys.stdin:
+    child = PipeProcess(sleep_with)
+    print(child.pipe.recv(), child.process.exitcode, flush=True)
+"""
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    assert parent.stdin and parent.stdout
+    server = int(parent.stdout.readline())
+    os.kill(server, signal.SIGTERM)  # as a cluster sends it to all processes
+    os.kill(server, signal.SIGINT)
+    parent.stdin.write("start another\n")
+    parent.stdin.flush()
+    child, forked_by, exit_code = parent.stdout.readline().split()
+    assert int(forked_by) == server and exit_code == "None"
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not is_running(server))  # although its fork still runs
+    os.kill(int(child), signal.SIGTERM)
+    wait_until(lambda: not is_running(int(child)))
 
 
 def test_exit_reason_names_the_signal() -> None:

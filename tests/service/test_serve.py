@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.processes import children_of, workers_of
 from helpers.raw import ask
 from helpers.warm_processes import run_palestra, start_palestra
 from transformers import AutoConfig
@@ -76,8 +77,7 @@ def server(data: Path) -> Iterator[Server]:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(line) for line in found.stdout.split()]
+    return [*children_of(pid), *workers_of(pid)]
 
 
 def has_ended(pid: int) -> bool:
@@ -154,9 +154,8 @@ def test_server_answers_refuses_a_second_server_and_exits_cleanly(server: Server
 @pytest.mark.slow
 def test_dead_worker_is_replaced_and_orphaned_worker_exits(server: Server) -> None:
     before = server.complete().json()["choices"]
-    for pid in children(server.process.pid):
-        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
-            subprocess.run(["kill", "-9", str(pid)], check=True)
+    for pid in workers_of(server.process.pid):
+        os.kill(pid, signal.SIGKILL)
     assert server.complete().json()["choices"] == before
     workers = children(server.process.pid)
     assert server.end(signal.SIGKILL) != 0

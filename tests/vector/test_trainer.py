@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.processes import workers_of
 from helpers.warm_processes import start_palestra
 from typer.testing import CliRunner
 
@@ -205,9 +206,7 @@ def test_killed_process_is_named_in_the_error(tmp_path: Path) -> None:
     while not (run / "checkpoints.jsonl").exists() or not read_lines(run / "checkpoints.jsonl"):
         assert process.poll() is None
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "training process 1 of 2 died (exit code -9, SIGKILL); resume from the last checkpoint" in err
