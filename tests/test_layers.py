@@ -167,7 +167,8 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    return {_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name}
+    found = [path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name]
+    return {_name(path): path for path in found if not path.is_relative_to(PACKAGE / "data")}  # data is no module
 
 
 def _name(path: Path) -> str:
