@@ -27,9 +27,8 @@ import pytest
 from command_line import GROUP, refusal
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
-)
+FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "bench/*.md", "palestra/environments/*/README.md")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in ROOT.glob(folder))
 BLOCK = re.compile(
     r"^<!--\s*(?:test(?P<slow>:\s*slow)?|file:\s*(?P<file>\S+))\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
