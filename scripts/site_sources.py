@@ -77,7 +77,9 @@ def page_of(path: str) -> str:
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
         return f"{SOURCE}{path}/index.md"
-    return f"{SOURCE}{path}{'' if path.endswith('.md') else '.md'}"
+    # MkDocs would make README.md the index of its folder, whose page lists the files.
+    is_named = path.endswith(".md") and not path.endswith("README.md")
+    return f"{SOURCE}{path}{'' if is_named else '.md'}"
 
 
 def resolve(link: str, origin: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`palestra init` and `demo`: a config to start from, and a run that shows what palestra does."""
+"""`palestra init` and `demo`: a config or a package to start from, and a run that shows what palestra does."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ GROUPS = {  # titles of the folders that shipped configs are in
 
 
 def init(
-    name: Annotated[str | None, typer.Argument(help="the config to copy; without it, all are listed")] = None,
-    out: Annotated[Path | None, typer.Option(help="the file to write (default: NAME.yaml)")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="the config to copy, or `env` for a package; without it, configs are listed")
+    ] = None,
+    package: Annotated[str | None, typer.Argument(help="with `env`: the name of the package and of its env")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the file or folder to write (default: NAME.yaml, or PACKAGE)")
+    ] = None,
+    vector: Annotated[
+        bool, typer.Option("--vector", help="with `env`: a vector env, for small networks, instead of one in text")
+    ] = False,
 ) -> None:
-    """Write a config to start from, or list the available ones.
+    """Write a config to start from, or list the available ones; with `env`, a package with an env of your own.
 
     Examples:
 
@@ -37,9 +45,19 @@ def init(
 
         palestra init spread_mappo --out mine.yaml
 
-    `palestra train NAME.yaml` trains it, and `palestra config` describes its keys.
+        palestra init env relay
+
+        palestra init env relay_race --vector
+
+    `palestra train NAME.yaml` trains a config, and `palestra config` describes its keys. A package has an env that
+    works, its entry point, a config that trains it, and a test that checks the env contract.
     """
     with user_errors():
+        if name == "env":
+            _write_package(package, out, vector)
+            return
+        if package is not None or vector:
+            raise ValueError("a second name and --vector go with env: palestra init env NAME --vector")
         from palestra.core.config.shipped import templates
 
         known = templates()
@@ -56,6 +74,19 @@ def init(
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error
     print_line(f"{path}: edit it, then: palestra train {path}")
+
+
+def _write_package(name: str | None, out: Path | None, is_vector: bool) -> None:
+    from palestra.api.env_package import write_env_package
+
+    if name is None:
+        raise ValueError("the env has no name: palestra init env NAME writes the package NAME")
+    folder = out or Path(name)
+    write_env_package(name, folder, is_vector=is_vector)
+    print_line(f"{folder}: edit {folder / name / 'env.py'}, then:")
+    print_line(f"  pip install -e {folder}")
+    print_line(f"  pytest {folder}")
+    print_line(f"  palestra train {folder / name}.yaml")
 
 
 def _find_template(known: list[Template], name: str) -> Template:
@@ -82,7 +113,7 @@ def _print_templates(known: list[Template]) -> None:
         console.print(styled_text((GROUPS.get(group, group), "bold")))
         console.print(table)
         console.print()
-    print_line("palestra init NAME writes one of them here")
+    print_line("palestra init NAME writes one of them here; palestra init env NAME a package with an env of your own")
 
 
 def demo(

@@ -89,11 +89,14 @@ def test_wheel_contains_configs_and_demo(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
-    assert [path.name for path in folder.glob("palestra/data/**/*.py")] == ["workflow.py"]
+    assert [path.name for path in folder.glob("palestra/data/configs/**/*.py")] == ["workflow.py"]
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    for command in (("init", "demo"), ("train", "configs/populations/kuhn_psro.yaml", "--dry-run")):
+    assert len(list(folder.glob("palestra/environments/*/README.md"))) >= 10
+    dry_run = ("train", "configs/populations/kuhn_psro.yaml", "--dry-run")
+    for command in (("init", "demo"), ("init", "env", "relay"), dry_run):
         done = subprocess.run(
             [sys.executable, "-m", "palestra", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+    assert (tmp_path / "relay/relay/env.py").is_file()
     assert (tmp_path / "demo.yaml").read_bytes() == (DATA_DIR / "configs/demo.yaml").read_bytes()

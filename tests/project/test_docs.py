@@ -27,9 +27,8 @@ import pytest
 from helpers.command_line import GROUP, LINK, refusal
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("results/*/*.md")]
-)
+FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "results/*/*.md", "palestra/environments/*/README.md")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in ROOT.glob(folder))
 BLOCK = re.compile(
     r"^<!--\s*(?:test(?P<slow>:\s*slow)?|file:\s*(?P<file>\S+))\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,

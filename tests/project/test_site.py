@@ -90,7 +90,8 @@ def test_search_works_without_a_server(site: Path, pages: dict[Path, Page]) -> N
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     found = {entry["location"].partition("#")[0] for entry in json.loads(index.removeprefix("var __index = "))["docs"]}
     assert {"tutorial.html", "concepts.html", "reference/config.html", "coming-from/trl.html"} <= found
-    assert not any(location.startswith("source/") for location in found)
+    readmes = {f"{path.relative_to(ROOT)}.html" for path in ROOT.glob("palestra/environments/*/README.md")}
+    assert {location for location in found if location.startswith("source/")} == {f"source/{path}" for path in readmes}
     assert any("iframe-worker" in address for address in pages[site / "tutorial.html"].loads)
 
 

@@ -1,0 +1,1 @@
+"""The env my_env, for palestra."""
