@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from peers.running import Job, install, run
+from psro_parts.double_oracle import psro
 from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +32,6 @@ from palestra.populations.build.build import PopulationConfig, build_population,
 from palestra.populations.plans.solvers import Nash
 from palestra.populations.scheduler import PlanCallback
 from palestra.populations.tabular.best_response import best_response
-from palestra.populations.tabular.double_oracle import psro
 from palestra.populations.tabular.game_tree import GameTree, expected_returns
 from palestra.populations.tasks import Opponents, TrainTask
 from palestra.populations.workers.member_loader import write_table

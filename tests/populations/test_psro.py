@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psro_parts.double_oracle import XFPSolver
 from toy_populations import ExactGame, Matrix, drive, population, replay_log, tree
 
 from palestra.core.config import validate
@@ -21,7 +22,6 @@ from palestra.populations.plans.psro_config import PSROConfig
 from palestra.populations.plans.psro_responses import Response, gain_error
 from palestra.populations.population import Member, Population
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.cfr import XFPSolver
 from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
 
 TWO = ("player_0", "player_1")

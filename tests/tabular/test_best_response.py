@@ -7,13 +7,13 @@ from itertools import product
 import numpy as np
 import pyspiel
 import pytest
+from psro_parts.double_oracle import exact_payoffs
 from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 
 from palestra.populations.tabular.best_response import (
     best_response,
     best_response_to_joint,
     best_response_values,
-    exact_payoffs,
     nash_conv,
 )
 from palestra.populations.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyspiel
 import pytest
+from psro_parts.double_oracle import TabularSolver, XFPSolver
 from tabular.spiel import spiel_tree, tree
 
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
+from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import expected_returns
 
 

@@ -7,12 +7,11 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
+from psro_parts.double_oracle import XFPSolver, anytime_psro, exact_payoffs, joint_psro, psro, xdo
 from tabular.spiel import tree
 
 from palestra.populations.plans.solvers import CoarseCorrelatedEquilibrium, Nash, Uniform
-from palestra.populations.tabular.best_response import best_response, exact_payoffs, nash_conv
-from palestra.populations.tabular.cfr import XFPSolver
-from palestra.populations.tabular.double_oracle import anytime_psro, joint_psro, psro, xdo
+from palestra.populations.tabular.best_response import best_response, nash_conv
 from palestra.populations.tabular.game_tree import uniform_policy
 
 
