@@ -112,15 +112,15 @@ def test_only_changes_are_sent_and_pruned_checkpoints_are_deleted(tmp_path, stor
             assert mirror.sync() and not mirror.sync()
             sent.append(mirror.sent_files - before)
         assert sent[1:] == [6, 6, 6]  # two files of a checkpoint, three logs, the list
-        checkpoints = {name.split("/")[1] for name in mirror.store.list() if name.startswith("checkpoints/")}
+        checkpoints = {name.split("/")[1] for name in mirror.store.list_files() if name.startswith("checkpoints/")}
         assert checkpoints == {"step-000002", "step-000003"}  # as many as the run itself keeps
-        assert (mirror.state.text, mirror.state.num_bytes) == ("4 steps", sum(mirror.store.list().values()))
+        assert (mirror.state.text, mirror.state.num_bytes) == ("4 steps", sum(mirror.store.list_files().values()))
     with Run.open(run.path), mirror_of(run.path) as mirror:
         (run.path / "notes.md").unlink(missing_ok=True)
         store().pipe_file("bucket/runs/demo/notes.md", b"left by an older state")
     with mirror_of(run.path) as mirror:
         mirror.sync()
-        assert "notes.md" not in mirror.store.list()
+        assert "notes.md" not in mirror.store.list_files()
 
 
 def test_unfinished_files_and_lines_are_not_mirrored(tmp_path):

@@ -141,7 +141,7 @@ class Mirror:
         """
         own = read_run_state(self.run)
         found = self.store.read_state()
-        names = self.store.list()
+        names = self.store.list_files()
         if found is None and names:
             raise MirrorTaken(f"{self.store.url} holds files that are no copy of a run: choose another folder")
         if found and found.progress:

@@ -72,7 +72,7 @@ def _download(store: RunStore, state: CopyState, max_bytes: float, passed_over: 
     lists = {}
     for name in POPULATION_LISTS if is_population else (CHECKPOINTS_FILE,):
         lists[name] = store.read(name, GIB) or b""
-    sizes = store.list()
+    sizes = store.list_files()
     _check_size(store.url, sum(sizes.values()), folder.parent, max_bytes)
     names = sizes.keys() - lists.keys()
     with ThreadPoolExecutor(NUM_THREADS) as pool:

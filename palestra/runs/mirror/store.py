@@ -174,7 +174,7 @@ class RunStore:
         with explain_store_errors(self.url):
             return sorted(_base(entry) for entry in self._ls(""))
 
-    def list(self) -> dict[str, int]:
+    def list_files(self) -> dict[str, int]:
         """Returns the sizes of the copy's files in bytes, by name, without writer.json.
 
         Raises DamagedFile if it holds links, pipes, hidden files, names outside a run, or too many files: a copy may
