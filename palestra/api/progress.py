@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -19,7 +18,20 @@ from palestra.runs.loop import Callback
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
 
-class ProgressBar(Callback):
+class _Shown:
+    """Context in which `bar` is on the screen."""
+
+    bar: Progress
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+class ProgressBar(_Shown, Callback):
     """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
     return of training. Evaluations are printed above it. `config` is the resolved config of the run."""
 
@@ -43,15 +55,6 @@ class ProgressBar(Callback):
         self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
         self._value: float | None = None
         self._failed = 0
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def on_episode(self, episode: Episode) -> None:
         if episode.error is not None:
@@ -85,7 +88,7 @@ class ProgressBar(Callback):
         self.console.print(styled_text(*parts, size))
 
 
-class PopulationBar(scheduler.PlanCallback):
+class PopulationBar(_Shown, scheduler.PlanCallback):
     """Progress bar of population training. `summary` returns current metrics of the population and is called after each
     task."""
 
@@ -100,15 +103,6 @@ class PopulationBar(scheduler.PlanCallback):
         )
         self.bar = Progress(*columns, console=console or PlainConsole(), refresh_per_second=4)
         self.task = self.bar.add_task("training", total=None, what="")
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
         metrics = self.summary()

@@ -30,7 +30,7 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, check_config, diff_settings, explain_disk_errors, find_run
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.loop import Callback
-from palestra.runs.mirror.follow import mirror_run
+from palestra.runs.mirror.copy import mirror_run
 from palestra.runs.mirror.store import check_store_url
 from palestra.runs.sinks.factory import check_sinks
 from palestra.runs.sinks.log_tailer import follow_run

@@ -17,12 +17,9 @@ MIB = 2**20
 def fetch(
     url: Annotated[str, typer.Argument(help="a run in a store: s3://bucket/runs/demo")],
     root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
-    generation: Annotated[
-        int | None, typer.Option(help="an earlier state, by its number in manifests/ (default: the newest whole one)")
-    ] = None,
     max_gib: Annotated[float, typer.Option(min=0, help="refuse a run with more GiB")] = 100,
 ) -> None:
-    """Download a run from an object store. Each object is compared with its checksum.
+    """Download a run from an object store. Its checkpoints are compared with their checksums.
 
     Examples:
 
@@ -31,22 +28,21 @@ def fetch(
         palestra fetch file:///mnt/shared/runs/demo --root elsewhere
     """
     with user_errors(url):
-        fetch_and_print(url, root, generation, max_gib)
+        fetch_and_print(url, root, max_gib)
 
 
-def fetch_and_print(url: str, root: Path, generation: int | None = None, max_gib: float = 100) -> Path:
+def fetch_and_print(url: str, root: Path, max_gib: float = 100) -> Path:
     """Brings a run from a store and prints which state that is; returns its folder."""
     from palestra.runs.mirror.fetch import GIB, fetch_run
     from palestra.runs.mirror.store import check_store_url
 
-    path, manifest, is_new, passed_over = fetch_run(check_store_url(url), root, generation, max_gib * GIB)
+    path, state, is_new, passed_over = fetch_run(check_store_url(url), root, max_gib * GIB)
     for line in passed_over:
         print_line(line)
-    whole = f"{manifest.num_bytes / MIB:,.1f} MiB, generation {manifest.generation}"
     print_line(
-        f"fetched {path}: the run after {manifest.state} ({whole})"
+        f"fetched {path}: the run after {state.text} ({state.num_bytes / MIB:,.1f} MiB)"
         if is_new
-        else f"{path} is there already, and not behind its mirror ({manifest.state})"
+        else f"{path} is there already, and not behind its mirror ({state.text})"
     )
     return path
 
@@ -56,7 +52,7 @@ def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> Non
     with user_errors(run):
         from palestra.core.config import override, validate
         from palestra.runs.mirror.config import MirrorConfig
-        from palestra.runs.mirror.follow import send_state
+        from palestra.runs.mirror.copy import send_state
         from palestra.runs.mirror.store import check_store_url
 
         config = validate(MirrorConfig, override({"url": check_store_url(url)}, settings))
@@ -71,12 +67,11 @@ def print_mirrored(url: str) -> None:
         from palestra.runs.mirror.store import check_store_url
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for title in ("run", "done", "mirrored at", "MiB", "generation"):
+        for title in ("run", "done", "mirrored at", "MiB"):
             table.add_column(title, overflow="fold")
-        for name, manifest, damage in list_mirrored(check_store_url(url)):
-            if manifest is None:
+        for name, copy, damage in list_mirrored(check_store_url(url)):
+            if copy is None:
                 print_line(f"{name} cannot be read: {damage}")
                 continue
-            size = f"{manifest.num_bytes / MIB:,.1f}"
-            table.add_row(name, manifest.state, manifest.time, size, str(manifest.generation))
+            table.add_row(name, copy.text, copy.time, f"{copy.num_bytes / MIB:,.1f}")
         console.print(table if table.row_count else f"no runs in {url}")

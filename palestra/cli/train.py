@@ -163,11 +163,12 @@ def _bring_mirrored(request: LaunchRequest) -> None:
     mirror, path = request.config.mirror, request.root / (request.name or request.config.name)
     if mirror is None or path.exists() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
-    from palestra.runs.mirror.store import RunStore, newest_manifest
+    from palestra.runs.mirror.store import RunStore, run_url
 
-    url = f"{mirror.url.rstrip('/')}/{path.name}"
-    if newest_manifest(RunStore(url)) != (None, []):
-        fetch_and_print(url, request.root)
+    store = RunStore(run_url(mirror.url, path.name))
+    copy = store.read_state()
+    if copy and copy.progress:
+        fetch_and_print(store.url, request.root)
 
 
 def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
 from palestra.runs.headline import algorithm_label, eval_interval, format_eval, headline_eval, training_success_label
 from palestra.runs.metric_log import MetricLog, last_lines
-from palestra.runs.mirror.follow import mirror_status
-from palestra.runs.mirror.snapshot import STATUS_FILE
+from palestra.runs.mirror.copy import STATUS_FILE, mirror_status
 from palestra.runs.settings import flatten_tree
 
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks

@@ -128,24 +128,27 @@ def _ask(request: RunRequest) -> RunResult:
     return RunResult.from_bytes(body)
 
 
-class _ForkServerClient:
-    """Client side of this process's fork server (fork_server.py)."""
+class ForkServerClient:
+    """Client side of a fork server (fork_server.py): the function `main` of `module`, with `arguments`, in a process
+    that gets this one's `sys.path` and environment, changed by `env`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] = {}) -> None:
         ours, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*{arguments!r})"
         with theirs:
-            # Programs inherit the mask: a service manager sends SIGTERM to all processes, and would fail them.
+            # What it runs inherits the mask: a service manager sends SIGTERM to all processes, and would fail it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             try:
-                command = [sys.executable, "-c", code]
-                self.process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=theirs.fileno(), env=os.environ | env, start_new_session=True
+                )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self.owner_pid, self.control_socket = os.getpid(), ours
+        self.owner_pid = os.getpid()
+        self.control_socket = ours
 
     def connect(self) -> socket.socket:
-        """Returns a socket to a new supervisor process. Raises SandboxError if the fork server is gone."""
+        """Returns a socket to a new child. Raises SandboxError if the fork server is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -169,17 +172,17 @@ class _ForkServerClient:
                 self.process.kill()
 
 
-_held: list[_ForkServerClient] = []
+_held: list[ForkServerClient] = []
 _lock = threading.Lock()
 
 
-def _fork_server() -> _ForkServerClient:
+def _fork_server() -> ForkServerClient:
     """Returns the fork server of this process, starting it if needed."""
     with _lock:
         if _held and not _held[0].is_usable():
             _held.pop().close()
         if not _held:
-            _held.append(_ForkServerClient())
+            _held.append(ForkServerClient("palestra.sandbox.fork_server"))
             atexit.register(stop_fork_server)
         return _held[0]
 

@@ -1,4 +1,6 @@
-"""Fork server of the sandbox: a small process that forks a supervisor process (supervisor.py) for each run.
+"""Fork servers: small processes that fork a child for each request; that of the sandbox, and the base of others.
+
+The sandbox's forks a supervisor process (supervisor.py) for each run.
 
 Forking the main process, with its gigabytes and threads, would be slow and unsafe; starting a new Python for each run
 would double its time.
@@ -34,48 +36,62 @@ MAX_CONCURRENT_RUNS = 64  # concurrent runs; most slow programs sleep
 
 
 class ForkServer:
-    """Queue of waiting runs (their sockets) and process ids of the active supervisors."""
+    """Forks a child for each socket that arrives at the control socket; the child serves it.
 
-    def __init__(self, control_socket: socket.socket, root: Path) -> None:
-        self.control_socket, self.root, self.can_mount = control_socket, root, mounts.is_supported(root)
-        self.group = cgroup.open_group(root.name)
-        if self.group:
-            _hold(self.group)
-        self.pending_runs: deque[socket.socket] = deque()
-        self.supervisor_pids: set[int] = set()
+    `max_children` run at once; further sockets wait. Subclasses define `handle`, which the child runs.
+    """
+
+    def __init__(self, control_socket: socket.socket, max_children: int) -> None:
+        self.control_socket = control_socket
+        self.max_children = max_children
+        self.pending: deque[socket.socket] = deque()
+        self.children: set[int] = set()
         self.wakeup_fd, self._wakeup_write_fd = os.pipe()
         for end in (self.wakeup_fd, self._wakeup_write_fd):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
+    def handle(self, requester: socket.socket) -> None:
+        """Serves one request, in a child. Raises ConnectionError if the requester has disconnected."""
+        raise NotImplementedError
+
+    def on_failure(self, child: int) -> None:
+        """Called after a child has failed or was killed."""
+
+    def on_close(self) -> None:
+        """Called when the control socket is closed."""
+
     def serve(self) -> None:
-        """Forks supervisors until the control socket is closed and all runs have ended."""
+        """Forks children until the control socket is closed and all of them have ended."""
         is_open = True
-        while is_open or self.pending_runs or self.supervisor_pids:
+        while is_open or self.pending or self.children:
             ready, _, _ = select.select([self.wakeup_fd] + [self.control_socket] * is_open, [], [])
             if self.wakeup_fd in ready:
                 os.read(self.wakeup_fd, 4096)
                 self._reap()
             if self.control_socket in ready:
                 is_open = self._admit()
-            while self.pending_runs and len(self.supervisor_pids) < MAX_CONCURRENT_RUNS:
-                self._begin(self.pending_runs.popleft())
+            while self.pending and len(self.children) < self.max_children:
+                self.begin(self.pending.popleft())
 
     def _admit(self) -> bool:
-        """Receives one run request; returns False if the control socket is closed."""
+        """Receives one socket; returns False if the control socket is closed."""
         byte, sockets, _, _ = socket.recv_fds(self.control_socket, 1, 1)
-        self.pending_runs.extend(socket.socket(fileno=descriptor) for descriptor in sockets)
+        self.pending.extend(socket.socket(fileno=descriptor) for descriptor in sockets)
+        if not byte:
+            self.on_close()
         return bool(byte)
 
-    def _begin(self, asker: socket.socket) -> None:
+    def begin(self, requester: socket.socket) -> None:
+        """Forks the child that serves this socket."""
         pid = os.fork()
         if pid == 0:
-            self._run_supervisor(asker)
-        self.supervisor_pids.add(pid)
-        asker.close()
+            self._run_child(requester)
+        self.children.add(pid)
+        requester.close()
 
-    def _run_supervisor(self, asker: socket.socket) -> None:
+    def _run_child(self, requester: socket.socket) -> None:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -84,10 +100,10 @@ class ForkServer:
                 self.control_socket.fileno(),
                 self.wakeup_fd,
                 self._wakeup_write_fd,
-                *(run.fileno() for run in self.pending_runs),
+                *(waiting.fileno() for waiting in self.pending),
             ):
                 os.close(descriptor)
-            supervise(asker, self.root / str(os.getpid()), mounts=self.can_mount, group=self.group)
+            self.handle(requester)
             code = 0
         except ConnectionError:  # the requester disconnected before sending its request
             code = 0
@@ -97,7 +113,7 @@ class ForkServer:
             os._exit(code)  # never return: the child must not become a second fork server
 
     def _reap(self) -> None:
-        """Reaps dead supervisors and cleans up after those that failed or were killed."""
+        """Reaps children that have ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -105,16 +121,40 @@ class ForkServer:
                 return
             if not pid:
                 return
-            self.supervisor_pids.discard(pid)
+            self.children.discard(pid)
             if status:
-                self._clear(pid)
+                self.on_failure(pid)
 
-    def _clear(self, supervisor: int) -> None:
-        process_tree.kill_descendants(exclude=self.supervisor_pids)
-        if (folder := self.root / str(supervisor)).exists():
+
+class SandboxServer(ForkServer):
+    """Fork server whose children are the supervisors of runs, with a folder each in `root`."""
+
+    def __init__(self, control_socket: socket.socket, root: Path) -> None:
+        self.root = root
+        self.can_mount = mounts.is_supported(root)
+        self.group = cgroup.open_group(root.name)
+        if self.group:
+            _hold(self.group)
+        super().__init__(control_socket, MAX_CONCURRENT_RUNS)
+
+    def handle(self, requester: socket.socket) -> None:
+        supervise(requester, self.root / str(os.getpid()), mounts=self.can_mount, group=self.group)
+
+    def on_failure(self, child: int) -> None:
+        """Removes the processes and the folder of a supervisor."""
+        process_tree.kill_descendants(exclude=self.children)
+        if (folder := self.root / str(child)).exists():
             workdir.remove(folder)
         if self.group:
-            cgroup.remove(self.group / str(supervisor))
+            cgroup.remove(self.group / str(child))
+
+
+def take_control_socket() -> socket.socket:
+    """Returns the control socket, which is stdin, and lets stdin and stdout lead nowhere."""
+    control_socket = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
+    return control_socket
 
 
 def _hold(root: Path) -> bool:
@@ -150,15 +190,13 @@ def main() -> None:
         if not backend.missing():
             backend.load()
     process_tree.become_subreaper()
-    listener = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(0, 1)
+    listener = take_control_socket()
     _clear_up()
     root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     _hold(root)
     gc.freeze()
     try:
-        server = ForkServer(listener, root)
+        server = SandboxServer(listener, root)
         try:
             server.serve()
         finally:

@@ -4,10 +4,10 @@ import asyncio
 
 import numpy as np
 
-from palestra.core.config import dump, validate
+from palestra.core.config import dump, parse, validate
 from palestra.core.types import Answer, Episode, Node
-from palestra.runs import Run, read_lines
-from palestra.runs.loop import run_training
+from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 
@@ -90,3 +90,21 @@ def play_first_step(setup):
 
 def logged_steps(path):
     return {line["step"] for line in read_lines(path / "metrics.jsonl")}
+
+
+def resumed_checkpoint(config, root, step):
+    """The last checkpoint of a run that was stopped after `step` steps and resumed, whose logs and files equal those of
+    one that was not."""
+    whole = run_of(config, root)
+    with Run.create(root, dump(config), config.name) as run:
+        assert not run_training(build(config), run, should_stop=lambda: len(logged_steps(run.path)) == step)
+    with Run.open(run.path) as run:
+        setup = build(validate(TextConfig, parse(run.config)))
+        assert restore_checkpoint(setup, run) == step
+        assert run_training(setup, run)
+    for log in ("metrics.jsonl", "evals.jsonl"):
+        assert (whole / log).read_bytes() == (run.path / log).read_bytes()
+    one, other = list_checkpoints(whole)[-1].path, list_checkpoints(run.path)[-1].path
+    for file in (file for file in one.rglob("*") if file.is_file()):
+        assert file.read_bytes() == (other / file.relative_to(one)).read_bytes(), file
+    return one

@@ -12,8 +12,11 @@ from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
 from palestra.envs.vector_base import Arrays, Continuous, Discrete, Space, VectorEnv, VectorStep, empty_step
 from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
+
+POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 
 
 def ppo(**settings: Any) -> PPO:
@@ -235,6 +238,53 @@ def train(
         progress = i / updates
         figures = learner.update(sweeper.collect([*learner.rollout_policies(progress), *others], horizon, i), progress)
     return figures
+
+
+def learner(
+    config: Any,
+    env: VectorEnv,
+    seats: dict[str, list[int]],
+    policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
+) -> Any:
+    """The learner of a config, with one kind of policy for all names, or one for each."""
+    own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
+    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
+
+
+def train_on_play(
+    made: Any, env: VectorEnv, updates: int, others: Sequence[VectorPolicy] | None = None
+) -> dict[str, dict[str, float]]:
+    """Trains on new games; returns the metrics of the last update."""
+    rollout = VectorRollout(env, np.arange(env.num_envs))
+    metrics: dict[str, dict[str, float]] = train(made, rollout, made.config.rollout_length, updates, others or ())
+    return metrics
+
+
+def snapshot(made: Any) -> dict[str, np.ndarray]:
+    """A copy of a learner's state."""
+    return {key: value.copy() for key, value in made.state_arrays().items()}
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    """Asserts that two learners have the same state, bit for bit."""
+    expected = snapshot(one)
+    state = snapshot(other)
+    assert expected.keys() == state.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(value, state[key], err_msg=key)
+
+
+def assert_resume_is_exact(made: Any, again: Any, env: VectorEnv, horizon: int) -> None:
+    """Asserts that `again`, which gets the state of `made` after two of four updates, ends with the same state."""
+    rollout = VectorRollout(env, np.arange(env.num_envs))
+    for i in range(4):
+        batch = rollout.collect(made.rollout_policies(i / 4), horizon, i)
+        if i == 2:
+            again.load_arrays(snapshot(made))
+        made.update(batch, i / 4)
+        if i >= 2:
+            again.update(batch, i / 4)
+    assert_same_state(made, again)
 
 
 def mean_return(env: VectorEnv, players: Sequence[VectorPolicy], steps: int, seed: int = 10_000) -> np.ndarray:

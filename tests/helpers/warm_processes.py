@@ -40,7 +40,7 @@ IMPORTS = (
     "palestra.cli.train",
     "palestra.api.run",
     "palestra.api.extend",
-    "palestra.runs.mirror.follow",
+    "palestra.runs.mirror.copy",
     "palestra.evaluation.report.run_report",
     "palestra.runs.sinks.factory",
     "matplotlib.figure",

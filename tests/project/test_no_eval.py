@@ -51,7 +51,6 @@ REVIEWED = {
     ("environments/code/harness.py", "eval"): (5, "runs in the sandbox"),
     ("environments/code/harness.py", "exec"): (2, "runs in the sandbox"),
     ("environments/code/harness.py", "compile"): (2, "runs in the sandbox"),
-    ("environments/math/grader_process.py", "spec_from_file_location"): (1, "loads our own file expression_form.py"),
     ("environments/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
     ("environments/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
     ("environments/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),

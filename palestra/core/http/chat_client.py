@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from palestra.core.chat import Json
 from palestra.core.config import StrictModel
@@ -44,6 +44,17 @@ class RequestRefused(EndpointError):
         self.status, self.reason = status, reason
 
 
+def _check_variable(name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
+        raise ValueError(
+            "key_env is the name of an environment variable, in capitals, such as JUDGE_API_KEY, not the key itself"
+        )
+    return name
+
+
+KeyVariable = Annotated[str | None, AfterValidator(_check_variable)]
+
+
 class Endpoint(StrictModel):
     """Address, credentials and retry policy of a chat endpoint."""
 
@@ -51,7 +62,7 @@ class Endpoint(StrictModel):
     """Base URL of the API, such as https://api.example.com/v1, or the full address of its chat completions."""
     model: str = Field(min_length=1)
     """Model name sent in every request."""
-    key_env: str | None = None
+    key_env: KeyVariable = None
     """Name of the environment variable that holds the API key; null sends no key."""
     timeout: float = Field(60.0, gt=0)
     """Seconds that one request may take."""
@@ -76,15 +87,6 @@ class Endpoint(StrictModel):
                 "url holds a name, a password or a query: put the key into a variable and name it: key_env"
             )
         return url
-
-    @field_validator("key_env")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
-            raise ValueError(
-                "key_env is the name of an environment variable, in capitals, such as JUDGE_API_KEY, not the key itself"
-            )
-        return name
 
     @property
     def completions_url(self) -> str:

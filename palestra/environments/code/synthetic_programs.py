@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import islice
 from typing import Any, NamedTuple
 
 from palestra.environments.code.programs import ProgramProblem, SplitOrAll
@@ -204,9 +204,3 @@ def _told_apart(program: SyntheticProgram, lists: list[list[int]], rng: random.R
             drawn = ([rng.randrange(13) for _ in range(rng.randint(3, 10))] for _ in range(MAX_LISTS))
             lists = [*lists, *islice((xs for xs in drawn if lacking.run(xs) != program.run(xs)), 1)]
     return lists
-
-
-def all_synthetic_programs(difficulties: Sequence[int]) -> list[SyntheticProgram]:
-    """Returns every chain of these difficulties."""
-    chains = (SyntheticProgram(*pieces) for pieces in product(*([None, *slot] for slot in STEP_CHOICES)))
-    return [drill for drill in chains if len(drill.active_steps) in difficulties]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit
+from palestra.envs.batch.native import store_final
 from palestra.envs.batch.rng import next_uint32, random_below
 
 ROW, COLUMN, LEVEL = 0, 1, 2
@@ -270,17 +271,6 @@ def _load(g: ForagingArrays, rules: ForagingParams, b: int, chosen_N: np.ndarray
 
 
 @jit
-def _store_final(g: ForagingArrays, b: int) -> None:
-    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
-    times as fast as slice assignments."""
-    for n in range(g.obs.shape[1]):
-        for at in range(g.obs.shape[2]):
-            g.final_obs[b, n, at] = g.obs[b, n, at]
-    for at in range(g.state.shape[1]):
-        g.final_state[b, at] = g.state[b, at]
-
-
-@jit
 def begin_all(g: ForagingArrays, rules: ForagingParams) -> None:
     for b in range(len(g.steps)):
         g.agents[b] = -1
@@ -304,6 +294,6 @@ def step_all(g: ForagingArrays, rules: ForagingParams, actions: np.ndarray) -> N
         g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.max_steps
         _write(g, rules, b)
         if g.terminated[b] or g.truncated[b]:
-            _store_final(g, b)
+            store_final(g, b)
             _begin_game(g, rules, b)
             _write(g, rules, b)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 from palestra.sandbox import syscalls
 from palestra.sandbox.seccomp import (
@@ -29,7 +28,7 @@ from palestra.sandbox.seccomp import (
     instruction,
 )
 
-GRADER_SCRIPT = str(Path(__file__).with_name("grader_process.py"))
+GRADER_MODULE = "palestra.environments.math.grader_process"
 JUMP_IF_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET: jump if any bit of the mask is set
 THIRD_ARGUMENT_OFFSET = 32  # offset of the third argument in seccomp_data
 WRITE_FLAGS = (
@@ -64,14 +63,18 @@ def require_confinement(feature: str) -> None:
         )
 
 
+def probe_command(rules: bytes) -> list[str]:
+    """Returns the command of a process that installs the filter `rules` and tries what it forbids."""
+    path = f"import sys; sys.path[:] = {sys.path!r}"
+    return [sys.executable, "-c", f"{path}; from {GRADER_MODULE} import probe; probe({rules!r})"]
+
+
 @cache
 def unavailable_reason() -> str | None:
     """Returns why grader processes cannot be confined here, from a trial process; None if they can."""
     if not seccomp_filter():
         return f"there is no filter for {sys.platform} on {platform.machine()}"
-    probe = subprocess.run(
-        [sys.executable, "-P", GRADER_SCRIPT, "probe", seccomp_filter().hex()], capture_output=True, text=True
-    )
+    probe = subprocess.run(probe_command(seccomp_filter()), capture_output=True, text=True)
     if (probe.returncode, probe.stdout) == (0, "confined\n"):
         return None
     return f"a trial process was not confined: {probe.stdout}{probe.stderr[-300:]}".strip()

@@ -3,8 +3,6 @@
 Two expressions of equal value may differ in what they leave to do: `(x+1)(x-1)` answers "factor" and `x^2-1` does not.
 `keeps_form` compares an answer with the right answer by their operators, not by their text: the order of terms and
 factors, signs and the notation of fractions, powers and roots have no effect.
-
-Imports only sympy: the grader process, which loads this file by its path, holds nothing of palestra.
 """
 
 from __future__ import annotations

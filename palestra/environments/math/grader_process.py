@@ -1,41 +1,37 @@
-"""The grader process: a server that forks a child for each request, started by `grader_client.py`.
+"""The grader process: a fork server (`sandbox/fork_server.py`) with a child for each answer, started by
+`grader_client.py`.
 
-Mathematics is parsed by sympy, which some expressions keep busy forever, in code that no exception interrupts. A child
-that exceeds its time is killed by a kernel timer, whatever it does and even if the server is gone; the server has sympy
-loaded, so a child costs a few milliseconds. A few children run at once; a child that takes long no longer counts among
-them, so a hanging child does not delay the others.
+Mathematics is parsed by sympy, which some expressions keep busy forever, in code that no exception interrupts. A
+process that exceeds its time is killed by a kernel timer, whatever it does and even if the server is gone; the server
+has sympy loaded, so an answer costs a few milliseconds. Many run at once, so a hanging one does not delay the others.
 
-A child confines itself (`confinement.py`) before it reads an answer. It sends its score through a pipe to the server,
-which accepts it only if the child then exits with status 0: an exit status alone is not a score.
+A child of the server forks a process that confines itself (`confinement.py`) before it reads an answer. That process
+sends its score through a pipe to the child, which accepts it only if the process then exits with status 0: an exit
+status alone is not a score. Neither has torch loaded.
 
-Run as a file and not as a module, it imports nothing of palestra and no torch: `python -P grader_process.py math
-FILTER`. Each input line is a request, {"id": 1, "answer": ..., "gold": ..., "seconds": 2.0}; each output line a reply,
-{"id": 1, "ended": "scored", "score": 1.0}, where `ended` is how grading ended.
+A request is a line of JSON, {"answer": ..., "gold": ..., "seconds": 2.0}; the reply is {"outcome": "scored", "score":
+1.0}, where `outcome` is how grading ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
+import gc
 import json
 import logging
 import os
 import resource
-import select
 import signal
 import socket
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from palestra.sandbox.fork_server import ForkServer, take_control_socket
+
 GraderOutcome = Literal["scored", "unreadable", "overtime", "crashed"]
-MAX_YOUNG_CHILDREN = 4  # young children at once: more would only slow each other down
-YOUNG_CPU_S = 0.1  # seconds of CPU time after which a child no longer delays the next one
-SLOW_CHILD_NICENESS = 5  # priority of older children: lower, but not so low that they starve
 MAX_CHILDREN = 64  # children at once
 EXTRA_WALL_TIME_S = 30  # seconds of wall time beyond the CPU limit: a busy machine must not make an answer wrong
 DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # options of prctl
@@ -63,7 +59,7 @@ def math_grader() -> Grader:
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
-    form = import_sibling("expression_form")
+    from palestra.environments.math import expression_form as form
 
     def read(text: str) -> Any:
         found = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
@@ -98,7 +94,9 @@ def math_grader() -> Grader:
 
 def reasoning_grader() -> Grader:
     """Grades with the scorer of the requested task, or with sympy if the request holds formulas as trees."""
-    package, form = import_reasoning_gym(), import_sibling("expression_form")
+    from palestra.environments.math import expression_form as form
+
+    package = import_reasoning_gym()
 
     @lru_cache(maxsize=256)
     def task(name: str, size: int) -> Any:
@@ -123,16 +121,6 @@ def reasoning_grader() -> Grader:
     return Grader(judge, prepare)
 
 
-def import_sibling(name: str) -> Any:
-    """Imports and returns a module of this folder by its path, without the package."""
-    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def import_reasoning_gym() -> Any:
     """Imports and returns the package; also used to generate problems."""
     import reasoning_gym
@@ -140,95 +128,52 @@ def import_reasoning_gym() -> Any:
     return reasoning_gym
 
 
-class Child(NamedTuple):
-    """A child's request id, its start time (monotonic, s), and the read end of the pipe for its report."""
+class GraderServer(ForkServer):
+    """Fork server whose children each have one answer graded, by a process of its own."""
 
-    request_id: int
-    started_at_s: float
-    report_fd: int
+    def __init__(self, control_socket: socket.socket, grader: Grader, seccomp_filter: bytes) -> None:
+        super().__init__(control_socket, MAX_CHILDREN)
+        self.grader = grader
+        self.seccomp_filter = seccomp_filter
+        self.request: Request = {}
+        self.pid = os.getpid()
 
+    def begin(self, requester: socket.socket) -> None:
+        """Reads the request and prepares it in this process, whose caches the children inherit; then forks."""
+        with requester.makefile("rb") as stream:
+            line = stream.readline()
+        if not line.endswith(b"\n"):
+            return requester.close()
+        self.request = json.loads(line)
+        with contextlib.suppress(Exception):  # the child fails in the same way and is reported as crashed
+            self.grader.prepare(self.request)
+        super().begin(requester)
 
-class GraderServer:
-    """The running children by process id, and the queue of requests."""
-
-    def __init__(self, judge: Grader, rules: bytes, replies: int) -> None:
-        self.grader, self.seccomp_filter, self.reply_fd = judge, rules, replies
-        self.queue: deque[Request] = deque()
-        self.running: dict[int, Child] = {}
-        self.slow_children: set[int] = set()
-
-    def serve(self) -> None:
-        """Runs until stdin is closed, which the system does when the parent process ends for any reason."""
-        wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        unread = b""
-        while True:
-            ready, _, _ = select.select(
-                [0, wakeup_read], [], [], YOUNG_CPU_S if len(self.running) > len(self.slow_children) else None
-            )
-            if wakeup_read in ready:
-                os.read(wakeup_read, 4096)
-            if 0 in ready:
-                data = os.read(0, 65536)
-                if not data:
-                    return self.stop()
-                *lines, unread = (unread + data).split(b"\n")
-                self.queue.extend(map(json.loads, lines))
-            self.reap()
-            self.lower_priorities()
-            self.start()
-
-    def start(self) -> None:
-        """Forks children for waiting requests, within the limits `MAX_YOUNG_CHILDREN` and `MAX_CHILDREN`."""
-        while (
-            self.queue
-            and len(self.running) < MAX_CHILDREN
-            and len(self.running) - len(self.slow_children) < MAX_YOUNG_CHILDREN
-        ):
-            request = self.queue.popleft()
-            with contextlib.suppress(Exception):  # the child fails in the same way and is reported as crashed
-                self.grader.prepare(request)
-            report, end = os.pipe()
-            server, child = os.getpid(), os.fork()
-            if not child:
-                run_child(self.grader.grade, request, self.seccomp_filter, server, end)
-            os.close(end)
-            self.running[child] = Child(request["id"], time.monotonic(), report)
-
-    def lower_priorities(self) -> None:
-        """Lowers the priority of children that have used more than `YOUNG_CPU_S` seconds of CPU time."""
-        for child, (_, began, _) in self.running.items():
-            if child not in self.slow_children and _used(child, began) > YOUNG_CPU_S:
-                self.slow_children.add(child)
-                os.setpriority(os.PRIO_PROCESS, child, SLOW_CHILD_NICENESS)
-
-    def reap(self) -> None:
-        """Collects ended children and writes their replies."""
-        while self.running:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if not child:
-                return
-            name, _, report = self.running.pop(child)
-            self.slow_children.discard(child)
-            with os.fdopen(report, "rb") as pipe:
-                ended, score = child_outcome(status, pipe.read(MAX_REPORT_BYTES))
-            write_line(self.reply_fd, {"id": name, "ended": ended, "score": score})
-
-    def stop(self) -> None:
-        """Kills all children."""
-        for child in self.running:
+    def on_close(self) -> None:
+        """Kills the children: nobody waits for them."""
+        self.pending.clear()
+        for child in self.children:
             os.kill(child, signal.SIGKILL)
 
+    def handle(self, requester: socket.socket) -> None:
+        die_with_parent()
+        if os.getppid() != self.pid:
+            raise ConnectionError("the server died before it could take this process with it")
+        outcome, score = grade_in_child(self.grader, self.request, self.seccomp_filter)
+        requester.sendall(json.dumps({"outcome": outcome, "score": score}).encode())
 
-def _used(child: int, began: float) -> float:
-    """Returns a child's CPU time in seconds; without /proc, its elapsed time."""
-    try:
-        with open(f"/proc/{child}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return time.monotonic() - began
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+def grade_in_child(grader: Grader, request: Request, rules: bytes) -> tuple[GraderOutcome, float]:
+    """Returns how the grading of a request ended in a confined child, and the score."""
+    report, end = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        run_child(grader.grade, request, rules, parent, end)
+    os.close(end)
+    with os.fdopen(report, "rb") as pipe:
+        data = pipe.read(MAX_REPORT_BYTES)
+    return child_outcome(os.waitpid(child, 0)[1], data)
 
 
 def child_outcome(status: int, report: bytes) -> tuple[GraderOutcome, float]:
@@ -246,9 +191,9 @@ def child_outcome(status: int, report: bytes) -> tuple[GraderOutcome, float]:
 
 
 def run_child(
-    judge: Callable[[Request], float | None], request: Request, rules: bytes, server: int, report: int
+    judge: Callable[[Request], float | None], request: Request, rules: bytes, parent: int, report: int
 ) -> None:
-    """Runs in a child and never returns. Closes the server's pipes, so that the other ends see end-of-file."""
+    """Grades in a child and never returns. Closes what it inherits, so that other ends see end-of-file."""
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -257,7 +202,7 @@ def run_child(
         os.closerange(3, report)
         os.closerange(report + 1, 4096)
         set_limits(request["seconds"])
-        if os.getppid() == server:  # else the server died before PR_SET_PDEATHSIG took effect
+        if os.getppid() == parent:  # else the parent died before PR_SET_PDEATHSIG took effect
             install_seccomp(rules)
             os.write(report, json.dumps(judge(request)).encode())
             code = 0
@@ -310,29 +255,30 @@ def set_limits(seconds: float) -> None:
         signal.signal(name, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, EXTRA_WALL_TIME_S + seconds)
-    if sys.platform == "linux":  # neither works on other systems
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    die_with_parent()
+    if sys.platform == "linux":  # it does not work on other systems
         resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE_BYTES, MAX_ADDRESS_SPACE_BYTES))
 
 
-def write_line(replies: int, message: dict[str, Any]) -> None:
-    """Writes a message as one JSON line."""
-    os.write(replies, json.dumps(message).encode() + b"\n")
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
-def main(kind: str, rules: bytes) -> None:
+def main(kind: str, rules: str) -> None:
+    """Main function of the grader process; its control socket is stdin. Replies `missing` to the first request if the
+    package of `kind` cannot be loaded."""
     logging.disable(logging.CRITICAL)
-    if kind == "probe":
-        return probe(rules)
-    replies = os.dup(1)
-    os.dup2(2, 1)  # output of packages must not reach the reply pipe
+    control_socket = take_control_socket()
     try:
-        judge = {"math": math_grader, "reasoning": reasoning_grader}[kind]()
+        grader = {"math": math_grader, "reasoning": reasoning_grader}[kind]()
     except ImportError as error:
-        write_line(replies, {"missing": str(error)})
+        _, descriptors, _, _ = socket.recv_fds(control_socket, 1, 1)
+        for descriptor in descriptors:
+            with socket.socket(fileno=descriptor) as requester, requester.makefile("rb") as stream:
+                stream.readline()  # closing a socket with unread data would lose the reply
+                requester.sendall(json.dumps({"missing": str(error)}).encode())
         return
-    GraderServer(judge, rules, replies).serve()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], bytes.fromhex(sys.argv[2]))
+    gc.freeze()
+    GraderServer(control_socket, grader, bytes.fromhex(rules)).serve()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
+from palestra.core.accel.jit import jit
 from palestra.envs.batch.rng import seed_streams
 from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep
 
@@ -57,3 +59,14 @@ class NativeEnv(VectorEnv):
         frame = {f"frame.{part.name}": getattr(self.vector_step, part.name) for part in fields(self.vector_step)}
         memory = {f"memory.{name}": array for name, array in self.internal_state.items()}
         return {name: array for name, array in (frame | memory).items() if array is not None}
+
+
+@jit
+def store_final(g: Any, b: int) -> None:
+    """Copies the last observations and the state of an ended game to `final_obs` and `final_state`. Loops compile ten
+    times as fast as slice assignments."""
+    for n in range(g.obs.shape[1]):
+        for at in range(g.obs.shape[2]):
+            g.final_obs[b, n, at] = g.obs[b, n, at]
+    for at in range(g.state.shape[1]):
+        g.final_state[b, at] = g.state[b, at]

@@ -70,11 +70,6 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
     return strategies
 
 
-def game_value(table: np.ndarray) -> float:
-    """Returns the value for the row player of a zero-sum game with its payoffs [rows, columns]."""
-    return float((maximin(table) @ table).min())
-
-
 def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") -> np.ndarray:
     """Returns the row player's maximin strategy, float64 [rows], for payoffs [rows, columns]."""
     rows, columns = table.shape

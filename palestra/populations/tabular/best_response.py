@@ -1,8 +1,8 @@
-"""Best responses, exploitability, and payoffs between many policies."""
+"""Best responses and exploitability."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from palestra.populations.tabular.game_tree import (
     end_probabilities,
     expected_returns,
     realization_plan,
-    write_realization_plan,
 )
 
 
@@ -92,38 +91,3 @@ def nash_conv(tree: GameTree, policy: np.ndarray, *, action_mask: np.ndarray | N
     """Returns NashConv (Lanctot et al., 2017): the sum over players of what a best response to the others gains, in
     units of return; 0 at an equilibrium. Exploitability is NashConv divided by the number of players."""
     return float((best_response_values(tree, policy, action_mask=action_mask) - expected_returns(tree, policy)).sum())
-
-
-def player_end_probs(tree: GameTree, policies: Sequence[np.ndarray], player: int) -> np.ndarray:
-    """Returns the player's own contribution to the probability of each end, float64 [K, T], for each of its policies
-    [I, A]."""
-    reached, made = np.empty((len(policies), len(tree.end_sequences))), np.empty(tree.num_sequences)
-    for row, policy in zip(reached, policies, strict=True):
-        write_realization_plan(made, tree, policy, player)
-        np.take(made, tree.end_sequences[:, player], out=row)
-    return reached
-
-
-def exact_payoffs(tree: GameTree, policies: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Returns the exact payoffs of every player, float64 [m_0, ..., m_n-1] each, if player p plays each of its
-    `policies[p]`; of a policy [I, A] only its player's rows count."""
-    return payoffs_from_end_probs(
-        tree, [player_end_probs(tree, policies[player], player) for player in range(tree.num_players)]
-    )
-
-
-def payoffs_from_end_probs(tree: GameTree, end_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns what `exact_payoffs` returns, from each player's result of `player_end_probs`."""
-    first, *rest = end_probs
-    return [
-        _contracted(first * (tree.chance_probs * tree.returns[:, player]), rest) for player in range(tree.num_players)
-    ]
-
-
-def _contracted(weighted: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
-    """Sums over ends the product of one row of each argument, for all combinations of rows; the last is a matrix
-    product."""
-    shape = tuple(len(rows) for rows in (weighted, *rest))
-    for rows in rest[:-1]:
-        weighted = (weighted[:, None] * rows[None]).reshape(-1, weighted.shape[-1])
-    return (weighted @ rest[-1].T).reshape(shape)

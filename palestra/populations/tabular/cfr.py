@@ -1,30 +1,17 @@
-"""Iterative solvers of small games: CFR, CFR+ and extensive-form fictitious play."""
+"""Counterfactual regret minimisation in small games."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
-from palestra.populations.tabular.best_response import best_response, sequence_values
+from palestra.populations.tabular.best_response import sequence_values
 from palestra.populations.tabular.game_tree import (
     GameTree,
     end_probabilities,
     policy_from_plan,
     realization_plan,
-    uniform_policy,
     write_realization_plan,
 )
-
-
-class TabularSolver(Protocol):
-    """A solver whose average policy converges to an equilibrium of a two-player zero-sum game."""
-
-    def run(self, iterations: int) -> None: ...
-
-    def average_policy(self) -> np.ndarray:
-        """Returns the current average policy, float64 [I, A]."""
-        ...
 
 
 class CFRSolver:
@@ -86,29 +73,3 @@ class CFRSolver:
         positive = np.maximum(self.regrets[own], 0)
         total = positive.sum(1, keepdims=True)
         return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[own])
-
-
-class XFPSolver:
-    """Extensive-form fictitious play (Heinrich et al., 2015): every player plays a best response to the others' average
-    policy, and the response joins the average with equal weight. Starts from the uniform policy."""
-
-    def __init__(self, tree: GameTree) -> None:
-        self.tree = tree
-        self.iterations = 0
-        self.policy = uniform_policy(tree)
-        self.plan_sum = realization_plan(tree, self.policy)
-
-    def run(self, iterations: int) -> None:
-        """Runs this many more iterations."""
-        for _ in range(iterations):
-            self.iterations += 1
-            average = self.average_policy()
-            for player in range(self.tree.num_players):
-                answer, _ = best_response(self.tree, average, player)
-                self.policy[self.tree.player_rows(player)] = answer[self.tree.player_rows(player)]
-            self.plan_sum += realization_plan(self.tree, self.policy)
-
-    def average_policy(self) -> np.ndarray:
-        """Returns the average policy, float64 [I, A]; uniform over the legal actions in information states that it
-        never reaches."""
-        return policy_from_plan(self.tree, self.plan_sum, uniform_policy(self.tree))

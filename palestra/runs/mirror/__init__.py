@@ -1,10 +1,11 @@
 """Copies of runs in object stores: S3, GCS, a shared folder, or whatever else fsspec reaches.
 
-    s3://bucket/runs/demo/objects/ba7816bf...    contents, named by their SHA-256: equal contents are sent once
-    s3://bucket/runs/demo/manifests/00000012     the names, sizes and objects of a whole state; written last
+    s3://bucket/runs/demo/writer.json        which process writes the copy, and which state of the run it holds
+    s3://bucket/runs/demo/checkpoints/...    the files of the run's folder, under their own names
 
-A run is written to a local folder as always, and a thread sends whole states of it to the store. A process may die at
-any moment: objects that no manifest names are deleted by the next writer, and the newest manifest names a whole state.
+A run is written to a local folder as always, and a thread copies it to the store: checkpoints first, then logs, then
+the list of checkpoints. A process may die at any moment: a resume verifies checksums, truncates the logs, and skips a
+checkpoint that is not complete.
 """
 
 

@@ -4,68 +4,91 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from palestra.core.config import check_folder_name
-from palestra.core.files import DamagedFile, atomic_folder, file_size, path_inside
-from palestra.runs.mirror.manifest import FileEntry, Manifest
-from palestra.runs.mirror.snapshot import has_state_of
-from palestra.runs.mirror.store import NUM_THREADS, MissingObject, RunStore, newest_manifest
+from palestra.core.files import TEMPORARY_PREFIX, DamagedFile, atomic_folder, path_inside
+from palestra.runs.checkpoints import CHECKPOINTS_FILE, find_newest_intact
+from palestra.runs.mirror.copy import MAX_ATTEMPTS, POPULATION_LISTS, read_run_state
+from palestra.runs.mirror.store import NUM_THREADS, CopyState, RunStore
 
 GIB = 2**30
 DEFAULT_MAX_GIB = 100  # size of a run that is fetched without a question
-MAX_ATTEMPTS = 5  # while the run's process writes newer states and deletes those that are read
 
 
 class Fetched(NamedTuple):
-    """A run at `path`, downloaded now or there already (`is_new` False), and messages about newer states that could not
-    be read."""
+    """A run at `path`, downloaded now or there already (`is_new` False), and a message on each checkpoint that is newer
+    than the newest intact one."""
 
     path: Path
-    manifest: Manifest
+    state: CopyState
     is_new: bool
     passed_over: list[str]
 
 
 class MirroredRun(NamedTuple):
-    """One run in a store's folder of runs: its newest whole state; None, with the reason, if none can be read."""
+    """One run in a store's folder of runs: the state of its copy; None, with the reason, if it cannot be read."""
 
     name: str
-    manifest: Manifest | None
+    state: CopyState | None
     damage: str
 
 
-def fetch_run(url: str, root: Path, generation: int | None = None, max_bytes: float = DEFAULT_MAX_GIB * GIB) -> Fetched:
-    """Downloads the newest whole state of the run at `url`, or the state `generation`, into the folder `root`.
+def fetch_run(url: str, root: Path, max_bytes: float = DEFAULT_MAX_GIB * GIB) -> Fetched:
+    """Downloads the run at `url` into the folder `root`, and compares its checkpoints with their checksums.
 
     A run that is there already is left as it is. Raises StoreError if the store fails; ValueError if there is no copy,
     it has more than `max_bytes` bytes or more than the disk has free, or `root` has an older one or another run of the
-    name; DamagedFile if an object is damaged, with the newest generation that is whole.
+    name; DamagedFile if no checkpoint is intact, or the copy holds what no run has.
     """
     store = RunStore(url)
-    name = check_folder_name(store.url.rpartition("/")[2])
+    path = root / check_folder_name(store.url.rpartition("/")[2])
     for _ in range(MAX_ATTEMPTS):
-        manifest, passed_over = _chosen(store, generation)
-        path = root / name
-        if path.exists() and has_state_of(path, manifest):
-            return Fetched(path, manifest, False, passed_over)
+        state = store.read_state()
+        if state is None or not state.progress:
+            why = "has no copy of a run" if state is None else "has nothing of the run yet"
+            raise ValueError(f"{store.url} {why}: `palestra runs --root URL` lists the runs in a store")
+        if path.exists():
+            _check_has_state(path, state)
+            return Fetched(path, state, False, [])
+        root.mkdir(parents=True, exist_ok=True)
+        passed_over: list[str] = []
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            _check_size(store.url, manifest, root, max_bytes)
-            atomic_folder(path, lambda folder, manifest=manifest: download(store, manifest, folder))  # type: ignore[misc]
-        except MissingObject as error:
-            if manifest.generation not in store.generations():
-                continue  # a running process has deleted it meanwhile, and has written newer ones
-            raise DamagedFile(f"{error}. {_whole_hint(store, manifest)}") from error
-        return Fetched(path, manifest, True, passed_over)
+            atomic_folder(path, partial(_download, store, state, max_bytes, passed_over))
+            return Fetched(path, state, True, passed_over)
+        except ValueError as error:
+            shutil.rmtree(root / f"{TEMPORARY_PREFIX}{path.name}", ignore_errors=True)
+            if not isinstance(error, DamagedFile) or store.read_state() == state:
+                raise  # else its writer has pruned checkpoints meanwhile
     raise DamagedFile(f"{store.url} changes faster than it can be read: stop the process that writes it, or try again")
 
 
-def _check_size(url: str, manifest: Manifest, root: Path, max_bytes: float) -> None:
-    size, free = manifest.num_bytes, shutil.disk_usage(root).free
+def _download(store: RunStore, state: CopyState, max_bytes: float, passed_over: list[str], folder: Path) -> None:
+    """Downloads a copy into `folder`; adds messages on checkpoints that are not intact to `passed_over`."""
+    is_population = state.unit == "tasks"
+    lists = {}
+    for name in POPULATION_LISTS if is_population else (CHECKPOINTS_FILE,):
+        lists[name] = store.read(name, GIB) or b""
+    sizes = store.list_files()
+    _check_size(store.url, sum(sizes.values()), folder.parent, max_bytes)
+    names = sizes.keys() - lists.keys()
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(lambda name: store.download(name, sizes[name], path_inside(folder, name)), names))
+    for name, data in lists.items():
+        (folder / name).write_bytes(data)
+    if not is_population:
+        try:
+            found = find_newest_intact(folder)[1]
+        except DamagedFile as error:
+            raise DamagedFile(str(error).replace(str(folder), store.url)) from error
+        passed_over += [message.replace(str(folder), store.url) for message in found]
+
+
+def _check_size(url: str, size: int, root: Path, max_bytes: float) -> None:
+    free = shutil.disk_usage(root).free
     if size > max_bytes:
         raise ValueError(
             f"the run has {size / GIB:,.1f} GiB, and {max_bytes / GIB:,.1f} are fetched unless you say so: "
@@ -75,62 +98,30 @@ def _check_size(url: str, manifest: Manifest, root: Path, max_bytes: float) -> N
         raise ValueError(f"the run has {size / GIB:,.1f} GiB, and the disk of {root} has {free / GIB:,.1f} free")
 
 
-def _chosen(store: RunStore, generation: int | None) -> tuple[Manifest, list[str]]:
-    if generation is not None:
-        return store.read_manifest(generation), []
-    manifest, passed_over = newest_manifest(store)
-    if manifest is None:
-        why = f" ({passed_over[0]})" if passed_over else ""
-        raise ValueError(f"{store.url} has no copy of a run{why}: `palestra runs --root URL` lists the runs in a store")
-    return manifest, passed_over
-
-
-def download(store: RunStore, manifest: Manifest, folder: Path) -> None:
-    """Writes the files of a manifest into a folder, comparing each object with its checksum. Raises MissingObject if
-    one is missing or damaged."""
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for name, entry in manifest.files.items():
-            path = path_inside(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(path, "wb") as file:
-                    for data in _read_blocks(store, entry, pool):
-                        if file.tell() + len(data) > entry.num_bytes:
-                            break
-                        file.write(data)
-            except MissingObject as error:
-                raise MissingObject(f"{error}; it is a part of {name}") from error
-            if file_size(path) != entry.num_bytes:
-                raise MissingObject(f"{name} of generation {manifest.generation} has another size than its objects")
-
-
-def _read_blocks(store: RunStore, entry: FileEntry, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    for start in range(0, len(entry.blocks), NUM_THREADS):
-        yield from pool.map(store.read_object, entry.blocks[start : start + NUM_THREADS])
-
-
-def _whole_hint(store: RunStore, damaged: Manifest) -> str:
-    """Returns the sentence that names the newest earlier generation whose objects are all intact."""
-    for generation in store.generations():
-        if generation >= damaged.generation:
-            continue
-        try:
-            manifest = store.read_manifest(generation)
-            store.check_objects(manifest)
-        except DamagedFile:
-            continue
-        return (
-            f"Generation {generation}, after {manifest.state}, is whole: palestra fetch {store.url} "
-            f"--generation {generation}"
+def _check_has_state(run: Path, state: CopyState) -> None:
+    """Raises ValueError unless the run at `run` is the run of a copy, and has progressed at least as far."""
+    try:
+        own = read_run_state(run)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{run} is there and cannot be read ({error}): remove it, or choose another --root") from error
+    if own.created != state.run:
+        raise ValueError(f"{run} is another run of that name: choose another folder with --root")
+    if own.progress < state.progress:
+        raise ValueError(
+            f"{run} is an older copy of this run, after {own.progress:,} {own.unit}, and the mirror has it after "
+            f"{state.text}: move it away, or choose another folder with --root"
         )
-    return "No earlier generation is whole: bring the object back from a copy, or start a new run"
 
 
 def list_mirrored(folder: str) -> list[MirroredRun]:
     """Returns the runs in a store's folder of runs, by name. Raises StoreError if the store fails."""
     found = []
     for name in RunStore(folder).children():
-        manifest, damages = newest_manifest(RunStore(f"{folder.rstrip('/')}/{name}"))
-        if manifest or damages:
-            found.append(MirroredRun(name, manifest, "" if manifest else damages[0]))
+        try:
+            state = RunStore(f"{folder.rstrip('/')}/{name}").read_state()
+        except DamagedFile as error:
+            found.append(MirroredRun(name, None, str(error)))
+            continue
+        if state:
+            found.append(MirroredRun(name, state, ""))
     return found

@@ -1,35 +1,228 @@
-"""A run's copy in an object store, read and written through fsspec."""
+"""A run's copy in an object store, read and written through fsspec: its files, and which process writes it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
 from palestra.core.config import check_folder_name, check_no_credentials
-from palestra.core.files import DamagedFile
+from palestra.core.files import (
+    MAX_FOLDER_ENTRIES,
+    TEMPORARY_PREFIX,
+    DamagedFile,
+    file_size,
+    parse_checksummed,
+    path_inside,
+    to_checksummed_line,
+)
 from palestra.runs.mirror import is_store_url
-from palestra.runs.mirror.manifest import BLOCK_BYTES, Manifest
 
-MAX_OBJECT_BYTES = 2 * BLOCK_BYTES  # of an object or a manifest
-NUM_THREADS = 8  # objects sent or read at once
-LOCAL = ("file", "local")
 EXTRAS = {"s3": "palestra[s3]", "s3a": "palestra[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+WRITER_FILE = "writer.json"  # in the store
+RENAMING_STORES = ("file", "local", "sftp", "ssh", "smb", "hdfs")  # of files: in other stores, objects appear whole
+BLOCK_BYTES = 2**25  # read from a store at once
+MAX_WRITER_BYTES = 2**16
+MAX_NAME_CHARS = 1024  # of a file, with its folders
+NUM_THREADS = 8  # files sent or read at once
 
 
 class StoreError(ConnectionError):
     """Raised if a store cannot be reached, or refuses a request."""
 
 
-class MissingObject(DamagedFile):
-    """Raised if an object that a manifest names is missing or damaged."""
+@dataclass(frozen=True)
+class CopyState:
+    """What writer.json says: which process writes the copy, and the state of the run that the copy holds.
+
+    `run` is the time of creation in the run's meta.json, which distinguishes runs of one name. `progress` counts the
+    `unit` done: training steps up to the newest checkpoint, or tasks of a population; 0: there are no files yet.
+    `time` is the time at which that state was sent, in ISO 8601, `num_bytes` the size of all files.
+    """
+
+    writer: str
+    run: str
+    progress: int
+    unit: str
+    time: str
+    num_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The state in words: "20 steps"."""
+        return f"{self.progress:,} {self.unit}"
+
+    @classmethod
+    def from_bytes(cls, url: str, data: bytes) -> Self:
+        """Returns the state read from `url`. Raises DamagedFile if it differs from what was written."""
+        line = parse_checksummed(url, 1, data.removesuffix(b"\n"))
+        kinds = {"writer": str, "run": str, "progress": int, "unit": str, "time": str, "num_bytes": int}
+        if {name: type(value) for name, value in line.items()} != kinds:
+            raise DamagedFile(
+                f"{url} is not the state of a copy: another version of palestra wrote it, or it was edited"
+            )
+        return cls(**line)
+
+
+@contextmanager
+def explain_store_errors(url: str) -> Iterator[None]:
+    """Context that turns any error of a store's client into StoreError, with the remedy."""
+    try:
+        yield
+    except (StoreError, DamagedFile):
+        raise
+    except Exception as error:  # each client raises exceptions of its own
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise StoreError(f"the store {url} does not answer: {why}; {_remedy(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "does the bucket or folder exist?"
+    if isinstance(error, PermissionError) or "redential" in str(error):
+        return "are the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and may they write?"
+    return "is it up, and is its address right (AWS_ENDPOINT_URL, for stores other than Amazon's)?"
+
+
+class RunStore:
+    """The copy of one run at `url`. Methods raise StoreError if the store fails."""
+
+    def __init__(self, url: str) -> None:
+        self.url = check_store_url(url)
+        self.renames = self.url.partition("://")[0] in RENAMING_STORES
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The fsspec file system, and the path of the copy in it."""
+        fs, root = url_to_fs(self.url)
+        return fs, root.rstrip("/")
+
+    def read_state(self) -> CopyState | None:
+        """Returns the state of the copy; None if there is no copy. Raises DamagedFile if it cannot be read."""
+        data = self.read(WRITER_FILE, MAX_WRITER_BYTES)
+        return None if data is None else CopyState.from_bytes(f"{self.url}/{WRITER_FILE}", data)
+
+    def write_state(self, state: CopyState) -> None:
+        """Writes the state of the copy."""
+        self.put(WRITER_FILE, to_checksummed_line(asdict(state)))
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Returns a file; None if it is missing. Raises DamagedFile if it has more than `max_bytes` bytes."""
+        with explain_store_errors(self.url):
+            fs, root = self._opened
+            try:
+                self._check_kind(name, fs.info(f"{root}/{name}"))
+                data: bytes = fs.cat_file(f"{root}/{name}", start=0, end=max_bytes + 1)
+            except FileNotFoundError:
+                return None
+        if len(data) > max_bytes:
+            raise DamagedFile(f"{self.url}/{name} is larger than anything that palestra writes")
+        return data
+
+    def download(self, name: str, num_bytes: int, path: Path) -> None:
+        """Writes the first `num_bytes` bytes of a file to `path`. Raises DamagedFile if it has fewer."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            for start in range(0, num_bytes, BLOCK_BYTES):
+                with explain_store_errors(self.url):
+                    fs, root = self._opened
+                    try:
+                        data = fs.cat_file(f"{root}/{name}", start=start, end=min(start + BLOCK_BYTES, num_bytes))
+                    except FileNotFoundError:
+                        break
+                file.write(data)
+        if file_size(path) != num_bytes:
+            raise DamagedFile(f"{self.url}/{name} is missing, or shorter than it was listed")
+
+    def put(self, name: str, source: bytes | Path) -> None:
+        """Writes a file, which appears whole."""
+        with explain_store_errors(self.url):
+            fs, root = self._opened
+            folder, _, last = f"{root}/{name}".rpartition("/")
+            target = f"{folder}/{last}"
+            written = f"{folder}/{TEMPORARY_PREFIX}{last}" if self.renames else target
+            if self.renames:
+                fs.makedirs(folder, exist_ok=True)
+            if isinstance(source, bytes):
+                fs.pipe_file(written, source)
+            else:
+                fs.put_file(str(source), written)
+            if self.renames:
+                fs.mv(written, target)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes files, and the folders that are then empty. Those that are missing are skipped."""
+        with explain_store_errors(self.url):
+            fs, root = self._opened
+            for name in names:
+                with suppress(FileNotFoundError):
+                    fs.rm_file(f"{root}/{name}")  # not `rm`, which expands * and ? in names
+                while self.renames and "/" in name:
+                    name = name.rpartition("/")[0]
+                    with suppress(OSError):  # not empty
+                        fs.rmdir(f"{root}/{name}")
+
+    def children(self) -> list[str]:
+        """Returns the names directly below `url`: the names of runs, if it is a folder of runs."""
+        with explain_store_errors(self.url):
+            return sorted(_base(entry) for entry in self._ls(""))
+
+    def list_files(self) -> dict[str, int]:
+        """Returns the sizes of the copy's files in bytes, by name, without writer.json.
+
+        Raises DamagedFile if it holds links, pipes, hidden files, names outside a run, or too many files: a copy may
+        come from anybody.
+        """
+        sizes: dict[str, int] = {}
+        folders = {""}
+        waiting = [""]
+        while waiting:
+            folder = waiting.pop()
+            with explain_store_errors(self.url):
+                entries = self._ls(folder)
+            for entry in entries:
+                if _base(entry).startswith(TEMPORARY_PREFIX):
+                    continue
+                name = f"{folder}/{_base(entry)}".lstrip("/")
+                self._check_kind(name, entry)
+                path_inside("/", name)
+                if _base(entry).startswith(".") or len(name) > MAX_NAME_CHARS or name in folders or name in sizes:
+                    raise DamagedFile(f"{self.url}/{name[:80]} is hidden, too long, or both file and folder")
+                if entry["type"] == "directory":
+                    folders.add(name)
+                    waiting.append(name)
+                else:
+                    sizes[name] = int(entry["size"])
+                if len(sizes) + len(folders) > MAX_FOLDER_ENTRIES:
+                    raise DamagedFile(f"{self.url} holds more than {MAX_FOLDER_ENTRIES:,} files: it is no copy of ours")
+        sizes.pop(WRITER_FILE, None)
+        return sizes
+
+    def _check_kind(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Raises DamagedFile for a link, which may lead out, and for a pipe, reading which would block forever."""
+        if entry["type"] not in ("file", "directory") or entry.get("islink"):
+            raise DamagedFile(f"{self.url}/{name} is neither a file nor a folder: no run has that")
+
+    def _ls(self, folder: str) -> list[Mapping[str, Any]]:
+        fs, root = self._opened
+        fs.invalidate_cache()
+        path = f"{root}/{folder}".rstrip("/")
+        try:
+            entries = fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]  # S3 may list the folder
+
+
+def _base(entry: Mapping[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
 
 
 def check_store_url(url: str) -> str:
@@ -54,143 +247,6 @@ def check_store_url(url: str) -> str:
     return url.rstrip("/")
 
 
-@contextmanager
-def explain_store_errors(url: str) -> Iterator[None]:
-    """Context that turns any error of a store's client into StoreError, with the remedy."""
-    try:
-        yield
-    except (StoreError, DamagedFile):
-        raise
-    except Exception as error:  # each client raises exceptions of its own
-        raise StoreError(f"the store {url} does not answer: {_short(error)}; {_remedy(error)}") from error
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "does the bucket or folder exist?"
-    if isinstance(error, PermissionError) or "redential" in str(error):
-        return "are the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and may they write?"
-    return "is it up, and is its address right (AWS_ENDPOINT_URL, for stores other than Amazon's)?"
-
-
-class RunStore:
-    """The copy of one run at `url`. Methods raise StoreError if the store fails."""
-
-    def __init__(self, url: str) -> None:
-        self.url = check_store_url(url)
-
-    @cached_property
-    def _opened(self) -> tuple[Any, str]:
-        """The fsspec file system, and the path of the copy in it."""
-        options = {"auto_mkdir": True} if self.url.partition("://")[0] in LOCAL else {}
-        fs, root = url_to_fs(self.url, **options)
-        return fs, root
-
-    def object_url(self, sha256: str) -> str:
-        """Returns the URL of an object."""
-        return f"{self.url}/objects/{sha256}"
-
-    def manifest_url(self, generation: int) -> str:
-        """Returns the URL of a manifest."""
-        return f"{self.url}/manifests/{generation:08d}"
-
-    def generations(self) -> list[int]:
-        """Returns the numbers of all manifests, newest first; [] if there is no copy."""
-        return sorted((int(name) for name in self._list("manifests") if name.isdigit()), reverse=True)
-
-    def objects(self) -> set[str]:
-        """Returns the names of all objects, those of unfinished uploads included."""
-        return set(self._list("objects"))
-
-    def children(self) -> list[str]:
-        """Returns the names directly below `url`: the names of runs, if it is a folder of runs."""
-        return sorted(self._list(""))
-
-    def read_manifest(self, generation: int) -> Manifest:
-        """Returns a manifest. Raises DamagedFile if it is missing or damaged."""
-        url = self.manifest_url(generation)
-        data = self._read(f"manifests/{generation:08d}")
-        if data is None:
-            raise DamagedFile(f"{url} is missing; the copy has generations {self.generations()}")
-        return Manifest.from_bytes(url, data)
-
-    def read_object(self, sha256: str) -> bytes:
-        """Returns an object. Raises MissingObject if it is missing or has another checksum."""
-        data = self._read(f"objects/{sha256}")
-        if data is None:
-            raise MissingObject(f"{self.object_url(sha256)} is missing")
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise MissingObject(f"{self.object_url(sha256)} is damaged: it has another checksum than when it was sent")
-        return data
-
-    def check_objects(self, manifest: Manifest) -> None:
-        """Reads every object of a manifest. Raises MissingObject if one is missing or damaged."""
-        self._at_once(self.read_object, manifest.blocks)
-
-    def write_manifest(self, manifest: Manifest) -> None:
-        """Writes a manifest."""
-        self._write(f"manifests/{manifest.generation:08d}", manifest.to_bytes())
-
-    def write_objects(self, objects: Mapping[str, bytes]) -> None:
-        """Writes objects by their SHA-256, several at once. All are stored on return."""
-        self._at_once(lambda pair: self._write(f"objects/{pair[0]}", pair[1]), objects.items())
-
-    def delete(self, manifests: Iterable[int], objects: Iterable[str]) -> None:
-        """Deletes manifests, then objects; those that are missing are skipped."""
-        for names in ([f"manifests/{number:08d}" for number in manifests], [f"objects/{name}" for name in objects]):
-            self._at_once(self._delete, names)
-
-    def _at_once(self, act: Callable[[Any], object], items: Iterable[Any]) -> None:
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            list(pool.map(act, items))
-
-    def _list(self, folder: str) -> list[str]:
-        with explain_store_errors(self.url):
-            fs, root = self._opened
-            fs.invalidate_cache()
-            try:
-                found = fs.ls(f"{root}/{folder}".rstrip("/"), detail=False)
-            except FileNotFoundError:
-                return []
-            return [path.rstrip("/").rpartition("/")[2] for path in found]
-
-    def _read(self, name: str) -> bytes | None:
-        with explain_store_errors(self.url):
-            fs, root = self._opened
-            try:
-                data: bytes = fs.cat_file(f"{root}/{name}", start=0, end=MAX_OBJECT_BYTES + 1)
-            except FileNotFoundError:
-                return None
-        if len(data) > MAX_OBJECT_BYTES:
-            raise DamagedFile(f"{self.url}/{name} is larger than anything that palestra writes")
-        return data
-
-    def _write(self, name: str, data: bytes) -> None:
-        with explain_store_errors(self.url):
-            fs, root = self._opened
-            fs.pipe_file(f"{root}/{name}", data)
-
-    def _delete(self, name: str) -> None:
-        with explain_store_errors(self.url), suppress(FileNotFoundError):
-            fs, root = self._opened
-            fs.rm_file(f"{root}/{name}")  # not `rm`, which expands * and ? in names
-
-
 def run_url(folder: str, name: str) -> str:
     """Returns the URL of the copy of run `name` in a store's folder of runs."""
     return f"{check_store_url(folder)}/{check_folder_name(name)}"
-
-
-def newest_manifest(store: RunStore) -> tuple[Manifest | None, list[str]]:
-    """Returns the newest manifest that can be read (None if there is none), and a message on each newer one."""
-    passed_over: list[str] = []
-    for generation in store.generations():
-        try:
-            return store.read_manifest(generation), passed_over
-        except DamagedFile as error:
-            passed_over.append(f"generation {generation} is passed over: {error}")
-    return None, passed_over

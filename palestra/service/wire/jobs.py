@@ -5,24 +5,11 @@ Training data use the wire's own protobuf (`codec.py`). Folders are names in the
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from palestra.engine.sampling.token_sampling import SamplingConfig
-
-# Values of a request's `kind`. Requests of a model run in the order of their sequence numbers.
-ModelKind = Literal[
-    "create_model",
-    "forward",
-    "forward_backward",
-    "reverse_kl",
-    "optim_step",
-    "save",
-    "load",
-    "unload",
-]
-FreeKind = Literal["sample", "interpolate"]
 
 
 class LoraSettings(BaseModel):

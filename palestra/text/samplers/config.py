@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from palestra.core.config import StrictModel
+from palestra.core.http.chat_client import KeyVariable
 
 
 class RemoteSamplerConfig(StrictModel):
@@ -35,7 +35,7 @@ class SamplerServersConfig(RemoteSamplerConfig):
     """Addresses of the servers, such as http://localhost:8001, without /v1. Each may be listed once."""
     model: str | None = None
     """The servers' name of the base model. Null: the first model they list."""
-    key_env: str | None = None
+    key_env: KeyVariable = None
     """Name of the environment variable that holds the servers' API key. Null: no key."""
 
     @field_validator("urls")
@@ -50,13 +50,6 @@ class SamplerServersConfig(RemoteSamplerConfig):
         if len(set(urls)) < len(urls):
             raise ValueError("an address is listed twice: list each server once")
         return urls
-
-    @field_validator("key_env")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
-            raise ValueError("key_env is the name of an environment variable, in capitals, not the key itself")
-        return name
 
 
 class SamplerProcessesConfig(RemoteSamplerConfig):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete, VectorEnv
+from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
@@ -363,13 +364,6 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
 def legal_rows(stack: PolicyStack, action_mask: Tensor | None) -> Tensor | None:
     """Returns the members' rows of an action mask: [T, M, N, A] -> [P, T, R, A]; None stays None."""
     return None if action_mask is None else stack.rows(action_mask)
-
-
-@torch.no_grad()
-def polyak_update(fast: nn.Module, slow: nn.Module, tau: float) -> None:
-    """Polyak update: moves the parameters of `slow` towards those of `fast` by a share of `tau`."""
-    for target, source in zip(slow.parameters(), fast.parameters(), strict=True):
-        target.lerp_(source, tau)
 
 
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:

@@ -19,10 +19,19 @@ from rich.table import Table
 
 from palestra.envs.rules_by_env import rules_for_env
 from palestra.populations.plans.solvers import Nash, Uniform
-from palestra.populations.tabular.best_response import best_response, nash_conv, payoffs_from_end_probs
-from palestra.populations.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
-from palestra.populations.tabular.double_oracle import MemberPolicies, MetaSolverFn, anytime_psro, psro, xdo
+from palestra.populations.tabular.best_response import best_response, nash_conv
+from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import GameTree, build_game_tree, uniform_policy
+from results.populations.parts.double_oracle import (
+    MemberPolicies,
+    MetaSolverFn,
+    TabularSolver,
+    XFPSolver,
+    anytime_psro,
+    payoffs_from_end_probs,
+    psro,
+    xdo,
+)
 
 # NashConv, except for XDO_LEDUC: exploitability, as published.
 PSRO_NASH = {

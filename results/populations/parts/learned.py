@@ -30,12 +30,12 @@ from palestra.populations.build.build import PopulationConfig, build_population,
 from palestra.populations.plans.solvers import Nash
 from palestra.populations.scheduler import PlanCallback
 from palestra.populations.tabular.best_response import best_response
-from palestra.populations.tabular.double_oracle import psro
 from palestra.populations.tabular.game_tree import GameTree, expected_returns
 from palestra.populations.tasks import Opponents, TrainTask
 from palestra.populations.workers.member_loader import write_table
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
+from results.populations.parts.double_oracle import psro
 from results.populations.parts.keeping import kept
 
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from helpers.toy_programs import failures, try_program
@@ -21,14 +21,21 @@ from palestra.environments.code.results import (
     to_python_text,
 )
 from palestra.environments.code.synthetic_programs import (
+    STEP_CHOICES,
     SyntheticProgram,
-    all_synthetic_programs,
     draw_synthetic_program,
     synthetic_problem,
 )
 from palestra.environments.code.test_runner import ProgramSpec, ProgramTestResult, ProgramTestRunner
 from palestra.envs.support.splits import split_of_text
 from palestra.sandbox import ResourceLimits
+
+
+def all_synthetic_programs(difficulties: list[int]) -> list[SyntheticProgram]:
+    """Every chain of these difficulties."""
+    chains = (SyntheticProgram(*pieces) for pieces in product(*([None, *slot] for slot in STEP_CHOICES)))
+    return [drill for drill in chains if len(drill.active_steps) in difficulties]
+
 
 # ---- shipped problems
 

@@ -312,6 +312,6 @@ def test_grader_process_does_not_load_torch(graders):
 
 def test_missing_package_is_named_with_its_extra(graders, monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):
         asyncio.run(grade_answer(SAME, GOLD))

@@ -1,11 +1,9 @@
 """Answers to reasoning-gym's tasks are never evaluated, get reasoning-gym's scores, and cannot set their own score."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -215,13 +213,11 @@ def test_symbolic_tasks_are_refused_without_confinement(monkeypatch):
 
 @CONFINED
 def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socket(tmp_path):
-    command = [sys.executable, "-P", confinement.GRADER_SCRIPT, "probe"]
-    confined = subprocess.run(
-        [*command, confinement.seccomp_filter().hex()], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = confinement.probe_command(confinement.seccomp_filter())
+    confined = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (confined.returncode, confined.stdout) == (0, "confined\n")
     assert list(tmp_path.iterdir()) == []
-    free = subprocess.run([*command, ""], cwd=tmp_path, capture_output=True, text=True)
+    free = subprocess.run(confinement.probe_command(b""), cwd=tmp_path, capture_output=True, text=True)
     assert free.returncode == 1  # the probe detects a missing confinement
     assert list(tmp_path.iterdir()) != []
 
@@ -230,8 +226,8 @@ def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socke
 def test_a_confined_process_reads_files_and_writes_none(tmp_path):
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(confinement.GRADER_SCRIPT).parent)!r})
-from grader_process import install_seccomp
+sys.path[:] = {sys.path!r}
+from {confinement.GRADER_MODULE} import install_seccomp
 install_seccomp(bytes.fromhex({confinement.seccomp_filter().hex()!r}))
 print(len(open(sys.executable, "rb").read(4)))
 import fractions
@@ -263,23 +259,15 @@ def test_an_exit_status_is_no_score():
 def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
     """The scorer itself ends the process, as hostile code would, with each exit status."""
     code = f"""
-import json, os, sys
-sys.path.insert(0, {str(Path(confinement.GRADER_SCRIPT).parent)!r})
-from grader_process import Grader, GraderServer
+import os, sys
+sys.path[:] = {sys.path!r}
+from {confinement.GRADER_MODULE} import Grader, grade_in_child
 judge = Grader(lambda request: os._exit(request["status"]), lambda request: None)
-GraderServer(judge, bytes.fromhex({confinement.seccomp_filter().hex()!r}), 1).serve()
+for status in (0, 1, 100, 200):
+    print(*grade_in_child(judge, {{"status": status, "seconds": 5.0}}, {confinement.seccomp_filter()!r}))
 """
-    asked = [{"id": number, "status": number, "seconds": 5.0} for number in (0, 1, 100, 200)]
-    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    server.stdin.write(b"".join(json.dumps(one).encode() + b"\n" for one in asked))
-    server.stdin.flush()
-    replies = [json.loads(server.stdout.readline()) for _ in asked]
-    server.stdin.close()
-    assert server.wait(10) == 0
-    server.stdout.close()
-    assert {reply["id"]: (reply["ended"], reply["score"]) for reply in replies} == {
-        number: ("crashed", 0.0) for number in (0, 1, 100, 200)
-    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["crashed 0.0"] * 4, done.stderr
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""palestra's rules equal OpenSpiel's state by state, and its vectorised envs' observations; texts distinguish the same
-states as tensors."""
+"""palestra's rules equal OpenSpiel's state by state, as the games of its vectorised envs do (tests/envs/vector); texts
+distinguish the same states as tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ from palestra.envs.rules.leduc import CALL, FOLD, RAISE, LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
 from palestra.envs.rules_by_env import rules_for_env
-from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.envs.vector.leduc import LeducPoker
-from palestra.envs.vector.liars_dice import LiarsDice
-from palestra.envs.vector_base import VectorEnv
-from palestra.envs.vector_check import random_actions
 from palestra.populations.tabular.game_tree import build_game_tree
 
 OURS: list[tuple[Rules[Any], str]] = [
@@ -103,60 +98,6 @@ def test_texts_are_equal_exactly_where_tensors_are(rules: Rules[Any]) -> None:
 def test_action_names_are_distinct_single_words(rules: Rules[Any]) -> None:
     assert len(set(rules.action_names)) == len(rules.action_names)
     assert all(word and not any(letter.isspace() for letter in word) for word in rules.action_names)
-
-
-def play_beside(env: VectorEnv, rules: Rules[Any], chance: Any, steps: int) -> int:
-    """Plays an env at random beside the rules; returns how many games ended."""
-    rng, seats, ended = np.random.default_rng(1), range(rules.num_players), 0
-    frame = env.reset(np.arange(env.num_envs))
-    drawn = [iter(chance(b)) for b in range(env.num_envs)]
-    states = [dealt(rules, rules.initial_state(), drawn[b]) for b in range(env.num_envs)]
-    for _ in range(steps):
-        for b, state in enumerate(states):
-            turn = rules.current_player(state)
-            assert frame.agent_mask[b].tolist() == [seat == turn for seat in seats]
-            assert np.array_equal(frame.obs[b], [rules.info_state(state, seat) for seat in seats])
-            legal = (
-                range(len(rules.action_names))
-                if frame.action_mask is None
-                else np.flatnonzero(frame.action_mask[b, turn])
-            )
-            assert list(legal) == rules.legal_actions(state)
-        actions = random_actions(env, frame, rng)
-        frame = env.step(actions)
-        for b, state in enumerate(states):
-            after = dealt(rules, rules.next_state(state, int(actions[b, rules.current_player(state)])), drawn[b])
-            assert frame.terminated[b] == (rules.current_player(after) == TERMINAL)
-            if frame.terminated[b]:
-                assert frame.rewards[b].tolist() == list(rules.returns(after))
-                assert np.array_equal(frame.final_obs[b], [rules.info_state(after, seat) for seat in seats])
-                ended, drawn[b] = ended + 1, iter(chance(b))
-                after = dealt(rules, rules.initial_state(), drawn[b])
-            states[b] = after
-    return ended
-
-
-def dealt(rules: Rules[Any], state: Any, drawn: Iterator[int]) -> Any:
-    while rules.current_player(state) == CHANCE:
-        state = rules.next_state(state, next(drawn))
-    return state
-
-
-@pytest.mark.parametrize("players", [2, 3, 4])
-def test_vectorised_kuhn_poker_shows_these_views(players: int) -> None:
-    env = KuhnPoker(20, players=players)
-    assert play_beside(env, KuhnRules(players), lambda b: env.internal_state["cards"][b].tolist(), 40) > 60
-
-
-def test_vectorised_leduc_poker_shows_these_views() -> None:
-    env = LeducPoker(20)
-    assert play_beside(env, LeducRules(), lambda b: env.internal_state["cards"][b].tolist(), 80) > 100
-
-
-def test_vectorised_liars_dice_shows_these_views() -> None:
-    env = LiarsDice(20, dice=2, faces=3)
-    rules = LiarsDiceRules(dice=2, faces=3)
-    assert play_beside(env, rules, lambda b: env.internal_state["dice"][b].ravel().tolist(), 80) > 100
 
 
 def test_info_state_texts_by_hand() -> None:

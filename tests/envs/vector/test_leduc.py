@@ -1,4 +1,4 @@
-"""Leduc poker: games equal OpenSpiel's, and games by hand."""
+"""Leduc poker: games, observations and masks equal OpenSpiel's; its state and its deals."""
 
 from __future__ import annotations
 
@@ -25,49 +25,6 @@ def test_ten_thousand_games_equal_openspiel() -> None:
 
     play(mirror, 10_000, choose)
     assert {abs(first) for first, _ in ends} == {0, 1, 3, 5, 7, 9, 11, 13}  # 1, up to two bets of 2, up to two of 4
-
-
-def last_step(cards: list[int], moves: list[int]) -> VectorStep:
-    """The last vector step of a game with these cards of both players and the public card."""
-    env = LeducPoker(1)
-    env.reset(np.array([0]))
-    env.internal_state["cards"][0] = cards + [card for card in range(6) if card not in cards]
-    frame = env.vector_step
-    for action in moves:
-        assert not frame.done[0] and frame.action_mask is not None
-        assert frame.action_mask[0, frame.agent_mask[0].argmax(), action]
-        frame = env.step(np.full((1, 2), action))
-    assert frame.terminated[0]
-    return frame
-
-
-@pytest.mark.parametrize(
-    ("cards", "moves", "rewards"),
-    [
-        ([5, 0, 2], [CALL, RAISE, FOLD], [-1, 1]),  # a bet that the other folds to
-        ([5, 0, 2], [RAISE, RAISE, FOLD], [-3, 3]),  # 1 and 2
-        ([5, 0, 2], [CALL, CALL, CALL, CALL], [1, -1]),  # king above jack
-        ([0, 2, 1], [CALL, CALL, CALL, CALL], [1, -1]),  # a pair of jacks above a queen
-        ([4, 5, 0], [RAISE, RAISE, CALL, RAISE, CALL], [0, 0]),  # two kings split
-        ([2, 4, 5], [RAISE, RAISE, CALL, RAISE, RAISE, CALL], [-13, 13]),  # 1, 2 and 2, 4 and 4: a pair of kings
-        ([2, 4, 0], [RAISE, CALL, CALL, RAISE, FOLD], [-3, 3]),
-    ],
-)
-def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float]) -> None:
-    assert last_step(cards, moves).rewards[0].tolist() == rewards
-
-
-def test_action_and_agent_masks_by_hand() -> None:
-    env = LeducPoker(1)
-    frame = env.reset(np.array([0]))
-    action_mask = frame.action_mask
-    assert action_mask is not None and action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0, 0]
-    env.step(np.array([[RAISE, FOLD]]))
-    assert action_mask[0].tolist() == [[True, True, True]] * 2 and frame.agent_mask[0].tolist() == [False, True]
-    env.step(np.array([[FOLD, RAISE]]))
-    assert action_mask[0].tolist() == [[True, True, False]] * 2 and frame.agent_mask[0].tolist() == [True, False]
-    env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 acts first again
-    assert action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_observations_and_state_by_hand() -> None:

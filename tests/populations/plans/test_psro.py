@@ -21,8 +21,8 @@ from palestra.populations.plans.psro_config import PSROConfig
 from palestra.populations.plans.psro_responses import Response, gain_error
 from palestra.populations.population import Member, Population
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.cfr import XFPSolver
 from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
+from results.populations.parts.double_oracle import XFPSolver
 
 TWO = ("player_0", "player_1")
 THREE = (*TWO, "player_2")

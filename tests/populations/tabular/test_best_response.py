@@ -13,10 +13,10 @@ from palestra.populations.tabular.best_response import (
     best_response,
     best_response_to_joint,
     best_response_values,
-    exact_payoffs,
     nash_conv,
 )
 from palestra.populations.tabular.game_tree import GameTree, expected_returns, mixture_policy, uniform_policy
+from results.populations.parts.double_oracle import exact_payoffs
 
 
 def always_fold(found: GameTree) -> np.ndarray:

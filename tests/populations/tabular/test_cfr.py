@@ -8,8 +8,9 @@ import pytest
 from populations.tabular.spiel import spiel_tree, tree
 
 from palestra.populations.tabular.best_response import nash_conv
-from palestra.populations.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
+from palestra.populations.tabular.cfr import CFRSolver
 from palestra.populations.tabular.game_tree import expected_returns
+from results.populations.parts.double_oracle import TabularSolver, XFPSolver
 
 
 @pytest.mark.parametrize("plus", [False, True])

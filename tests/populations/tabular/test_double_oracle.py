@@ -10,10 +10,9 @@ import pytest
 from populations.tabular.spiel import tree
 
 from palestra.populations.plans.solvers import CoarseCorrelatedEquilibrium, Nash, Uniform
-from palestra.populations.tabular.best_response import best_response, exact_payoffs, nash_conv
-from palestra.populations.tabular.cfr import XFPSolver
-from palestra.populations.tabular.double_oracle import anytime_psro, joint_psro, psro, xdo
+from palestra.populations.tabular.best_response import best_response, nash_conv
 from palestra.populations.tabular.game_tree import uniform_policy
+from results.populations.parts.double_oracle import XFPSolver, anytime_psro, exact_payoffs, joint_psro, psro, xdo
 
 
 def test_uniform_psro_equals_fictitious_play() -> None:

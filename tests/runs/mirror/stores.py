@@ -46,6 +46,14 @@ class FlakyFileSystem(MemoryFileSystem):
         return super().cat_file(path, start=start, end=end, **kwargs)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self._count_write()
+        super().pipe_file(path, value, mode=mode, **kwargs)
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self._count_write()
+        super().put_file(lpath, rpath, **kwargs)
+
+    def _count_write(self) -> None:
         self._check()
         cls = type(self)
         if cls.writes_left is not None:
@@ -53,7 +61,6 @@ class FlakyFileSystem(MemoryFileSystem):
                 raise OSError("killed before this write")
             cls.writes_left -= 1
         cls.num_writes += 1
-        super().pipe_file(path, value, mode=mode, **kwargs)
 
 
 fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)

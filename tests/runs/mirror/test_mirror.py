@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing, contextmanager
 
 import pytest
-from helpers.command_line import invoke, palestra, refused
+from helpers.command_line import palestra, refused
 from runs.mirror.stores import FlakyFileSystem, contents, new_run, train
 
 from palestra.api.run import open_run, run_request
@@ -15,11 +16,17 @@ from palestra.core.http.retry import RetryPolicy
 from palestra.runs import Run, read_lines
 from palestra.runs.loop import Callback
 from palestra.runs.mirror.config import MirrorConfig
+from palestra.runs.mirror.copy import (
+    STAGING_FOLDER,
+    Mirror,
+    MirrorFailed,
+    MirrorTaken,
+    mirror_run,
+    mirror_status,
+    send_state,
+)
 from palestra.runs.mirror.fetch import fetch_run
-from palestra.runs.mirror.follow import Mirror, MirrorFailed, mirror_run, mirror_status, send_state
-from palestra.runs.mirror.snapshot import STAGING_FOLDER, stage, take_snapshot
-from palestra.runs.mirror.store import RunStore, StoreError, check_store_url
-from palestra.runs.mirror.uploader import MirrorTaken, Uploader
+from palestra.runs.mirror.store import StoreError, check_store_url
 
 URL = "flaky://bucket/runs"
 
@@ -34,15 +41,21 @@ def store():
 @pytest.fixture
 def fast_retries(monkeypatch):
     """Retries within milliseconds."""
-    monkeypatch.setattr("palestra.runs.mirror.follow.RETRY", RetryPolicy(0.02, 0.05))
-    monkeypatch.setattr("palestra.runs.mirror.follow.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
-    monkeypatch.setattr("palestra.runs.mirror.follow.POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr("palestra.runs.mirror.copy.RETRY", RetryPolicy(0.02, 0.05))
+    monkeypatch.setattr("palestra.runs.mirror.copy.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
+    monkeypatch.setattr("palestra.runs.mirror.copy.POLL_INTERVAL_S", 0.02)
 
 
-def open_mirror(path):
-    uploader = Uploader(path, f"{URL}/{path.name}")
-    uploader.open()
-    return uploader
+@contextmanager
+def mirror_of(path, url=URL):
+    """The open mirror of a run."""
+    with closing(Mirror(path, MirrorConfig(url=url))) as mirror:
+        mirror.open()
+        yield mirror
+
+
+def fetch(to):
+    return fetch_run(f"{URL}/demo", to)
 
 
 def wait_until(condition):
@@ -56,204 +69,188 @@ def wait_until(condition):
 
 
 def test_crash_at_any_write_leaves_a_complete_state(tmp_path, store):
-    """The upload of a new state crashes before its first write, its second, ...: the copy is the old or the new state,
-    and a new writer completes it."""
+    """The upload of a new state crashes before its first write, its second, ...: what is fetched resumes from the old
+    or the new state, and a new writer completes the copy."""
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = open_mirror(run.path)
-        states = {1: contents(run.path)}
+        with mirror_of(run.path) as mirror:
+            mirror.sync()
+        old = contents(run.path)
         train(run, 1)
-        states[2] = contents(run.path)
-    before, store.num_writes = {key: bytes(file.getvalue()) for key, file in store.store.items()}, 0
-    assert uploader.sync()
-    num_writes, found = store.num_writes, []
-    for writes in range(num_writes + 1):
+    before = {key: bytes(file.getvalue()) for key, file in store.store.items()}
+    steps = []
+    for writes in range(100):
         store.reset()
-        fs = store()
         for key, data in before.items():
-            fs.pipe_file(key, data)
-        store.writes_left = writes
-        crashed = Uploader(run.path, uploader.store.url)
-        crashed.writer, crashed.manifest = uploader.writer, uploader.store.read_manifest(1)
-        crashed._kept, crashed._stored = [crashed.manifest], crashed.manifest.blocks
-        if writes < num_writes:
-            with pytest.raises(StoreError, match="killed before this write"):
-                crashed.sync()
-        else:
-            crashed.sync()
+            store().pipe_file(key, data)
+        with mirror_of(run.path) as mirror:
+            store.writes_left = writes
+            try:
+                mirror.sync()
+            except StoreError as error:
+                assert "killed before this write" in str(error)
+            is_complete = store.writes_left > 0
         store.writes_left = None
-        fetched = fetch_run(uploader.store.url, tmp_path / f"fetched-{writes}")
-        assert contents(fetched.path) == states[fetched.manifest.progress]
-        found.append(fetched.manifest.progress)
-        open_mirror(run.path).sync()
-        assert contents(fetch_run(uploader.store.url, tmp_path / f"again-{writes}").path) == states[2]
-        named = {block for number in RunStore(uploader.store.url).generations() for block in _blocks(uploader, number)}
-        assert RunStore(uploader.store.url).objects() == named  # objects left by the crash are deleted
-    assert num_writes >= 5 and found == [1] * num_writes + [2]
+        with Run.open(fetch(tmp_path / f"fetched-{writes}").path) as fetched:
+            steps.append(fetched.resume().step)
+        if steps[-1] == 0:
+            resumed = contents(fetched.path)
+            assert {name: resumed[name] for name in old} == old
+        send_state(run.path, MirrorConfig(url=URL))
+        assert contents(fetch(tmp_path / f"again-{writes}").path) == contents(run.path)
+        if is_complete:
+            break
+    assert steps[0] == 0 and steps[-1] == 1 and steps == sorted(steps) and len(steps) > 6
 
 
-def _blocks(uploader, number):
-    return uploader.store.read_manifest(number).blocks
-
-
-def test_only_changes_are_sent_and_old_states_are_deleted(tmp_path):
-    with new_run(tmp_path) as run:
-        uploader = open_mirror(run.path)
+def test_only_changes_are_sent_and_pruned_checkpoints_are_deleted(tmp_path, store):
+    with new_run(tmp_path) as run, mirror_of(run.path) as mirror:
         sent = []
         for _ in range(4):
             train(run, 1)
-            before = uploader.sent_bytes
-            assert uploader.sync() and not uploader.sync()
-            sent.append(uploader.sent_bytes - before)
-        assert sent[0] > 400_000 and max(sent[1:]) < 20_000  # the base is uploaded once
-        assert uploader.store.generations() == [5, 4]
-        checkpoints = {name.split("/")[1] for name in uploader.manifest.files if name.startswith("checkpoints/")}
+            before = mirror.sent_files
+            assert mirror.sync() and not mirror.sync()
+            sent.append(mirror.sent_files - before)
+        assert sent[1:] == [6, 6, 6]  # two files of a checkpoint, three logs, the list
+        checkpoints = {name.split("/")[1] for name in mirror.store.list_files() if name.startswith("checkpoints/")}
         assert checkpoints == {"step-000002", "step-000003"}  # as many as the run itself keeps
-        kept = uploader.store.read_manifest(4).blocks | uploader.store.read_manifest(5).blocks
-        assert uploader.store.objects() == kept
+        assert (mirror.state.text, mirror.state.num_bytes) == ("4 steps", sum(mirror.store.list_files().values()))
+    with Run.open(run.path), mirror_of(run.path) as mirror:
+        (run.path / "notes.md").unlink(missing_ok=True)
+        store().pipe_file("bucket/runs/demo/notes.md", b"left by an older state")
+    with mirror_of(run.path) as mirror:
+        mirror.sync()
+        assert "notes.md" not in mirror.store.list_files()
 
 
-def test_a_grown_log_sends_its_last_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.runs.mirror.manifest.LOG_BLOCK_BYTES", 1000)
-    with new_run(tmp_path) as run:
-        train(run, 1)
-        uploader = open_mirror(run.path)
-        for step in range(200):
-            run.log_metrics(1, "other", {"loss": step})
-        train(run, 1)
-        uploader.sync()
-        first = uploader.manifest.files["metrics.jsonl"].blocks
-        train(run, 1)
-        uploader.sync()
-        second = uploader.manifest.files["metrics.jsonl"].blocks
-    assert len(first) == len(second) > 5 and first[:-1] == second[:-1] and first != second
-    fetched = fetch_run(uploader.store.url, tmp_path / "fetched").path
-    assert (fetched / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
-
-
-def test_logs_after_the_checkpoint_are_not_mirrored(tmp_path):
+def test_unfinished_files_and_lines_are_not_mirrored(tmp_path):
     with new_run(tmp_path) as run:
         train(run, 2)
         run.log_metrics(2, "planner", {"loss": 9.0})
         run.write_episodes(1, [])
         run.write_episodes(2, [])
+        with open(run.path / "metrics.jsonl", "a") as log:
+            log.write('{"step": 3')
         (run.path / ".tmp-half").write_text("half")
-        open_mirror(run.path)
-    fetched = fetch_run(f"{URL}/demo", tmp_path / "fetched").path
-    assert [line["step"] for line in read_lines(fetched / "metrics.jsonl")] == [0, 1]
-    assert [path.name for path in (fetched / "episodes").iterdir()] == ["step-000001.parquet"]
-    assert not list(fetched.glob(".*"))
+        (run.path / "link").symlink_to(run.path / "config.yaml")
+        send_state(run.path, MirrorConfig(url=URL))
+    fetched = fetch(tmp_path / "fetched").path
+    assert [line["step"] for line in read_lines(fetched / "metrics.jsonl")] == [0, 1, 2]
+    assert (fetched / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    assert not list(fetched.glob(".*")) and not (fetched / "link").exists()
     with Run.open(fetched) as again:
         assert again.resume().step == 1
+    assert [path.name for path in (fetched / "episodes").iterdir()] == ["step-000001.parquet"]
 
 
-def test_a_checkpoint_is_sent_although_the_run_prunes_it(tmp_path):
-    with new_run(tmp_path) as run:
+def test_a_checkpoint_is_sent_although_the_run_prunes_it(tmp_path, store, monkeypatch):
+    """The run makes three checkpoints while the first one is sent."""
+    put = store.put_file
+    with new_run(tmp_path) as run, mirror_of(run.path) as mirror:
         train(run, 1)
-        staged = stage(run.path, take_snapshot(run.path))
-        train(run, 3)
+
+        def put_slowly(self, lpath, rpath, **kwargs):
+            if not (run.path / "checkpoints" / "step-000003").exists():
+                train(run, 3)
+            put(self, lpath, rpath, **kwargs)
+
+        monkeypatch.setattr("palestra.runs.mirror.copy.NUM_THREADS", 1)
+        monkeypatch.setattr(store, "put_file", put_slowly)
+        mirror.sync()
         assert not (run.path / "checkpoints" / "step-000000").exists()
-        weights = [source for source in staged.sources if source.name.startswith("checkpoints/")]
-        assert len(weights) == 2 and all(len(source.path.read_bytes()) == source.num_bytes for source in weights)
-        uploader = open_mirror(run.path)
-        uploader.sync()
         assert not (run.path / STAGING_FOLDER).exists()
+        with Run.open(fetch(tmp_path / "fetched").path) as fetched:
+            assert fetched.resume().step == 0
 
 
-def test_a_damaged_checkpoint_is_not_mirrored(tmp_path):
-    with new_run(tmp_path) as run:
-        uploader = open_mirror(run.path)
-        train(run, 1)
-        weights = run.path / "checkpoints" / "step-000000" / "planner" / "weights.safetensors"
-        weights.write_bytes(b"x" * weights.stat().st_size)
-        with pytest.raises(DamagedFile, match="differs from what was written, and is not mirrored"):
-            uploader.sync()
-    assert fetch_run(f"{URL}/demo", tmp_path / "fetched").manifest.progress == 0
+def test_a_run_without_a_checkpoint_has_no_copy_yet(tmp_path):
+    with new_run(tmp_path / "a") as run, mirror_of(run.path) as mirror:
+        run.log_metrics(0, "planner", {"loss": 1.0})
+        assert not mirror.sync() and mirror.state.text == "0 steps"
+    assert "has nothing of the run yet" in refused("fetch", f"{URL}/demo", "--root", tmp_path / "b")
+    with new_run(tmp_path / "c") as other:  # the job begins again, on another machine
+        train(other, 1)
+        assert send_state(other.path, MirrorConfig(url=URL)) == "1 steps"
 
 
 # ---- refusals
 
 
-def test_damaged_object_error_names_the_last_complete_generation(tmp_path, store):
+def test_a_damaged_checkpoint_is_passed_over_and_sent_again(tmp_path, store):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 2)
+        send_state(run.path, MirrorConfig(url=URL))
+    store().pipe_file("bucket/runs/demo/checkpoints/step-000001/planner/weights.safetensors", b"bad")
+    said = palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b")
+    weights = f"{URL}/demo/checkpoints/step-000001/planner/weights.safetensors"
+    assert f"the checkpoint after 2 steps is passed over: {weights} is damaged" in said
+    with Run.open(tmp_path / "b" / "demo") as again, mirror_of(tmp_path / "b" / "demo") as mirror:
+        assert again.resume().step == 0
+        train(again, 1)
+        mirror.sync()
+    assert contents(fetch(tmp_path / "c").path) == contents(again.path)
+
+
+def test_a_copy_without_an_intact_checkpoint_is_refused(tmp_path, store):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = open_mirror(run.path)
-        train(run, 1)
-        uploader.sync()
-    (new,) = uploader.manifest.files["checkpoints/step-000001/planner/weights.safetensors"].blocks
-    store().pipe_file(f"bucket/runs/demo/objects/{new}", b"bad")
-    said = invoke("fetch", f"{URL}/demo", "--root", tmp_path / "b")
-    assert said.exit_code == 1, said.output
-    message = " ".join(said.stderr.split())
-    assert f"objects/{new} is damaged" in message and "checkpoints/step-000001/planner/weights.safetensors" in message
-    assert f"palestra fetch {URL}/demo --generation 1" in message and "after 1 steps" in message
+        send_state(run.path, MirrorConfig(url=URL))
+    store().rm_file("bucket/runs/demo/checkpoints/step-000000/planner/weights.safetensors")
+    with pytest.raises(DamagedFile, match=rf"no checkpoint of {URL}/demo is intact .*weights.safetensors is missing"):
+        fetch(tmp_path / "b")
     assert not (tmp_path / "b" / "demo").exists()
 
-    palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b", "--generation", 1)
-    with Run.open(tmp_path / "b" / "demo") as again:  # continues from there, and repairs the copy
-        assert again.resume().step == 0
-        mended = open_mirror(again.path)
-        train(again, 1)
-        mended.sync()
-    assert contents(fetch_run(f"{URL}/demo", tmp_path / "c").path).keys() == contents(again.path).keys()
 
-
-def test_missing_object_without_complete_generation_is_refused(tmp_path, store):
+@pytest.mark.parametrize("name", [".lock", "config.yaml/x", f"{'a/' * 600}b", "a/../../b"])
+def test_a_copy_with_names_that_no_run_has_is_refused(name, tmp_path, store):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = open_mirror(run.path)
-    (block,) = uploader.manifest.files["config.yaml"].blocks
-    store().rm_file(f"bucket/runs/demo/objects/{block}")
-    with pytest.raises(DamagedFile, match=r"is missing; it is a part of config\.yaml\. No earlier generation is whole"):
-        fetch_run(f"{URL}/demo", tmp_path / "b")
-
-
-def test_torn_manifest_is_skipped(tmp_path, store):
-    with new_run(tmp_path / "runs") as run:
-        train(run, 1)
-        uploader = open_mirror(run.path)
-        train(run, 1)
-        uploader.sync()
-    data = store().cat_file("bucket/runs/demo/manifests/00000002")
-    store().pipe_file("bucket/runs/demo/manifests/00000002", data[:100])
-    said = palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b")
-    assert "generation 2 is passed over" in said and "the run after 1 steps" in said
-
-
-def test_manifest_with_paths_outside_the_run_is_refused(tmp_path, store):
-    with new_run(tmp_path / "runs") as run:
-        uploader = open_mirror(run.path)
-    for name in ("../outside", "/etc/passwd", ".lock", "a/../../b"):
-        uploader.manifest.files[name] = uploader.manifest.files["config.yaml"]
-        uploader.store.write_manifest(uploader.manifest)
-        with pytest.raises(ValueError, match="has no copy of a run"):
-            fetch_run(f"{URL}/demo", tmp_path / "b")
-        del uploader.manifest.files[name]
+        send_state(run.path, MirrorConfig(url=URL))
+    store.store[f"/bucket/runs/demo/{name}"] = store.store["/bucket/runs/demo/config.yaml"]
+    with pytest.raises(DamagedFile, match=r"is hidden, too long, or both|is not a path inside"):
+        fetch(tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
 
 
 def test_second_writer_takes_over_the_copy(tmp_path):
-    with new_run(tmp_path / "runs") as run:
+    with new_run(tmp_path / "runs") as run, mirror_of(run.path) as first:
         train(run, 1)
-        first = open_mirror(run.path)
-    fetched = fetch_run(f"{URL}/demo", tmp_path / "b").path
-    second = open_mirror(fetched)
-    with Run.open(run.path) as run:
-        train(run, 1)
-    with pytest.raises(MirrorTaken, match=rf"{second.writer} has taken over .*Stop one of the two"):
         first.sync()
-    with new_run(tmp_path / "c") as other, pytest.raises(MirrorTaken, match="is the copy of another run"):
-        open_mirror(other.path)
+        with mirror_of(fetch(tmp_path / "b").path) as second:
+            train(run, 1)
+            with pytest.raises(MirrorTaken, match=rf"{second.writer} has taken over .*Stop one of the two"):
+                first.sync()
+    with (
+        new_run(tmp_path / "c") as other,
+        pytest.raises(MirrorTaken, match="is the copy of another run"),
+        mirror_of(other.path),
+    ):
+        pass
+
+
+def test_a_folder_that_is_no_copy_is_left_alone(tmp_path, store):
+    store().pipe_file("bucket/runs/demo/thesis.tex", b"mine")
+    with (
+        new_run(tmp_path / "runs") as run,
+        pytest.raises(MirrorTaken, match="holds files that are no copy of a run"),
+        mirror_of(run.path),
+    ):
+        pass
+    assert store().cat_file("bucket/runs/demo/thesis.tex") == b"mine"
 
 
 def test_an_older_folder_does_not_replace_a_newer_copy(tmp_path):
-    with new_run(tmp_path / "runs") as run:
+    with new_run(tmp_path / "runs") as run, mirror_of(run.path) as mirror:
         train(run, 1)
-        uploader = open_mirror(run.path)
-        old = fetch_run(f"{URL}/demo", tmp_path / "old").path
+        mirror.sync()
+        old = fetch(tmp_path / "old").path
         train(run, 1)
-        uploader.sync()
-    with pytest.raises(MirrorTaken, match=r"has this run after 2 steps, and .* after 1 only: move that folder away"):
-        open_mirror(old)
+        mirror.sync()
+    with (
+        pytest.raises(MirrorTaken, match=r"has this run after 2 steps, and .* after 1 only: move that folder away"),
+        mirror_of(old),
+    ):
+        pass
     said = refused("fetch", f"{URL}/demo", "--root", tmp_path / "old")
     assert "is an older copy of this run, after 1 steps" in said
     assert "is there already" in palestra("fetch", f"{URL}/demo", "--root", tmp_path / "runs")
@@ -333,10 +330,8 @@ def test_store_failure_at_the_start_prevents_training(tmp_path, store, fast_retr
             mirror_run(run.path, MirrorConfig(url=URL), print).__enter__()
         assert f"palestra train --resume {run.path}" in error.value.__notes__[0]
         store.is_down = False
-        mirror = Mirror(run.path, MirrorConfig(url=URL))
-        with pytest.raises(ValueError, match="is writing the mirror of"):
+        with mirror_of(run.path), pytest.raises(ValueError, match="is writing the mirror of"):
             Mirror(run.path, MirrorConfig(url=URL))
-        mirror.close()
 
 
 # ---- the commands, on a store that is a folder
@@ -392,7 +387,7 @@ def test_sync_uploads_a_finished_run(tmp_path):
         train(run, 2)
     for _ in range(2):
         assert f"{url}/demo has the run after 2 steps" in palestra("sync", run.path, "--to", url)
-    assert len(list((tmp_path / "store" / "demo" / "manifests").iterdir())) == 2  # each process claims the copy
+    assert not list((tmp_path / "store").rglob(".*"))
     assert contents(fetch_run(f"{url}/demo", tmp_path / "b").path) == contents(run.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,6 @@ import yaml
 from runs.mirror.proxy import Proxy
 
 from palestra.runs import list_checkpoints, read_lines
-from palestra.runs.mirror.manifest import Manifest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
@@ -114,17 +114,25 @@ def wait_until(condition, process):
         time.sleep(0.005)
 
 
-def names(proxy, folder):
+def files(proxy):
+    """The names of the files of the copy."""
     proxy.bucket.invalidate_cache()
     try:
-        found = proxy.bucket.ls(f"bucket/runs/run/{folder}", detail=False)
+        return {
+            path.removeprefix("bucket/runs/run/"): proxy.bucket.size(path)
+            for path in proxy.bucket.find("bucket/runs/run")
+        }
     except FileNotFoundError:
         return set()
-    return {name.rpartition("/")[2] for name in found}
 
 
-def generation(proxy):
-    return max((int(name) for name in names(proxy, "manifests")), default=0)
+def copied_steps(proxy):
+    """The steps up to which the copy has the run."""
+    try:
+        data = proxy.bucket.cat_file("bucket/runs/run/writer.json")
+    except FileNotFoundError:
+        return 0
+    return json.loads(data)["progress"]
 
 
 def assert_same(run, whole):
@@ -139,27 +147,30 @@ def assert_same(run, whole):
 
 
 def train_killed(folder, proxy, tree, point):
-    """Trains until there is a complete state, then kills the process: in the middle of an object's upload, or between
-    two, when some objects of a new state but not its manifest are in the store."""
+    """Trains until there is a complete state, then kills the process: in the middle of a file's upload, or between two,
+    when some files of a new checkpoint but not its line are in the store."""
     config = write_config(folder, tree, mirror={"url": STORE, "min_interval_s": 0})
     process = start(folder, "train", config)
-    wait_until(lambda: generation(proxy) >= 3, process)
+    wait_until(lambda: copied_steps(proxy) > 0, process)
     proxy.bytes_per_s = 20_000  # all connections together send several times this
-    at, objects = generation(proxy), names(proxy, "objects")
-    if point == "object":
+    steps = copied_steps(proxy)
+    before = files(proxy)
+    if point == "file":
         sent = proxy.sent_bytes
         wait_until(lambda: proxy.sent_bytes > sent + 15_000, process)
     else:
-        wait_until(lambda: names(proxy, "objects") - objects, process)
+        wait_until(
+            lambda: any(name.startswith("checkpoints/") for name in files(proxy).keys() - before.keys()), process
+        )
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     proxy.bytes_per_s = None
-    assert generation(proxy) - at <= 2
+    assert copied_steps(proxy) < tree.get("steps", 100) and copied_steps(proxy) >= steps
     shutil.rmtree(folder / "runs")
 
 
-@pytest.mark.parametrize("point", ["object", "between"])
+@pytest.mark.parametrize("point", ["file", "between"])
 @pytest.mark.parametrize("kind", ["games", "language"])
 def test_resume_on_another_machine_after_a_kill_during_an_upload(kind, point, proxy, base, tmp_path):
     tree = GAMES if kind == "games" else language(base)
@@ -174,7 +185,8 @@ def test_resume_on_another_machine_after_a_kill_during_an_upload(kind, point, pr
     finish(start(tmp_path / "c", "fetch", f"{STORE}/run"))  # the copy has the end of the run, and nothing else
     assert_same(tmp_path / "c" / "runs" / "run", whole / "runs" / "run")
     assert "1 steps" not in finish(start(tmp_path / "c", "runs", "--root", STORE))
-    assert len(names(proxy, "manifests")) <= 3
+    kept = {name.split("/")[1] for name in files(proxy) if name.startswith("checkpoints/")}
+    assert kept == {path.name for path in (tmp_path / "b/runs/run/checkpoints").iterdir()}
     for file in (tmp_path / "b" / "runs" / "run").rglob("*"):
         assert not file.is_file() or b"a-secret-of-this-test" not in file.read_bytes(), file
     assert "a-secret-of-this-test" not in said
@@ -184,7 +196,7 @@ def test_copy_catches_up_after_the_store_was_down(proxy, tmp_path):
     tree = GAMES | {"env_steps": 3200, "checkpoint_every": 320}
     process = start(tmp_path, "train", write_config(tmp_path, tree, mirror={"url": STORE, "min_interval_s": 0}))
     run = tmp_path / "runs" / "run"
-    wait_until(lambda: generation(proxy) >= 2, process)
+    wait_until(lambda: copied_steps(proxy) > 0, process)
     proxy.is_down = True
     steps = len(read_lines(run / "metrics.jsonl"))
     wait_until(lambda: '"failing_since": "' in (run / "mirror.json").read_text(), process)
@@ -200,7 +212,7 @@ def test_copy_catches_up_after_the_store_was_down(proxy, tmp_path):
 def test_a_store_that_refuses_at_the_end_is_an_error(proxy, tmp_path):
     settings = {"url": STORE, "min_interval_s": 0, "final_wait_s": 1}
     process = start(tmp_path, "train", write_config(tmp_path, GAMES, mirror=settings))
-    wait_until(lambda: generation(proxy) >= 2, process)
+    wait_until(lambda: copied_steps(proxy) > 0, process)
     proxy.is_down = True
     said = " ".join(finish(process, code=1).split())
     assert "error: the run is in runs/run, and its last state is not in its mirror; it has that after" in said
@@ -212,17 +224,17 @@ def test_a_store_that_refuses_at_the_end_is_an_error(proxy, tmp_path):
     assert_same(tmp_path / "b" / "runs" / "run", tmp_path / "runs" / "run")
 
 
-def test_a_damaged_object_and_a_missing_bucket_are_refused(proxy, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_and_a_missing_bucket_is_refused(proxy, tmp_path):
     tree = GAMES | {"env_steps": 640}
     finish(start(tmp_path, "train", write_config(tmp_path, tree), "--mirror", STORE))
     finish(start(tmp_path, "train", "--resume", "runs/run", "--set", "env_steps=960"))
-    newest, older = sorted(names(proxy, "manifests"))[::-1][:2]
-    manifest = Manifest.from_bytes(newest, proxy.bucket.cat_file(f"bucket/runs/run/manifests/{newest}"))
-    new = max(sorted(manifest.blocks), key=lambda name: proxy.bucket.info(f"bucket/runs/run/objects/{name}")["size"])
-    proxy.bucket.pipe_file(f"bucket/runs/run/objects/{new}", b"bad")
-    said = finish(start(tmp_path / "b", "train", "--resume", f"{STORE}/run"), code=1)
-    assert f"objects/{new} is damaged" in said and "generation" in said and not (tmp_path / "b/runs/run").exists()
-    assert newest > older
+    newest = max(name for name in files(proxy) if name.startswith("checkpoints/") and name.endswith(".safetensors"))
+    proxy.bucket.pipe_file(f"bucket/runs/run/{newest}", b"bad")
+    said = " ".join(finish(start(tmp_path / "b", "train", "--resume", f"{STORE}/run")).split())
+    assert f"the checkpoint after 30 steps is passed over: {STORE}/run/{newest} is damaged" in said
+    assert_same(tmp_path / "b/runs/run", tmp_path / "runs/run")
+    finish(start(tmp_path / "d", "fetch", f"{STORE}/run"))  # the resumed run has sent it again
+    assert_same(tmp_path / "d/runs/run", tmp_path / "runs/run")
     said = finish(
         start(tmp_path / "c", "train", write_config(tmp_path / "c", tree), "--mirror", "s3://none/runs"), code=1
     )

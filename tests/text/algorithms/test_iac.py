@@ -13,14 +13,14 @@ from helpers.actor_critic_runs import (
     FixedValuesLearner,
     credit_samples,
     lists,
-    logged_steps,
     play,
     play_first_step,
+    resumed_checkpoint,
     run_of,
     whisper,
 )
 
-from palestra.core.config import dump, parse, validate
+from palestra.core.config import validate
 from palestra.core.config.presets import expand_preset
 from palestra.core.losses import (
     LossInputs,
@@ -30,8 +30,7 @@ from palestra.core.losses import (
     value_function_loss,
 )
 from palestra.core.types import Answer, Node, Sample
-from palestra.runs import Run, list_checkpoints, read_lines
-from palestra.runs.loop import restore_checkpoint, run_training
+from palestra.runs import read_lines
 from palestra.text.algorithms.answer_critic import critic_input
 from palestra.text.algorithms.ppo import PPO
 from palestra.text.algorithms.presets import TEXT_PRESETS
@@ -287,12 +286,11 @@ def test_a_separate_critic_does_not_move_the_policy(base):
     assert moved[-1] == pytest.approx(0.02, rel=1e-3)  # the first step of Adam is the learning rate
 
 
-@pytest.mark.parametrize("critic", ["separate", "central"])
-@pytest.mark.parametrize("level", ["token", "turn"])
-def test_separate_critic_converges_to_the_return(base, critic, level, check_score):
+@pytest.mark.parametrize(
+    ("critic", "level"), [("shared", "token"), ("separate", "token"), ("separate", "turn"), ("central", "turn")]
+)
+def test_critic_converges_to_the_return(base, critic, level, check_score):
     """Every trajectory returns 2: a critic trained alone converges to 2 at both turns."""
-    if (critic, level) == ("central", "token"):
-        pytest.skip("refused")
     env = {"type": "helpers.toys:Chant", "turns": 2}
     algorithm = {"normalize_advantages": False, "gae_lambda": 1.0, "critic": critic, "action_level": level}
     config = whisper(base, steps=1, episodes=4, evals={}, algorithm=algorithm)
@@ -348,19 +346,7 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path):
         policy={"epochs": 2, "batch_size": 20, "history": "conversation"},
         evals={"test": {"episodes": 4, "every": 2}},
     )
-    whole = run_of(config, tmp_path)
-    with Run.create(tmp_path, dump(config), config.name) as run:
-        assert not run_training(build(config), run, should_stop=lambda: len(logged_steps(run.path)) == 2)
-    with Run.open(run.path) as run:
-        setup = build(validate(TextConfig, parse(run.config)))
-        assert restore_checkpoint(setup, run) == 2
-        assert run_training(setup, run)
-    assert (whole / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
-    one, other = list_checkpoints(whole)[-1].path, list_checkpoints(run.path)[-1].path
-    files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
-    assert "guide/critic/critic.safetensors" in [file.as_posix() for file in files]
-    for file in files:
-        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    assert (resumed_checkpoint(config, tmp_path, 2) / "guide/critic/critic.safetensors").is_file()
 
 
 @pytest.mark.slow

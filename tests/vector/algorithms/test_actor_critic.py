@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pyspiel
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, Push, Track, mean_return, ppo, train
+from helpers.vector_toys import POLICY, Countdown, Cues, Push, Track, learner, mean_return, ppo, snapshot, train
 from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
 
@@ -30,18 +29,6 @@ from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import member_weights
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
-
-POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
-
-
-def learner(
-    config: ActorCriticConfig,
-    env: VectorEnv,
-    seats: dict[str, list[int]],
-    policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
-) -> ActorCriticLearner:
-    own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
 def collect_rollout(
@@ -66,10 +53,6 @@ def weights(made: ActorCriticLearner, name: str) -> dict[str, torch.Tensor]:
                 f"critic.{k}": v for k, v in member_weights(critic.net, critic.seat_mapping.names.index(name)).items()
             }
     return found
-
-
-def snapshot(made: ActorCriticLearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- one update, computed decision by decision

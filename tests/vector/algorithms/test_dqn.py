@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, mean_return, train
+from helpers.vector_toys import POLICY, Countdown, Cues, learner, mean_return, snapshot, train_on_play
 
 from palestra.core.seeding import derive_seed
 from palestra.envs.vector.kuhn import KuhnPoker
@@ -25,31 +24,7 @@ from palestra.vector.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
-POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
-
-
-def learner(
-    config: QLearningConfig,
-    env: VectorEnv,
-    seats: dict[str, list[int]],
-    policies: Mapping[str, NetPolicyConfig] | NetPolicyConfig = POLICY,
-) -> QLearner:
-    own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
-    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
-
-
-def train_on_play(
-    made: QLearner, env: VectorEnv, updates: int, others: list[Any] | None = None
-) -> dict[str, dict[str, float]]:
-    figures: dict[str, dict[str, float]] = train(
-        made, VectorRollout(env, np.arange(env.num_envs)), made.config.rollout_length, updates, others or ()
-    )
-    return figures
-
-
-def snapshot(made: QLearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- one update, computed row by row

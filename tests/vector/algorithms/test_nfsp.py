@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.vector_toys import train
+from helpers.vector_toys import snapshot, train
 
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector_base import VectorEnv
@@ -82,7 +82,7 @@ def test_resume_is_bit_identical() -> None:
     made, again = learner(env), learner(env)
     sweeper = VectorRollout(env, np.arange(16))
     train(made, sweeper, 4, 5)
-    again.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
+    again.load_arrays(snapshot(made))
     saved = sweeper.save()
     assert saved is not None
     train(made, sweeper, 4, 3)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, mean_return, train
+from helpers.vector_toys import Countdown, Cues, mean_return, snapshot, train
 
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import TwoStepGame
@@ -131,7 +131,7 @@ def test_resume_from_state_arrays_is_bit_identical(mixer: Any, memory: int) -> N
     policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True, lr_schedule="linear")
     made, other = (learner(config, env, {"a": [0], "b": [1]}, dict.fromkeys("ab", policy)) for _ in range(2))
     train(made, VectorRollout(env, np.arange(4)), 9, 3)
-    other.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
+    other.load_arrays(snapshot(made))
     for each in (made, other):
         train(each, VectorRollout(Countdown(4), np.arange(4)), 9, 2)
     for key, value in made.state_arrays().items():

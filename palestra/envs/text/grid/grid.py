@@ -15,7 +15,6 @@ from palestra.envs.support.answers import answer_words
 
 DIRECTIONS = ("up", "down", "left", "right")
 OPPOSITE = (1, 0, 3, 2)
-MAX_GRID_SIZE = 16  # maximum rows or columns: the cell names reach r15 c15
 
 _INDEX = {word: index for index, word in enumerate(DIRECTIONS)}
 

@@ -156,13 +156,6 @@ class TryAgainResponse(WireModel):
     retry_after_s: float | None = None
 
 
-class RequestFailedResponse(WireModel):
-    """A failed request and whether the user or the server caused it."""
-
-    error: str
-    category: Literal["user", "server", "unknown"]
-
-
 class FutureCompletion(WireModel):
     """One finished request of a batch poll."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, Track, mean_return, train
+from helpers.vector_toys import Countdown, Cues, Track, assert_same_state, mean_return, snapshot, train
 
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
@@ -33,10 +33,6 @@ def learner(
 ) -> COMALearner:
     own = dict.fromkeys(seats, policies) if isinstance(policies, NetPolicyConfig) else policies
     return config.build_learner(env, seats, own, {name: number for number, name in enumerate(seats)})
-
-
-def snapshot(made: COMALearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- by hand
@@ -252,8 +248,7 @@ def test_seats_that_do_not_act_have_no_gradient() -> None:
     made.update(batch, 0.0)
     batch.actions[~batch.agent_mask[:-1]] = 2
     other.update(batch, 0.0)
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
+    assert_same_state(made, other)
 
 
 def test_continuous_actions_are_refused() -> None:

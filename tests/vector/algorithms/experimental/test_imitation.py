@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, Push, Track, mean_return, train
+from helpers.vector_toys import Countdown, Cues, Push, Track, assert_same_state, mean_return, snapshot, train
 
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.experimental.imitation import BC, GAIL, read_demonstrations
-from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, make_head
@@ -46,10 +45,6 @@ def record_script(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray]
     """Records a script's play at all seats; returns the path of the file."""
     record_vector_episodes(env, [ScriptedVectorPolicy(env, range(len(env.seats)), script)], steps, path)
     return str(path)
-
-
-def snapshot(made: NetLearner) -> dict[str, np.ndarray]:
-    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- losses by hand
@@ -240,8 +235,7 @@ def test_clone_resume_from_state_arrays_is_bit_identical(memory: int, tmp_path: 
     again.load_arrays(snapshot(made))
     for one in (made, again):
         one.update(None, 0.5)
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
+    assert_same_state(made, again)
     assert made.state_arrays()["versions"].tolist() == [16, 16]
 
 
@@ -258,8 +252,7 @@ def test_env_rewards_are_not_used(tmp_path: Path) -> None:
     batch.rewards[:] = np.nan
     assert other.update(batch, 0.0) == first
     assert np.isnan(batch.rewards).all()  # and the batch of play is not modified
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
+    assert_same_state(made, other)
 
 
 def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
@@ -276,8 +269,7 @@ def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
         made.update(batch, 0.0)
         if i >= 2:
             again.update(batch, 0.0)
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
+    assert_same_state(made, again)
     assert any(key.startswith("discriminator.1/") for key in made.state_arrays())
 
 

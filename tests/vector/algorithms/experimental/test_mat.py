@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Push, mean_return, ppo, train
+from helpers.vector_toys import Countdown, Push, assert_resume_is_exact, mean_return, ppo, train
 from torch import Tensor
 
 from palestra.environments.combat.env import Combat
@@ -229,16 +229,7 @@ def test_resume_from_state_arrays_is_bit_identical(normed: Any, decay: float) ->
     policy = NetPolicyConfig(hidden=[6], normalize_observations=True, attention_type=attention, retention_decay=decay)
     seats = {"a": [0, 1], "b": [2, 3]}
     made, again = (learner(env, seats, policy, rollout_length=9, value_norm=normed) for _ in range(2))
-    sweeper = VectorRollout(env, np.arange(4))
-    for i in range(4):
-        batch = sweeper.collect(made.rollout_policies(i / 4), 9, i)
-        if i == 2:
-            again.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
-        made.update(batch, i / 4)
-        if i >= 2:
-            again.update(batch, i / 4)
-    for key, value in made.state_arrays().items():
-        np.testing.assert_array_equal(value, again.state_arrays()[key], err_msg=key)
+    assert_resume_is_exact(made, again, env, 9)
     assert not any("critic" in key for key in made.state_arrays())  # the encoder is saved once
 
 

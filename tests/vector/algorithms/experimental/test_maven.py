@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, mean_return, train
+from helpers.vector_toys import POLICY, Countdown, Cues, learner, mean_return, snapshot, train, train_on_play
 
 from palestra.core.seeding import derive_seed
 from palestra.envs.vector.matrix import MStepGame
-from palestra.envs.vector_base import Discrete, VectorEnv
+from palestra.envs.vector_base import Discrete
 from palestra.parallel.process_group import GradientSync
 from palestra.vector.algorithms.experimental.latents import LatentPolicy
 from palestra.vector.algorithms.experimental.maven import MAVEN, LatentHead, MAVENLearner
@@ -25,21 +25,8 @@ from palestra.vector.nets.replay import ReplayBuffer
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
 
-POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
 TWO = {"one": [0], "two": [1]}
-
-
-def learner(config: MixingConfig, env: VectorEnv, seats: dict[str, list[int]], policies: Any = POLICY) -> Any:
-    own = policies if isinstance(policies, dict) else dict.fromkeys(seats, policies)
-    return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
-
-
-def train_on_play(made: Any, env: VectorEnv, updates: int, others: Any = ()) -> dict[str, dict[str, float]]:
-    """Trains on new games; returns the metrics of the last update."""
-    sweeper = VectorRollout(env, np.arange(env.num_envs))
-    found: dict[str, dict[str, float]] = train(made, sweeper, made.config.rollout_length, updates, others)
-    return found
 
 
 class Stateless(Countdown):
@@ -282,7 +269,7 @@ def test_resume_is_bit_identical(mixer: Any, memory: int, state: bool) -> None:
     continue_training(made, sweeper, range(5))
     games = sweeper.save()
     assert games is not None and made.latent_policy.returns.any()  # in the middle of games
-    other.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
+    other.load_arrays(snapshot(made))
     later.load(games, other.rollout_policies(0.1))
     for each, played_by in ((made, sweeper), (other, later)):
         continue_training(each, played_by, range(5, 9))

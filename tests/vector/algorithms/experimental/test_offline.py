@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, Track, mean_return, train
+from helpers.vector_toys import Countdown, Cues, Track, assert_same_state, mean_return, snapshot, train
 from torch import Tensor, nn
 
 from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
@@ -19,7 +19,6 @@ from palestra.vector.algorithms.dqn import DQN
 from palestra.vector.algorithms.experimental.cql import CQL
 from palestra.vector.algorithms.experimental.imitation import BC
 from palestra.vector.algorithms.experimental.iql import IQL
-from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.nets.replay import TransitionBatch
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
@@ -38,10 +37,6 @@ def record_uniform_play(env: VectorEnv, steps: int, path: Path, seed: int = 3) -
     """Writes episodes of uniform play."""
     record_vector_episodes(env, [UniformVectorPolicy(env, range(len(env.seats)))], steps, path, seed=seed)
     return str(path)
-
-
-def snapshot(made: NetLearner) -> Arrays:
-    return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
 # ---- updates, by an implementation of one network and one row at a time
@@ -285,8 +280,7 @@ def test_resume_from_state_arrays_is_bit_identical(kind: str, tmp_path: Path) ->
     assert sum(array.nbytes for key, array in made.state_arrays().items() if key.startswith("replay/")) == 32
     for one in (made, again):
         one.update(batch, 0.5)
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
+    assert_same_state(made, again)
     record_uniform_play(env, 12, tmp_path / "1.parquet", seed=9)
     with pytest.raises(ValueError, match=r"1\.parquet are not those that the checkpoint was trained on"):
         learner(config, env, {"a": [0], "b": [1, 2]}, policy).load_arrays(snapshot(made))
@@ -299,8 +293,7 @@ def test_rollouts_are_not_trained_on(config: Any, tmp_path: Path) -> None:
     made, other = (learner(config(data=data, batch_size=16, gradient_steps=4), env, {"a": [0, 1]}) for _ in range(2))
     for one, seed in ((made, 1), (other, 2)):
         one.update(VectorRollout(env, np.arange(4)).collect(one.rollout_policies(0.0), 4, seed), 0.0)
-    for key, value in snapshot(made).items():
-        np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
+    assert_same_state(made, other)
 
 
 # ---- refused settings

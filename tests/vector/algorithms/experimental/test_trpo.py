@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.vector_toys import Countdown, Cues, Push, Track, mean_return, train
+from helpers.vector_toys import Countdown, Cues, Push, Track, assert_resume_is_exact, mean_return, train
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 from torch.distributions import kl_divergence as torch_kl_divergence
@@ -261,16 +261,7 @@ def test_resume_from_state_arrays_is_bit_identical(sequential: bool, memory: int
     config = TRPO(rollout_length=9, critic="central", sequential=sequential, value_norm=True)
     policy = NetPolicyConfig(hidden=[6], normalize_observations=True, gru_units=memory)
     made, again = (learner(config, env, {"a": [0], "b": [1], "c": [2, 3]}, policy) for _ in range(2))
-    sweeper = VectorRollout(env, np.arange(4))
-    for i in range(4):
-        batch = sweeper.collect(made.rollout_policies(i / 4), 9, i)
-        if i == 2:
-            again.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
-        made.update(batch, i / 4)
-        if i >= 2:
-            again.update(batch, i / 4)
-    for key, value in made.state_arrays().items():
-        np.testing.assert_array_equal(value, again.state_arrays()[key], err_msg=key)
+    assert_resume_is_exact(made, again, env, 9)
 
 
 def test_hatrpo_equals_sequential_trpo_with_a_central_critic() -> None:

@@ -1,26 +1,27 @@
 """Double oracle methods with exact best responses: PSRO over whole policies (also joint and anytime PSRO), XDO over
 single actions.
 
-Each is an infinite iterator of stages; take as many as needed (`itertools.islice`). Stage 0 is the start, before any
-response.
+They compute what the plans of `palestra.populations.plans` approximate, from the whole game tree. Each is an infinite
+iterator of stages; take as many as needed (`itertools.islice`). Stage 0 is the start, before any response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from palestra.populations.tabular.best_response import (
-    best_response,
-    best_response_to_reach,
-    nash_conv,
-    payoffs_from_end_probs,
-    player_end_probs,
-)
+from palestra.populations.tabular.best_response import best_response, best_response_to_reach, nash_conv
 from palestra.populations.tabular.cfr import CFRSolver
-from palestra.populations.tabular.game_tree import GameTree, mixture_policy, uniform_policy
+from palestra.populations.tabular.game_tree import (
+    GameTree,
+    mixture_policy,
+    policy_from_plan,
+    realization_plan,
+    uniform_policy,
+    write_realization_plan,
+)
 
 # Maps the payoffs of each player to the weights of each player's members.
 MetaSolverFn = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
@@ -195,3 +196,74 @@ def _solve_restricted(tree: GameTree, allowed: np.ndarray, tolerance: float, mos
         policy = solver.average_policy()
         if solver.iterations >= most or nash_conv(tree, policy, action_mask=allowed) <= tolerance:
             return policy
+
+
+class TabularSolver(Protocol):
+    """A solver whose average policy converges to an equilibrium of a two-player zero-sum game."""
+
+    def run(self, iterations: int) -> None: ...
+
+    def average_policy(self) -> np.ndarray:
+        """Returns the current average policy, float64 [I, A]."""
+        ...
+
+
+class XFPSolver:
+    """Extensive-form fictitious play (Heinrich et al., 2015): every player plays a best response to the others' average
+    policy, and the response joins the average with equal weight. Starts from the uniform policy."""
+
+    def __init__(self, tree: GameTree) -> None:
+        self.tree = tree
+        self.iterations = 0
+        self.policy = uniform_policy(tree)
+        self.plan_sum = realization_plan(tree, self.policy)
+
+    def run(self, iterations: int) -> None:
+        """Runs this many more iterations."""
+        for _ in range(iterations):
+            self.iterations += 1
+            average = self.average_policy()
+            for player in range(self.tree.num_players):
+                answer, _ = best_response(self.tree, average, player)
+                self.policy[self.tree.player_rows(player)] = answer[self.tree.player_rows(player)]
+            self.plan_sum += realization_plan(self.tree, self.policy)
+
+    def average_policy(self) -> np.ndarray:
+        """Returns the average policy, float64 [I, A]; uniform over the legal actions in information states that it
+        never reaches."""
+        return policy_from_plan(self.tree, self.plan_sum, uniform_policy(self.tree))
+
+
+def player_end_probs(tree: GameTree, policies: Sequence[np.ndarray], player: int) -> np.ndarray:
+    """Returns the player's own contribution to the probability of each end, float64 [K, T], for each of its policies
+    [I, A]."""
+    reached, made = np.empty((len(policies), len(tree.end_sequences))), np.empty(tree.num_sequences)
+    for row, policy in zip(reached, policies, strict=True):
+        write_realization_plan(made, tree, policy, player)
+        np.take(made, tree.end_sequences[:, player], out=row)
+    return reached
+
+
+def exact_payoffs(tree: GameTree, policies: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Returns the exact payoffs of every player, float64 [m_0, ..., m_n-1] each, if player p plays each of its
+    `policies[p]`; of a policy [I, A] only its player's rows count."""
+    return payoffs_from_end_probs(
+        tree, [player_end_probs(tree, policies[player], player) for player in range(tree.num_players)]
+    )
+
+
+def payoffs_from_end_probs(tree: GameTree, end_probs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns what `exact_payoffs` returns, from each player's result of `player_end_probs`."""
+    first, *rest = end_probs
+    return [
+        _contracted(first * (tree.chance_probs * tree.returns[:, player]), rest) for player in range(tree.num_players)
+    ]
+
+
+def _contracted(weighted: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
+    """Sums over ends the product of one row of each argument, for all combinations of rows; the last is a matrix
+    product."""
+    shape = tuple(len(rows) for rows in (weighted, *rest))
+    for rows in rest[:-1]:
+        weighted = (weighted[:, None] * rows[None]).reshape(-1, weighted.shape[-1])
+    return (weighted @ rest[-1].T).reshape(shape)
