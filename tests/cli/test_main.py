@@ -279,7 +279,7 @@ def test_installed_command_finds_an_env_beside_the_config(base, tmp_path):
 
 def test_runs_command_lists_runs(run):
     text = plain(invoke("runs", "--root", run[0].parent).output)
-    for word in ("short", "done", "toys", "grpo", "3/3", "dev", "held-out"):
+    for word in ("short", "done", "Whisper", "grpo", "3/3", "dev", "held-out"):
         assert word in text
     assert "no runs in" in invoke("runs", "--root", run[0] / "nothing").output
 
