@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, process
 from multiprocessing.reduction import DupFd
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
@@ -21,15 +22,16 @@ PRELOADED = (
     "palestra.text.training.ranks",
     "palestra.vector.rollouts.actors",
 )
+MAX_TEMP_DIR = 80  # bytes: the server's socket lies in it, and the address of a socket has 107
 PREFIXES = ("GOMP", "HF_", "KMP", "LD_", "MALLOC", "MKL", "NUM", "OMP", "OPENBLAS", "PYTHON", "TORCH", "TRANSFORMERS")
 
 _server_variables: list[dict[str, str]] = []  # of the server that was started
 
 
 def can_fork() -> bool:
-    """Returns whether a fork is as good as a new process here. The driver of a GPU does not survive a fork, and a
-    library reads its variables once, when it is imported."""
-    if sys.platform != "linux":
+    """Returns whether a fork is as good as a new process here. The driver of a GPU does not survive a fork, a
+    library reads its variables once, when it is imported, and the server needs a folder with a short name."""
+    if sys.platform != "linux" or len(os.fsencode(get_temp_dir())) > MAX_TEMP_DIR:
         return False
     torch = sys.modules.get("torch")
     if torch and torch.accelerator.is_available():

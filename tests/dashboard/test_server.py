@@ -140,7 +140,7 @@ def test_system_page_and_prometheus_agree(tmp_path, start):
         assert found["process_threads", *key] == pytest.approx(one["threads"], abs=4)
         least, most = sorted((one["memory"], later[one["pid"]]))  # a new worker is loading
         assert 0.8 * least <= found["process_memory_bytes", *key] <= 1.2 * most
-        assert found["process_cpu_seconds_total", *key] > 0
+        assert found["process_cpu_seconds_total", *key] >= 0  # a fork has used none so far
     assert found["machine_cores",] == page["machine"]["cores"]
     assert found["machine_memory_bytes",] == page["machine"]["memory"]
     assert found["machine_available_bytes",] == pytest.approx(page["machine"]["available"], rel=0.5)

@@ -122,7 +122,7 @@ def describe_child() -> tuple[int, dict[str, str], float]:
 def test_the_fork_server_survives_sigterm_and_ends_with_its_parent():
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from palestra.parallel.processes import PipeProcess
 from helpers.toy_processes import describe, sleep_with
 print(PipeProcess(describe).pipe.recv()[0], flush=True)

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ from palestra.api.experiments.schedule import check_cells, finished_cells, run_c
 from palestra.parallel.ray.process import max_processes, ray_processes
 from palestra.runs import read_lines
 from palestra.runs.series import RunLogs
+from results.grid.report import results_of
+from results.grid.run import collect
 
 ROOT = Path(__file__).parents[3]
 Q: dict[str, Any] = {"rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
@@ -318,9 +319,7 @@ def test_nan_in_the_last_evaluation_is_no_score(tmp_path: Path) -> None:
         final_value(RunLogs(folder / "two-dqn-0"), None, None)
 
 
-def test_shipped_results_name_runs_without_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    grids = import_module("grids")
+def test_shipped_results_name_runs_without_a_score(tmp_path: Path) -> None:
     file, folder = load_grid(write(tmp_path, seeds=[0], tasks={"two": GRID["tasks"]["two"]})), tmp_path / "runs"
     for name, last in (("two-dqn-0", "null"), ("two-vdn-0", "3.0")):
         (folder / name).mkdir(parents=True)
@@ -329,9 +328,9 @@ def test_shipped_results_name_runs_without_a_score(tmp_path: Path, monkeypatch: 
         (folder / name / "timings.jsonl").write_text('{"policy": "team", "step": 9, "update_cpu_s": 2}\n')
         with open(folder / "cells.jsonl", "a") as cells:
             cells.write(f'{{"cell": "{name}", "status": "done", "seconds": 1}}\n')
-    lines = grids.collect(file, folder)
+    lines = collect(file, folder)
     assert [(line["value"], line["curve"], line["cpu"]) for line in lines] == [(None, [], 2), (3, [[640, 3]], 2)]
-    results = grids.results_of(file, lines)
+    results = results_of(file, lines)
     assert results.unscored == ["two-dqn-0"] and results.missing == [] and results.metrics == {"two": "return"}
     assert results.values == {"dqn": {"two": {}}, "vdn": {"two": {0: 3}}}
 

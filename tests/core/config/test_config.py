@@ -142,7 +142,7 @@ def test_a_control_character_is_refused_in_one_line() -> None:
 
 
 def test_config_is_read_from_a_pipe_of_the_shell_and_from_no_other(tmp_path: Path) -> None:
-    script = f"{sys.executable} -m palestra train --dry-run <(cat configs/games/two_step_dqn.yaml)"
+    script = f"{sys.executable} -m palestra train --dry-run <(cat palestra/data/configs/games/two_step_dqn.yaml)"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and "type: two_step" in done.stdout, done.stderr
     os.mkfifo(tmp_path / "pipe")  # nobody writes to it: a read would block

@@ -119,7 +119,7 @@ async def summarise(messages, limit, count_tokens):
 
 
 def test_hook_rewrites_prompts_and_training_samples():
-    policy = policy_of(tiny_lm(1), max_tokens=200, compress="policies.test_context:summarise", max_tool_tokens=64)
+    policy = policy_of(tiny_lm(1), max_tokens=200, compress="text.policies.test_context:summarise", max_tool_tokens=64)
     episode = play_once(policy, Clerk(12, 40))
     assert episode.error is None
     prompts = [node.answers["agent"].prompt_ids for node in episode.nodes]
@@ -180,7 +180,7 @@ def test_long_results_are_cut_with_a_mark():
     assert "cut off" not in policy.encoder.tokenizer.decode(policy.encode_prompt(Query("", short)))
 
 
-@pytest.mark.parametrize("path", ["nowhere:f", "drop", "policies.test_context:ANSWER_TOKENS"])
+@pytest.mark.parametrize("path", ["nowhere:f", "drop", "text.policies.test_context:ANSWER_TOKENS"])
 def test_unknown_hooks_are_refused(path):
     with pytest.raises(ValueError, match=r"context\.compress"):
         ContextConfig(compress=path)

@@ -536,9 +536,9 @@ def kill_repeatedly(folder, base, kills, steps):
     """Trains a run that is killed each time it has trained up to four more steps, and some milliseconds later; returns
     the state left by each process, and the run."""
     folder.mkdir()
-    tree = config(base, steps=steps, env={"type": "training.test_async_rollouts:Slow", "seconds": 0.01}).model_dump(
-        mode="json"
-    )
+    tree = config(
+        base, steps=steps, env={"type": "text.training.test_async_rollouts:Slow", "seconds": 0.01}
+    ).model_dump(mode="json")
     (folder / "ahead.yaml").write_text(yaml.safe_dump(tree))
     rng, run, left = random.Random(kills), folder / "runs" / "ahead", []
     process = start(folder, "ahead.yaml")
