@@ -14,6 +14,7 @@ from palestra.core.types import Episode
 
 ERROR_FILE = "error.txt"  # in a run's folder: the error that ended it, with traceback
 
+SEARCH_MARGIN = 50_000  # characters
 MAX_MESSAGE_CHARS = 2000  # characters
 MAX_TRACEBACK_CHARS = 8000  # characters; if it is longer, the middle is cut
 TRACEBACK_FRAMES = 16  # innermost stack frames in a traceback
@@ -47,8 +48,8 @@ def describe_error(error: BaseException) -> ErrorText:
     message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
     return ErrorText(
-        _bounded(hide_credentials(message), MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
-        _bounded(hide_credentials(trace), MAX_TRACEBACK_CHARS, 1000),
+        _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
+        _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),
     )
 
 
@@ -92,6 +93,13 @@ def write_error_file(folder: Path) -> Iterator[None]:
         if folder.is_dir():  # it may have been moved
             atomic_write(folder / ERROR_FILE, f"{message}\n\n{trace}\n".encode(errors="backslashreplace"))
         raise
+
+
+def _without_credentials(text: str, most: int, first: int) -> str:
+    """Returns `text` without credentials and bounded. The search for them takes seconds in megabytes, so it reads what
+    is returned and a margin, in which a cut may leave a part of one."""
+    readable = _bounded(text, most + 2 * SEARCH_MARGIN, first + SEARCH_MARGIN)
+    return _bounded(hide_credentials(readable), most, first)
 
 
 def _bounded(text: str, most: int, first: int) -> str:

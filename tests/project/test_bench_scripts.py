@@ -142,6 +142,7 @@ def test_a_row_that_fails_stops_the_command_with_its_name(checkout: Path) -> Non
     assert done.stderr.splitlines()[-1].startswith("failed: plan_path/AT-GRPO, roles swapped/0: ")
 
 
+@pytest.mark.slow
 def test_tuning_publishes_learning_rates_only_with_publish(checkout: Path) -> None:
     published = checkout / "results/reproduction/rates.yaml"
     before = published.read_text()

@@ -37,6 +37,7 @@ CONFIGS = sorted(
     {*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
+SLOW = {"pong"}  # its rules are compiled in half a minute
 ABSENT_GRIDS = {"smax"}  # grids with such an env
 SHORT = {  # the smallest settings that exercise every part of a plan
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games_per_cell": 8, "adaptive_games": 0},
@@ -91,8 +92,9 @@ def test_every_value_of_a_search_is_valid(path, tmp_path):
 
 
 def playable(path):
-    absent = load(path)["env"]["type"] in ABSENT
-    return pytest.param(path, marks=pytest.mark.peers if absent else ())
+    kind = load(path)["env"]["type"]
+    marks = pytest.mark.peers if kind in ABSENT else pytest.mark.slow if kind in SLOW else ()
+    return pytest.param(path, marks=marks)
 
 
 def demonstration_settings(path, folder, monkeypatch):
