@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.processes import serving
 
+from palestra.core.config.shipped import DATA_DIR
 from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
 
@@ -66,7 +67,7 @@ def test_one_client_plays_both_roles_if_a_second_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((DATA_DIR / "configs/text").glob("*.yaml")), ids=lambda path: path.stem)
 def test_example_learns_beyond_noise(path: Path, tmp_path: Path) -> None:
     """On held-out instances: the 95 % intervals before and after do not touch."""
     command = [str(Path(sys.executable).parent / "palestra"), "train", str(path), "--root", str(tmp_path)]

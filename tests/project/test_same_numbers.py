@@ -62,7 +62,7 @@ def digest(lines: list[Any]) -> str:
 def train(folder: Path, name: str) -> str:
     """Runs `palestra train` on a shipped config with fewer steps; returns the digest of its logs."""
     config, changes = RUNS[name]
-    command = [*PALESTRA, "train", str(ROOT / "configs" / config), "--root", str(folder), "--name", name]
+    command = [*PALESTRA, "train", f"configs/{config}", "--root", str(folder), "--name", name]
     for change in changes.split():
         command += ["--set", change]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)

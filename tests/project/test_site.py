@@ -118,5 +118,5 @@ def test_reference_lists_every_key_and_type(site: Path) -> None:
 def test_linked_repository_files_are_pages(site: Path) -> None:
     shown = (site / "source" / "palestra" / "core" / "losses.py.html").read_text(encoding="utf-8")
     assert 'class="k">def' in shown
-    listed = (site / "source" / "configs" / "games" / "index.html").read_text(encoding="utf-8")
+    listed = (site / "source/palestra/data/configs/games/index.html").read_text(encoding="utf-8")
     assert 'href="spread_mappo.yaml.html"' in listed

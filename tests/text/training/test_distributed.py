@@ -52,7 +52,7 @@ def start(folder, ranks, *arguments):
 
 def demo(*changes, name):
     settings = [part for change in [*SHORT, *changes] for part in ("--set", change)]
-    return [ROOT / "configs" / "demo.yaml", "--name", name, *settings]
+    return ["configs/demo.yaml", "--name", name, *settings]
 
 
 def finish(process, code=0):
@@ -174,7 +174,7 @@ def test_config_errors_are_printed_by_one_rank_only(tmp_path):
     said = finish(start(tmp_path, 2, *demo("parallel=dpp", name="wrong")), code=1)
     assert "error" in said and "parallel" in said and "most recent call" not in said.split("ChildFailedError")[0][:200]
     assert "staleness" in finish(start(tmp_path, 2, *demo("staleness=1", name="wrong")), code=1)
-    said = finish(start(tmp_path, 2, ROOT / "configs" / "games" / "kuhn_ppo.yaml"), code=1)
+    said = finish(start(tmp_path, 2, "configs/games/kuhn_ppo.yaml"), code=1)
     assert "torchrun is for language agents" in said
 
 
