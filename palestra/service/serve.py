@@ -150,11 +150,16 @@ def _context(options: ServeOptions, url: str) -> ServiceContext:
 async def _serve(
     options: ServeOptions, app: FastAPI, worker: WorkerProcess | None, listener: socket.socket, say: Say
 ) -> None:
+    def begin_shutdown() -> None:
+        app.state.waiter.close()  # clients repeat their polls to the next server
+        if worker:
+            worker.is_stopping = True
+
     server = build_server(
         app,
         drain=DRAIN_TIMEOUT_S,
         keep_alive=75,  # longer than clients keep connections: otherwise they would write to closed ones
-        on_shutdown=app.state.waiter.close,  # clients repeat their polls to the next server
+        on_shutdown=begin_shutdown,
         extra_s=WORKER_STOP_TIMEOUT_S if worker else 0.0,
         on_second_signal=worker.kill if worker else lambda: None,
     )
@@ -172,11 +177,13 @@ async def _serve(
 
 
 class WorkerProcess:
-    """The engine worker's process, restarted whenever it dies."""
+    """The engine worker's process, restarted whenever it dies, unless the server `is_stopping`: a service manager sends
+    SIGTERM to the worker, too, which then completes its work and ends."""
 
     def __init__(self, settings: WorkerSettings, context: ServiceContext, say: Say) -> None:
         self.settings, self.context, self.say = settings, context, say
         self.process: BaseProcess | None = None
+        self.is_stopping = False
 
     def start(self) -> BaseProcess:
         """Starts a new process with a new wake-up socket."""
@@ -193,6 +200,8 @@ class WorkerProcess:
             began, process = loop.time(), self.start()
             await _ended(process)
             process.join()
+            if self.is_stopping:
+                return
             failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
             pause = RESTART.wait_s(failures)
             self.say(f"the engine's worker died ({exit_reason(process.exitcode)}); starting it again in {pause:.0f} s")
