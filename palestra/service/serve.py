@@ -43,6 +43,7 @@ STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successf
 RESTART = RetryPolicy(1.0, 30.0)  # pauses before a restart of a worker that died soon after its start
 WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
 DEFAULT_MAX_LENGTH = 32_768  # tokens of a sequence if the base's config names no limit (Mamba, Bloom)
+SIGNAL_DELAY_S = 1.0  # between the processes of a server that a service manager stops
 DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
 
 Say = Callable[[str], None]
@@ -200,6 +201,8 @@ class WorkerProcess:
             began, process = loop.time(), self.start()
             await _ended(process)
             process.join()
+            if process.exitcode == 0:  # SIGTERM ended it, which may reach the server a moment later
+                await asyncio.sleep(SIGNAL_DELAY_S)
             if self.is_stopping:
                 return
             failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
