@@ -91,7 +91,10 @@ def test_search_works_without_a_server(site: Path, pages: dict[Path, Page]) -> N
     found = {entry["location"].partition("#")[0] for entry in json.loads(index.removeprefix("var __index = "))["docs"]}
     assert {"tutorial.html", "concepts.html", "reference/config.html", "coming-from/trl.html"} <= found
     readmes = {f"{path.relative_to(ROOT)}.html" for path in ROOT.glob("palestra/environments/*/README.md")}
-    assert {location for location in found if location.startswith("source/")} == {f"source/{path}" for path in readmes}
+    notes = {f"{path.relative_to(ROOT).with_suffix('.html')}" for path in ROOT.glob("results/*/notes.md")}
+    assert {location for location in found if location.startswith("source/")} == {
+        f"source/{path}" for path in readmes | notes
+    }
     assert any("iframe-worker" in address for address in pages[site / "tutorial.html"].loads)
 
 
