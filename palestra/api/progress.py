@@ -18,8 +18,8 @@ from palestra.runs.loop import Callback
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
 
-class _Shown:
-    """Context in which `bar` is on the screen."""
+class _BarContext:
+    """Context that starts `bar` on the screen and stops it."""
 
     bar: Progress
 
@@ -31,7 +31,7 @@ class _Shown:
         self.bar.stop()
 
 
-class ProgressBar(_Shown, Callback):
+class ProgressBar(_BarContext, Callback):
     """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
     return of training. Evaluations are printed above it. `config` is the resolved config of the run."""
 
@@ -88,7 +88,7 @@ class ProgressBar(_Shown, Callback):
         self.console.print(styled_text(*parts, size))
 
 
-class PopulationBar(_Shown, scheduler.PlanCallback):
+class PopulationBar(_BarContext, scheduler.PlanCallback):
     """Progress bar of population training. `summary` returns current metrics of the population and is called after each
     task."""
 

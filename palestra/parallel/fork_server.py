@@ -76,7 +76,8 @@ def restore_variable(name: str, value: str | None) -> None:
 
 
 class Caller:
-    """What a fork takes over from the process that starts it, once it is unpickled there."""
+    """The environment, standard output and standard error of the process that starts a fork. Unpickling it in the fork
+    sets them there."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)

@@ -1,4 +1,4 @@
-"""What ships in palestra/data: bases, and configs under their paths in the documents, such as configs/demo.yaml."""
+"""Finds bases and configs in palestra/data. Documents name configs by their path there: configs/demo.yaml."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class StoreError(ConnectionError):
 
 @dataclass(frozen=True)
 class CopyState:
-    """What writer.json says: which process writes the copy, and the state of the run that the copy holds.
+    """Contents of writer.json: the process that writes the copy, and the state of the run in the copy.
 
     `run` is the time of creation in the run's meta.json, which distinguishes runs of one name. `progress` counts the
     `unit` done: training steps up to the newest checkpoint, or tasks of a population; 0: there are no files yet.
