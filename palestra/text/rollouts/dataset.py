@@ -18,7 +18,7 @@ from pydantic import BeforeValidator
 
 from palestra.core.config import StrictModel
 from palestra.core.files import check_is_file
-from palestra.core.types import Answer, Episode, Seat
+from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import read_rows
 from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
@@ -69,9 +69,13 @@ class DataFile:
         """The seats that answer, in order of first appearance."""
         return list(dict.fromkeys(seat for e in self.episodes for node in e.nodes for seat in node.answers))
 
+    def nodes(self, seat: Seat) -> list[Node]:
+        """Returns the nodes at which a seat answers."""
+        return [node for e in self.episodes for node in e.nodes if seat in node.answers]
+
     def answers(self, seat: Seat) -> list[Answer]:
         """Returns the answers of a seat."""
-        return [node.answers[seat] for e in self.episodes for node in e.nodes if seat in node.answers]
+        return [node.answers[seat] for node in self.nodes(seat)]
 
 
 def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[DataFile]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
+from palestra.core.chat import Chat
 from palestra.core.seeding import derive_seed
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Seat
 from palestra.text.policies.base import Policy, Query
@@ -176,15 +177,19 @@ def _differing(siblings: Sequence[Node]) -> bool:
 
 
 def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:
-    """Returns True if the recorded tokens of a seat decode to the recorded text with the policy's tokenizer. The text
-    may end before a stop text that the tokens contain."""
+    """Returns True if the policy reads the recorded text from the recorded tokens of a seat. The text may end before a
+    stop text that the tokens contain."""
     answers = record.answers(seat)
     if record.tokens == "retokenize" or not isinstance(policy, LanguagePolicy):
         return False
     if not all(len(answer.prompt_ids) and len(answer.token_ids) for answer in answers):
         return False
-    spelled = policy.encoder.tokenizer.batch_decode([a.token_ids for a in answers], skip_special_tokens=True)
-    return all(text.startswith(answer.text) for text, answer in zip(spelled, answers, strict=True))
+    return all(_reads(policy, node.observations[seat], node.answers[seat]) for node in record.nodes(seat))
+
+
+def _reads(policy: LanguagePolicy, seen: Any, answer: Answer) -> bool:
+    tools = seen.tools if isinstance(seen, Chat) else ()
+    return policy.encoder.read(answer.token_ids, answer.prompt_ids, tools).text.startswith(answer.text)
 
 
 def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
@@ -192,7 +197,7 @@ def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool) -> Ans
     set."""
     if keep or not isinstance(policy, LanguagePolicy):
         return replace(answer, policy=policy.name)
-    return policy.encode_demonstration(query, answer.text, answer.stop_reason)
+    return policy.encode_demonstration(query, answer.text, answer.stop_reason, answer.thought)
 
 
 @lru_cache(maxsize=4)

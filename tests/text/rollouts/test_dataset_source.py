@@ -13,6 +13,7 @@ from helpers.toys import Spoken, Whisper
 from palestra.core.chat import Chat
 from palestra.core.config import validate
 from palestra.core.types import Answer, Episode, Node
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs.episodes import load_episodes, to_table
@@ -21,7 +22,7 @@ from palestra.text.algorithms.dpo import DPO
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.sft import SFT
 from palestra.text.config import TextConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.scripted import ScriptedPolicy
 from palestra.text.rollouts.dataset import DataConfig, read_data
 from palestra.text.rollouts.dataset_source import DatasetSource
