@@ -265,7 +265,8 @@ def _call_texts(renderer: Renderer, form: AnswerForm) -> list[str]:
 def _call_reader(renderer: Renderer, texts: Sequence[str], tail: str) -> CallReader | None:
     """Returns the reader of the template's calls; None if there is none that reads them."""
     wanted = [[ToolCall(TOOL_NAME, dict(PROBE_ARGUMENTS))] * (i + 1) for i in range(len(texts))]
-    for reader in call_readers(texts, tail) if texts else ():
+    shipped = getattr(renderer.tokenizer, "response_template", None)
+    for reader in call_readers(texts, tail, shipped) if texts else ():
         found = [reader.read(without_end(renderer, text), renderer.probe_tools) for text in texts]
         if [each.calls for each in found] == wanted and not any(each.unreadable for each in found):
             return reader

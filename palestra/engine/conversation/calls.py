@@ -78,9 +78,10 @@ class MarkedCalls(ABC):
                 closed = self.close.match(text, end)
                 calls += read
             except ValueError:
-                closed, end = self.close.search(text, marked.end()), len(text)
+                found = self.close.search(text, marked.end())
+                closed, end = found if found and found[0].strip() else None, len(text)
                 unreadable.append(text[marked.start() : closed.end() if closed else end].strip())
-            at = max(closed.end() if closed else end, marked.end())
+            at = closed.end() if closed else end
         if not content:
             return FoundCalls(text, [], [])
         content[0] = content[0].rstrip().removesuffix(self.wrapper)
@@ -141,12 +142,17 @@ class ElementCalls(MarkedCalls):
 
 @dataclass(frozen=True)
 class ResponseTemplateCalls:
-    """Calls read by a response template of `transformers` (its documentation, "Response parsing")."""
+    """Calls read by a response template of `transformers` (its documentation, "Response parsing"). An answer with
+    fewer texts `closed` than `opened` was cut, which the template would not notice."""
 
     template: Json
+    opened: str = ""
+    closed: str = ""
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
         """Returns the content and the calls of an answer."""
+        if self.opened and text.count(self.opened) > text.count(self.closed):
+            return FoundCalls(text.partition(self.opened)[0], [], [text.partition(self.opened)[2]])
         try:
             message = parse_response(text, self.template, prefix="", tools=list(tools))
             calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -203,14 +209,17 @@ def _typed(text: str, types: set[str] | None) -> Any:
 Texts = Sequence[str]  # what the template writes: one call, and the same one twice (or only the first)
 
 
-def call_readers(texts: Texts, tail: str) -> Iterator[CallReader]:
+def call_readers(texts: Texts, tail: str, shipped: Json | None = None) -> Iterator[CallReader]:
     """Yields readers of the form in which a template writes calls. `texts` holds its text of an answer with one call of
-    the probe's tool, and with two of them if it takes two; `tail` is what it writes after the content of an answer."""
+    the probe's tool, and with two of them if it takes two; `tail` is what it writes after the content of an answer;
+    `shipped` is the base's own response template."""
+    if shipped:
+        yield ResponseTemplateCalls(shipped)
     bodies = [text.removesuffix(tail) if tail else text for text in texts]
     for find in (_json_calls, _named_calls, _element_calls):
         if reader := find(*bodies):
             yield reader
-    yield from map(ResponseTemplateCalls, DIALECTS)
+    yield from DIALECTS
 
 
 def _json_calls(one: str, two: str = "") -> CallReader | None:
@@ -337,22 +346,30 @@ _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _NESTED = rf"(?:[^\[\]{{}}'\"]|{_QUOTED}|[\[{{](?:[^\[\]{{}}'\"]|{_QUOTED})*[\]}}])*"
 DIALECTS = (
     # Gemma 4: <|tool_call>call:f{a:<|"|>text<|"|>,b:7}<tool_call|>
-    _dialect(
-        r"<\|tool_call>call:(?P<name>[\w.-]+)",
-        r"<tool_call\|>\s*",
-        "json",
-        {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-        r"<turn\|>",
+    ResponseTemplateCalls(
+        _dialect(
+            r"<\|tool_call>call:(?P<name>[\w.-]+)",
+            r"<tool_call\|>\s*",
+            "json",
+            {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+            r"<turn\|>",
+        ),
+        "<|tool_call>",
+        "<tool_call|>",
     ),
     # LFM2.5: <|tool_call_start|>[f(a='text', b=7)]<|tool_call_end|>
-    _dialect(
-        r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>[\w.-]+)\(",
-        r"\)(?:\]<\|tool_call_end\|>)?\s*",
-        "xml-inline",
-        {
-            "tag_pattern": rf"(?P<key>\w+)=(?P<value>{_QUOTED}|[\[{{]{_NESTED}[\]}}]|[^,)]*)",
-            "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
-        },
-        r"<\|im_end\|>",
+    ResponseTemplateCalls(
+        _dialect(
+            r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>[\w.-]+)\(",
+            r"\)(?:\]<\|tool_call_end\|>)?\s*",
+            "xml-inline",
+            {
+                "tag_pattern": rf"(?P<key>\w+)=(?P<value>{_QUOTED}|[\[{{]{_NESTED}[\]}}]|[^,)]*)",
+                "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+            },
+            r"<\|im_end\|>",
+        ),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
     ),
 )

@@ -43,6 +43,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     """
     parts = list(config.stage_configs())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
+    read = [file for files in records for file in files]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = {seat: name for names in seats for seat, name in names.items()}
@@ -89,7 +90,11 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
-        notes=[*(engines.notes() if isinstance(engines, Engines) else ()), *biased_sampling_notes(parts, learning)],
+        notes=[
+            *(engines.notes() if isinstance(engines, Engines) else ()),
+            *biased_sampling_notes(parts, learning),
+            *(f"{file.path}: columns {', '.join(file.unused)} are not used" for file in read if file.unused),
+        ],
     )
 
 
