@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 import yaml
 from helpers.command_line import invoke
 from helpers.terminal_text import plain
+from helpers.warm_processes import start_palestra
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +26,6 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, read_lines
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(sys.executable).parent / "palestra"
 EXACT = {
     "name": "small",
     "env": {"type": "kuhn_poker"},
@@ -255,15 +253,7 @@ def test_eval_refuses_populations(tmp_path):
 
 
 def start(folder, *arguments):
-    return subprocess.Popen(
-        [SCRIPT, "train", *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start_palestra("train", *arguments, cwd=folder, with_stderr=False)
 
 
 def wait_for_tasks(process, run, tasks):
