@@ -98,7 +98,8 @@ def test_fictitious_play_by_networks_approaches_an_equilibrium(tmp_path):
     assert plan.nash_convs[12] < 1.0 and plan.nash_convs[12] < plan.nash_convs[6]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# the other plans with networks are fast tests
+@pytest.mark.parametrize("plan", ["psro", *(pytest.param(p, marks=pytest.mark.slow) for p in PLANS if p != "psro")])
 def test_every_plan_trains_language_agents(plan, tmp_path):
     """The same plans with LoRA adapters on one base that play poker in words: a member is a name and its weights."""
     env = {"type": "text_kuhn", "vocabulary": VOCABULARY}

@@ -50,11 +50,11 @@ def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path:
 @pytest.mark.parametrize(
     ("algorithm", "response"),
     [
-        ({"type": "trpo"}, "trpo"),
-        ({"type": "pqn"}, "pqn"),
+        pytest.param({"type": "trpo"}, "trpo", marks=pytest.mark.slow),
+        pytest.param({"type": "pqn"}, "pqn", marks=pytest.mark.slow),
         ({"type": "pqn", "mixer": "vdn"}, "pqn"),
         ({"type": "qmix"}, "ppo"),
-        ({"type": "nfsp"}, "ppo"),
+        pytest.param({"type": "nfsp"}, "ppo", marks=pytest.mark.slow),
     ],
 )
 def test_response_is_trained_by_the_algorithm_of_the_run(

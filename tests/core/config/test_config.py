@@ -269,6 +269,7 @@ def test_a_json_schema_has_the_descriptions() -> None:
     assert Optimizer.model_json_schema()["description"] == "An optimizer."
 
 
+@pytest.mark.slow  # what it prevents is a slower start
 def test_importing_config_models_reads_no_source() -> None:
     """`linecache` contains every file whose source was read."""
     code = (
