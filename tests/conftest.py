@@ -1,7 +1,5 @@
 """Shared by all tests: one torch thread, so that timings and sums do not depend on the machine's cores."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

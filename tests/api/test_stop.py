@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C end a run of any kind with what a resume needs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

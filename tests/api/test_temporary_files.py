@@ -1,9 +1,6 @@
 """A run leaves no files in the temporary directory."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 from helpers.warm_processes import run_palestra

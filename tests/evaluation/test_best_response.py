@@ -1,8 +1,6 @@
 """Learned responses: mean returns with their standard errors against exact values, and the algorithm that trains a
 response."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

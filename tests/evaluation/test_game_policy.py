@@ -1,7 +1,5 @@
 """Policies of runs as tables: NashConv equal to OpenSpiel's, export to a file and to OpenSpiel, learned bounds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The scripts examples/*_by_hand.py compute what the library computes: the same trees, advantages, losses and gradients
 from the same data, and the same updates. Each also runs whole."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import random

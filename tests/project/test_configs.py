@@ -120,7 +120,11 @@ def test_every_vector_config_trains(path, tmp_path, monkeypatch):
     config = validate(VectorConfig, load(path))
     settings = demonstration_settings(path, tmp_path, monkeypatch)
     sweep = config.algorithm.rollout_length * NUM_ENVS
-    settings += [f"env.num_envs={NUM_ENVS}", f"env_steps={2 * sweep}", *(f"evals.{name}.episodes=4" for name in config.evals)]
+    settings += [
+        f"env.num_envs={NUM_ENVS}",
+        f"env_steps={2 * sweep}",
+        *(f"evals.{name}.episodes=4" for name in config.evals),
+    ]
     settings += ["algorithm.learning_starts=1"] if hasattr(config.algorithm, "learning_starts") else []
     changed = validate(VectorConfig, override(load(path), settings))
     setup = build_vector_run(changed)

@@ -2,8 +2,6 @@
 running. The front end has a real store and weight store, and a real worker takes the requests that pass validation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

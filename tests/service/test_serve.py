@@ -1,7 +1,5 @@
 """The whole server: two processes, started, called and stopped as by a user."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`palestra train --engine URL` equals `palestra train`: the same metrics and checkpoints, and equally clear errors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Configs: parsing, overrides, and error messages for wrong keys."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pydoc

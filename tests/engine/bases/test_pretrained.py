@@ -1,7 +1,5 @@
 """Folders of strangers whose config names a Python module: no command runs it, or asks whether to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from shutil import copytree

@@ -1,7 +1,5 @@
 """A cache with a budget: answers wait or are preempted, all complete, and equal those of a cache without a budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Reverse KL: worked by hand, against a plain computation, and as learning."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

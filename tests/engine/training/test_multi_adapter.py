@@ -1,7 +1,5 @@
 """Training passes of several adapters at once: each equals its own pass, and failures stay with their job."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

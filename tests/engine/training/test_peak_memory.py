@@ -1,7 +1,5 @@
 """Peak memory of the parts of a step that hold logits, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

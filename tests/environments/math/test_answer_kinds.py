@@ -3,8 +3,6 @@
 None of the right answers is in the other tests of the judge. Those that are judged wrongly are in docs/security.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from fractions import Fraction

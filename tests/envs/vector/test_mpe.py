@@ -1,7 +1,5 @@
 """MPE's four games: equal to the `mpe2` package, and cases by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """API keys: hashed in a file, read again when it changes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """The whole training loop in worker processes: the run does not depend on where its parts execute, also after kills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The contract of samplers over HTTP: the same tests for palestra's server, which always runs, and for the official
 vLLM if there is one (`-m gpu`; PALESTRA_VLLM_URL is the address of a running one with the base `tiny`)."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """Asynchronous rollouts: bounded staleness by construction, no unnecessary waiting, and no lost episodes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

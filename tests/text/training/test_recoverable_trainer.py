@@ -1,7 +1,5 @@
 """Hosted weights whose process is lost again and again equal those of an undisturbed run."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,6 @@
 """Several processes that train the same networks: they start learning together, from different rows of the same
 data."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
