@@ -237,7 +237,8 @@ def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -
         for found in schema.get_all_operations():
             operation = found.ok()
             # hypothesis would search long for a path that does not fit: any text does
-            modes = MODES if operation.body or operation.query else MODES[:1]
+            nearly = MODES if amount > 1 else MODES[1:]  # bodies that fit are those of test_app.py
+            modes = nearly if operation.body or operation.query else MODES[:1]
             for mode in modes:
                 cases = operation.as_strategy(generation_mode=mode)
 

@@ -37,7 +37,7 @@ def test_no_layout_is_in_two_splits(game, options):
     met: dict[tuple, set[str]] = {}
     for split in SPLIT_SHARES:
         env = make_env(game, split=split, **options)
-        for seed in range(400):
+        for seed in range(1000):
             layout = env.make_layout(seed)
             met.setdefault(canonical_layout(layout.size, layout.cell_groups), set()).add(split)
     assert len(met) > 1000
