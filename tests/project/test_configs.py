@@ -37,7 +37,7 @@ CONFIGS = sorted(
     {*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
-SLOW = {"pong"}  # its rules are compiled in half a minute
+SLOW = {"pong", "overcooked"}  # rules that are compiled in half a minute, and long games; each has tests of its own
 ABSENT_GRIDS = {"smax"}  # grids with such an env
 NUM_ENVS = 8  # as many as a config has minibatches
 SHORT = {  # the smallest settings that exercise every part of a plan
