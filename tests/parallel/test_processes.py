@@ -1,7 +1,5 @@
 """Child processes end when they should, and report how they ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

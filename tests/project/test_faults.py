@@ -1,8 +1,6 @@
 """Faults of the machine, with real processes: kill -9 at random moments of every kind of run, signals in every phase, a
 folder that is full, read-only or moved, a suspended process, and too little memory."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """Assertions as tests of programs: the forms that are read, and their evaluation apart from the program."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The judge behind an endpoint: a real server on this machine that fails, hangs, is biased, or reveals the key."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Tools: their descriptions, validation of arguments, errors and time limits, and confinement to the scratch folder."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The tools env: tasks that need tools, with one seat or two, and rewards by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -337,6 +337,7 @@ def test_central_critic_sees_what_the_policy_does_not(base):
     assert shares["separate"] < 0.3 and shares["central"] > 0.7
 
 
+@pytest.mark.slow  # the same of PPO, whose critic is saved alike, is a fast test
 def test_resume_after_stop_is_bit_identical(base, tmp_path):
     config = whisper(
         base,

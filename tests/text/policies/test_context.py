@@ -1,8 +1,6 @@
 """Conversations within a budget: rewriting, prompts and training of rewritten conversations, and the cost of long
 ones."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 

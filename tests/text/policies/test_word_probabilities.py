@@ -1,7 +1,5 @@
 """The probability of a word equals its frequency in samples."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

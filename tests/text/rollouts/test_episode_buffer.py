@@ -1,7 +1,5 @@
 """Finished episodes on disk: unchanged, by number, and removed when no longer needed."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

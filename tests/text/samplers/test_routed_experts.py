@@ -1,8 +1,6 @@
 """Routed experts from a server that answers as documented for vLLM 0.22 (CompletionResponseChoice.routed_experts), in
 the samples of the algorithm, and after recording."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,7 +1,5 @@
 """Actor-critic learning: one update against a plain reference implementation, invariances, and learning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

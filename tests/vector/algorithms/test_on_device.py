@@ -2,8 +2,6 @@
 the CPU, no operation mixes tensors of both, and neither acting nor an update synchronises with the device more often
 than needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
