@@ -26,7 +26,6 @@ from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.variants import Dropout
-from palestra.engine.training.loss_scale import LossScale
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,
@@ -41,6 +40,32 @@ from palestra.engine.training.micro_batch import (
 from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
 from palestra.engine.training.reference_weights import ReferenceWeights
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+
+
+class LossScale:
+    """Dynamic loss scale for float16 gradients (Micikevicius et al., 2018, section 3.2): halved when one overflows,
+    doubled after `growth_interval` consecutive steps without overflow.
+
+    Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
+    is equal on all ranks, decides.
+    """
+
+    def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value, self.growth_interval, self.good_steps = value, growth_interval, 0
+
+    def update(self, finite: bool) -> Metrics:
+        """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
+        ValueError if the scale falls below 2**-14, because gradients are never finite."""
+        metrics = {"loss_scale": self.value, "skipped": float(not finite)}
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = 2 * self.value, 0
+        if self.value < 2.0**-14:
+            raise ValueError("the gradient is not finite in float16, however small the loss: use precision: bfloat16")
+        return metrics
+
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,14 +11,12 @@ which episode finished first. A slow episode delays training; it delays sampling
 reached.
 
 Every episode is written to disk (text/rollouts/episode_buffer.py) before it counts as finished. A resumed run reuses
-the
-finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
+the finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
 steps are therefore bit-identical.
 
 Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
 change only between steps. With in-flight updates they change then for running answers too
-(text/policies/in_flight.py): an
-answer may have tokens of several versions, which are recorded for each token (text/rollouts/token_versions.py).
+(text/policies/in_flight.py): an answer may have tokens of several versions, which are recorded for each token.
 """
 
 from __future__ import annotations
@@ -30,13 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from palestra.core.failures import RunFailed
-from palestra.core.types import Metrics
+from palestra.core.types import Answer, Episode, Metrics
 from palestra.runs import NUM_KEPT, list_checkpoints
 from palestra.runs.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
 from palestra.text.rollouts.episode_buffer import EpisodeBuffer, StoredEpisode
-from palestra.text.rollouts.metrics import member_name
-from palestra.text.rollouts.token_versions import token_staleness_metrics
+from palestra.text.rollouts.metrics import answers_of, member_name
 from palestra.text.training.trainer import CollectedStep, Stage, TextTrainer
 
 BUFFER_FOLDER = "buffer"  # folder of finished episodes in a run's folder
@@ -194,3 +193,31 @@ def oldest_resume(path: Path) -> int:
     since the newest may be damaged; 0 if it has fewer checkpoints."""
     newest = list_checkpoints(path)[-NUM_KEPT:]
     return newest[0].step + 1 if len(newest) == NUM_KEPT else 0
+
+
+def answer_versions(answer: Answer) -> np.ndarray:
+    """Returns the version of the policy that sampled each token of an answer [T] int32; -1 if its name has none."""
+    if len(answer.versions):
+        return answer.versions
+    _, _, version = answer.policy.partition("@")
+    return np.full(len(answer.token_ids), int(version) if version.isdecimal() else -1, np.int32)
+
+
+def token_staleness_metrics(episodes: Sequence[Episode], policy: str, step_versions: Sequence[int]) -> Metrics:
+    """Returns how many training steps the weights that sampled each token of `policy` are behind the newest ones (mean
+    and maximum over tokens), and the share of answers with tokens of more than one version.
+
+    `step_versions` are the policy's versions after consecutive training steps, the newest last. Answers of failed
+    episodes do not count.
+    """
+    answers = [
+        answer for answer in answers_of([e for e in episodes if e.error is None], policy) if len(answer.token_ids)
+    ]
+    versions = [answer_versions(answer) for answer in answers]
+    behind = len(step_versions) - np.searchsorted(step_versions, np.concatenate([*versions, []]), side="right")
+    mixed = [len(np.unique(own)) > 1 for own in versions]
+    return {
+        "token_staleness": float(behind.mean()) if len(behind) else 0.0,
+        "token_staleness_max": float(behind.max(initial=0)),
+        "mixed_version_fraction": float(np.mean(mixed)) if mixed else 0.0,
+    }

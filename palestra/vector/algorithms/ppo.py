@@ -11,7 +11,7 @@ from torch import Tensor
 from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig
 from palestra.vector.algorithms.minibatches import PolicyRows
-from palestra.vector.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
+from palestra.vector.losses import CategoricalInputs, clipped_categorical_loss
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
 
 

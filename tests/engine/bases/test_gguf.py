@@ -16,7 +16,7 @@ from palestra.core.chat import Chat
 from palestra.core.files import DamagedFile
 from palestra.core.losses import cross_entropy_loss
 from palestra.core.types import Answer, Sample
-from palestra.dashboard.tokens import Vocabulary
+from palestra.dashboard.trees import Vocabulary
 from palestra.engine.bases import gguf
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import resolve_base

@@ -31,8 +31,7 @@ from palestra.core.losses import (
 )
 from palestra.core.types import Answer, Node, Sample
 from palestra.runs import read_lines
-from palestra.text.algorithms.answer_critic import critic_input
-from palestra.text.algorithms.ppo import PPO
+from palestra.text.algorithms.ppo import PPO, critic_input
 from palestra.text.algorithms.presets import TEXT_PRESETS
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig

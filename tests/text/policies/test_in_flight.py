@@ -23,7 +23,7 @@ from palestra.text.policies.base import Query
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.in_flight import InFlightPolicy, KVUpdate
 from palestra.text.policies.lm import LanguagePolicy
-from palestra.text.rollouts.token_versions import answer_versions
+from palestra.text.training.async_rollouts import answer_versions
 
 EXAMPLES = ({"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1 " * 20})
 ASKED = Query("", Chat((*EXAMPLES, {"role": "user", "content": "2 + 2"}), num_shared=2), n=2, seed=3)

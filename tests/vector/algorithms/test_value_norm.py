@@ -14,7 +14,7 @@ from palestra.envs.vector_base import VectorStep
 from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.critics import value_loss
+from palestra.vector.losses import value_loss
 from palestra.vector.nets.normalise import rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.rollouts.rollout import VectorRollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.vector.losses.q import (
+from palestra.vector.losses import (
     best_action,
     dueling_values,
     gather_values,

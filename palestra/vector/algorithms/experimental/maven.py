@@ -36,7 +36,7 @@ from palestra.vector.algorithms.q_learning import ValueHead, legal_rows, with_la
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix, write_policy
-from palestra.vector.losses.q import ILLEGAL_VALUE
+from palestra.vector.losses import ILLEGAL_VALUE
 from palestra.vector.nets.dense import MLP
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import make_generators

@@ -16,7 +16,7 @@ from helpers.vector_toys import Countdown, Cues, Push, Track, assert_same_state,
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.experimental.imitation import BC, GAIL, read_demonstrations
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
+from palestra.vector.losses import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, make_head
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes

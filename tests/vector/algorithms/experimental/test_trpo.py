@@ -19,11 +19,10 @@ from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import PAYOFFS, MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
-from palestra.vector.algorithms.experimental.trpo import TRPO, TRPOLearner
+from palestra.vector.algorithms.experimental.trpo import TRPO, TRPOLearner, conjugate_gradient, dot, fisher_product
 from palestra.vector.algorithms.presets import VECTOR_PRESETS
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack
 from palestra.vector.nets.heads import CategoricalHead, GaussianHead, MultiCategoricalHead, kl_divergence
-from palestra.vector.nets.natural_gradient import conjugate_gradient, dot, fisher_product
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.rollout import VectorRollout
