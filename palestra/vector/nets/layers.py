@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
-from palestra.vector.nets.attention import AttentionType
+from palestra.vector.nets.attention import AttentionType, rowwise
 from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.vector.nets.entities import EntityEncoder, EntityLayout
 
@@ -243,7 +243,7 @@ class Net(nn.Module):
             P, T, R = obs.shape[:3]
             return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
         features, memories = self.features(obs, recurrent_state, is_first, team)
-        return _rowwise(self.head, features), memories
+        return rowwise(self.head, features), memories
 
     def unroll_with_values(
         self,
@@ -256,7 +256,7 @@ class Net(nn.Module):
         if self.value_head is None:
             return self.unroll(obs, recurrent_state, is_first, team)[0], None
         features, _ = self.features(obs, recurrent_state, is_first, team)
-        return _rowwise(self.head, features), _rowwise(self.value_head, features)[..., 0]
+        return rowwise(self.head, features), rowwise(self.value_head, features)[..., 0]
 
     def features(
         self,
@@ -304,12 +304,6 @@ class Net(nn.Module):
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
         return self.head.weight.new_zeros(members, rows, self.recurrent_units)
-
-
-def _rowwise(layer: Linear, x: Tensor) -> Tensor:
-    """Applies a layer at every step: [P, T, R, in] -> [P, T, R, out]."""
-    out: Tensor = layer(x.flatten(1, 2)).view(*x.shape[:3], -1)
-    return out
 
 
 def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:

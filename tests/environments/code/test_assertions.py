@@ -8,9 +8,8 @@ import pytest
 from helpers.toy_code import play, scripted_pair
 from helpers.toy_programs import failures, try_program
 
-from palestra.environments.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
 from palestra.environments.code.env import CoderTester
-from palestra.environments.code.files import load_programs
+from palestra.environments.code.files import InseparableTestsError, find_entry_point, load_programs, parse_asserts
 from palestra.environments.code.programs import ProgramProblem
 from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 

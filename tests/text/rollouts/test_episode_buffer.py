@@ -6,8 +6,8 @@ import pytest
 from helpers.toys import Spoken, Whisper
 
 from palestra.runs.episodes import load_episodes
-from palestra.text.rollouts.episode_buffer import EpisodeBuffer
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.async_rollouts import EpisodeBuffer
 
 
 def played(number, k=2):
