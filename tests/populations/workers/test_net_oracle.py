@@ -25,9 +25,8 @@ from palestra.populations.tasks import (
 )
 from palestra.populations.workers.member_loader import write_table
 from palestra.populations.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.dqn import DQN
-from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.ppo import A2C, PPO
 from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 

@@ -13,7 +13,6 @@ from palestra.core.failures import RunFailed
 from palestra.core.types import RolloutBatch
 from palestra.envs.adapters.pettingzoo.games import PettingZooEnv
 from palestra.envs.vector_check import check_vector_env
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.dqn import DQN
@@ -23,6 +22,7 @@ from palestra.vector.algorithms.experimental.mat import MAT
 from palestra.vector.algorithms.experimental.maven import MAVEN
 from palestra.vector.algorithms.experimental.trpo import TRPO
 from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.ppo import A2C
 from palestra.vector.algorithms.pqn import PQN, PQNLearner
 from palestra.vector.algorithms.q_learning import QLearner
 from palestra.vector.algorithms.qmix import QMIX
