@@ -115,7 +115,7 @@ def test_popart_values_have_units_of_reward(check_score: Any) -> None:
         env = Scaled(32)
         made = learner(ppo(rollout_length=8, gamma=0.9, value_norm=norm, value_clip=0.2), env)
         sweeper = VectorRollout(env, np.arange(32))
-        train(made, sweeper, 8, 40)
+        train(made, sweeper, 8, 25)
         batch = sweeper.collect(made.rollout_policies(1.0), 8, 99)
         paid, worth = batch.rewards.mean((0, 1)), values(made, batch).mean((0, 1)).numpy()
         if norm:

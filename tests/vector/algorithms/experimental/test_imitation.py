@@ -302,7 +302,7 @@ def test_gail_learns_from_few_games(reward: Any, tmp_path: Path, check_score: An
     env = Cues(32, seats=2, steps=2)
     path = record_script(env, right_answers, 2, tmp_path / "moves.parquet")  # 32 games
     made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
-    train(made, VectorRollout(env, np.arange(32)), 8, 40)
+    train(made, VectorRollout(env, np.arange(32)), 8, 20)
     check_score(mean_return(env, made.greedy_policies(), 40).min())  # the expert's return is 1, chance 1/3
 
 
