@@ -25,8 +25,8 @@ PAGE = ROOT / "docs" / "chat-templates.md"
 WORDS = {"equal": "=", "differs": "≠", "refused": "no", "none": "-"}
 HEAD = """# Chat templates
 
-Written by `python scripts/chat_templates.py --publish`, with the {count} templates that trl {trl} ships and transformers
-{transformers}. Each probe passes through the code that encodes prompts and reads answers in training; the tokens are
+Written by `python scripts/chat_templates.py --publish`, with the {count} templates that trl {trl} ships and
+transformers {transformers}. Each probe passes through the code that encodes prompts and reads answers in training; the tokens are
 compared with the text that the template itself makes of the finished conversation. `palestra info --base NAME` prints
 the same for any base, and a run says at its start what differs.
 
