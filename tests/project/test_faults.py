@@ -25,6 +25,7 @@ from palestra.runs import list_checkpoints, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+TESTS = Path(__file__).parents[1]
 KILLS = 4  # of each kind of run
 NET = {"type": "net", "hidden": [8]}
 SPREAD = {"type": "simple_spread", "num_envs": 4, "max_cycles": 7}
@@ -244,7 +245,7 @@ def test_memory_that_runs_out_is_one_line_and_the_run_can_be_resumed(tmp_path: P
     tree = tree_of(kind, Path("tiny")) | {"evals": {}}
     if kind == "text":
         speech = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 200}}
-        tree |= {"steps": 2, "episodes": 256, "policies": {"guide": speech, "walker": speech}}
+        tree |= {"steps": 1, "episodes": 256, "policies": {"guide": speech, "walker": speech}}
     else:
         nets = {"env": SPREAD | {"num_envs": 2000}, "policies": {"agent": NET | {"hidden": [1024]}}}
         tree |= nets | {"env_steps": 20_000}
@@ -256,6 +257,7 @@ def test_memory_that_runs_out_is_one_line_and_the_run_can_be_resumed(tmp_path: P
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
     )
     children: set[psutil.Process] = set()
