@@ -26,9 +26,9 @@ WORDS = {"equal": "=", "differs": "≠", "refused": "no", "none": "-"}
 HEAD = """# Chat templates
 
 Written by `python scripts/chat_templates.py --publish`, with the {count} templates that trl {trl} ships and
-transformers {transformers}. Each probe passes through the code that encodes prompts and reads answers in training; the tokens are
-compared with the text that the template itself makes of the finished conversation. `palestra info --base NAME` prints
-the same for any base, and a run says at its start what differs.
+transformers {transformers}. Each probe passes through the code that encodes prompts and reads answers in training; the
+tokens are compared with the text that the template itself makes of the finished conversation. `palestra info --base
+NAME` prints the same for any base, and a run says at its start what differs.
 
 `=`: equal, token for token. `≠`: differs, and the run says how. `no`: refused with the reason. `-`: the template has no
 such thing. In all: {totals}.
