@@ -187,7 +187,7 @@ class Tools(Env):
         for stage in self.task.requirements if left else ():
             missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
             if calls := [call for need in missing for call in self._untried(need)[:1]]:
-                return "\n".join(render_tool_call(call.name, call.arguments) for call in calls)
+                return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
             return " ".join(need.note for need in self.needs if need.note) or "none"
         if not self.task.output_file:
