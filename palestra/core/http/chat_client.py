@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
-from palestra.core.chat import Json
+from palestra.core.chat import Json, thought_of
 from palestra.core.config import StrictModel
 from palestra.core.http.retry import RETRY_STATUSES, RetryPolicy, parse_retry_after
 
@@ -217,15 +217,15 @@ def _reason(endpoint: Endpoint, response: httpx.Response) -> str:
 
 
 def _message(response: httpx.Response) -> Json | None:
-    """Returns the first choice's message if it has content or tool calls, with the choice's `finish_reason`, else
-    None."""
+    """Returns the first choice's message with the choice's `finish_reason`; None if it has neither content nor calls
+    nor a thought, and was not cut at its length."""
     try:
         choice = response.json()["choices"][0]
         message = choice["message"] | {"finish_reason": choice.get("finish_reason")}
-        says = isinstance(message["content"], str) or bool(message["tool_calls"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    return message if says else None
+    says = isinstance(message.get("content"), str) or message.get("tool_calls") or thought_of(message)
+    return message if says or message["finish_reason"] == "length" else None
 
 
 # ---- API key and error messages

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.core.chat import Chat, Json, render_message, with_system
+from palestra.core.chat import Chat, Json, render_message, thought_of, with_system
 from palestra.core.failures import ContextLengthExceeded
 from palestra.core.http.chat_client import (
     Endpoint,
@@ -61,6 +61,7 @@ class EndpointPolicy:
                 render_message(message),
                 self.name,
                 stop_reason="length" if message["finish_reason"] == "length" else "stop",
+                thought=thought_of(message),
             )
             for message in await asyncio.gather(*asked)
         ]

@@ -72,3 +72,21 @@ def test_an_answer_cut_at_the_limit_of_its_tokens_is_marked_as_cut():
     with Script((200, cut), (200, FINE)) as server:
         answers = [asyncio.run(policy(server).act(Query("r", "x")))[0] for _ in range(2)]
     assert [answer.stop_reason for answer in answers] == ["length", "stop"] and answers[0].text == "and then"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_the_thought_of_an_endpoint_is_kept_beside_the_text(field):
+    message = {"role": "assistant", "content": "4", field: "two and two"}
+    with Script((200, {"choices": [{"message": message, "finish_reason": "stop"}]})) as server:
+        (answer,) = asyncio.run(policy(server).act(Query("r", "2 + 2?")))
+    assert (answer.text, answer.thought, answer.stop_reason) == ("4", "two and two", "stop")
+
+
+@pytest.mark.parametrize("thought", [{"reasoning_content": "two and"}, {}], ids=["shown", "hidden"])
+def test_an_answer_cut_inside_its_thought_is_empty_and_asked_for_once(thought):
+    cut = {"choices": [{"message": {"role": "assistant", "content": None, **thought}, "finish_reason": "length"}]}
+    with Script((200, cut)) as server:
+        (answer,) = asyncio.run(policy(server).act(Query("r", "2 + 2?")))
+    assert (answer.text, answer.stop_reason) == ("", "length") and len(server.heard) == 1
+    assert answer.thought == thought.get("reasoning_content", "")
+
