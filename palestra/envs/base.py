@@ -34,13 +34,15 @@ class Env(ABC):
     puts it in the system message). `blocking = True` runs `step` in a thread, for envs that wait on something slow.
     `replaces_state = True` promises that `step` replaces what it changes and never mutates it: a fork then shares
     state. `picture` names the form of text observations that the dashboard can draw: "grid" (a world of cells, compact
-    or drawn), "board" or "sudoku"; observations of other forms ("") are shown as text. Methods may also be coroutines.
+    or drawn), "board" or "sudoku"; observations of other forms ("") are shown as text. `takes_answers = True`: actions
+    may be a policy's whole `Answer` instead of its text. Methods may also be coroutines.
     """
 
     name: ClassVar[str] = ""
     picture: ClassVar[Picture] = ""
     blocking: ClassVar[bool] = False
     replaces_state: ClassVar[bool] = False
+    takes_answers: ClassVar[bool] = False
     seats: tuple[Seat, ...]
     roles: Mapping[Seat, str] = {}
 

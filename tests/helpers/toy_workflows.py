@@ -82,6 +82,12 @@ async def sums(play: WorkflowContext) -> dict[str, float]:
     return {"agent": float(last.content == "5")}
 
 
+def counting(play: WorkflowContext) -> WorkflowResult:
+    """Returns what the endpoint tells beside the text."""
+    reply = ask(play, "agent", "say much").raise_for_status().json()
+    return WorkflowResult(info={"usage": reply["usage"], "choice": reply["choices"][0]})
+
+
 def restless(play: WorkflowContext) -> dict[str, float]:
     """Makes other model calls each time that it is played."""
     ask(play, "agent", f"{random.random()}")

@@ -169,7 +169,10 @@ class ServedAgent:
 
     def _as_asked(self, settings: dict[str, Any]) -> LanguagePolicy:
         """Returns the policy with the request's sampling settings."""
-        changes = {key: value for key, value in settings.items() if key in ("temperature", "top_p", "max_tokens")}
+        same = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids")
+        changes = {key: value for key, value in settings.items() if key in same}
+        if changes.get("top_k") == -1:  # as vLLM spells that there is no limit
+            changes["top_k"] = 0
         if "max_completion_tokens" in settings:
             changes["max_tokens"] = settings["max_completion_tokens"]
         if "stop" in settings:

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palestra.core.chat import Chat
+from palestra.core.chat import Chat, Json, thought_of, to_template_message
 
 ANY_KEY = ""  # key of a session that accepts any key
-SAMPLING_KEYS = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop")
+SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+)
+CALL_KEYS = {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", *SAMPLING_KEYS}
+
+# What clients send that changes nothing about an answer: bookkeeping of a provider, with any value,
+BOOKKEEPING = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+BOOKKEEPING |= {"prompt_cache_retention"}
+# and fields with the value that asks for what is done anyway.
+DEFAULTS: Json = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "best_of": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "echo": False,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "ignore_eos": False,
+}
 
 
 class CallRefused(Exception):
@@ -32,12 +66,14 @@ class ChatReply:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call: the model, the chat, the sampling settings (a subset of `SAMPLING_KEYS`, as received), and the future
-    of its answer."""
+    """One call: the model, the chat, the sampling settings (a subset of `SAMPLING_KEYS`, as received), whether its
+    answer is streamed, with token counts at the end, and the future of its answer."""
 
     model: str
     chat: Chat
     sampling: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    stream_usage: bool = False
     answer: Future[str | ChatReply] = field(default_factory=Future)
 
 
@@ -49,18 +85,18 @@ class SessionProtocol(Protocol):
 
 
 class _Open(BaseModel):
-    """Base class of request parts; unknown fields are allowed."""
+    """Base class of request parts; unknown fields are checked apart."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class _Function(_Open):
-    name: str | None = None
+    name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class _Call(_Open):
-    function: _Function | None = None
+    function: _Function
 
 
 class _Part(_Open):
@@ -73,6 +109,9 @@ class _Message(_Open):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
 
 class _Conversation(_Open):
@@ -80,9 +119,9 @@ class _Conversation(_Open):
     tools: list[dict[str, Any]] | None = None
 
 
-def parse_call(body: Any, models: Sequence[str]) -> tuple[ChatCall, bool]:
-    """Parses a request's JSON. Returns the call, and whether its answer should be streamed. Raises ValueError if it is
-    invalid or names an unknown model."""
+def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
+    """Parses a request's JSON. Raises ValueError if it is invalid, names an unknown model, or asks for something that
+    is not done here."""
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
     name = str(body.get("model")).rsplit("/", 1)[-1]  # some clients prefix the provider's name
@@ -90,21 +129,81 @@ def parse_call(body: Any, models: Sequence[str]) -> tuple[ChatCall, bool]:
         raise ValueError(f"there is no model {name[:200]!r} here, but {', '.join(models)}: each is a seat")
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: siblings are drawn by the algorithm, not by the program")
-    messages, tools = body.get("messages"), body.get("tools") or []
+    check_fields(body, CALL_KEYS)
+    chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
+    settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
+    usage = wants_stream_usage(body.get("stream_options"))
+    return ChatCall(name, chat, settings, bool(body.get("stream")), usage)
+
+
+def asks_nothing(key: str, value: Any) -> bool:
+    """Returns whether a field of a request changes nothing about the answer, though it is not used."""
+    if value in (None, [], {}, "") or key in BOOKKEEPING:
+        return True
+    return key in DEFAULTS and bool(value == DEFAULTS[key])
+
+
+def unused(key: str) -> str:
+    """Returns the refusal of a field that is not used."""
+    other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
+    return f"{key[:64]!r} is not used here: leave it out{other}"
+
+
+def check_fields(given: Json, used: Collection[str], where: str = "") -> None:
+    """Raises ValueError for the first field that is neither used nor changes nothing."""
+    for key, value in given.items():
+        if key not in used and not asks_nothing(key, value):
+            raise ValueError(f"{where}{unused(key)}")
+
+
+def wants_stream_usage(options: Any) -> bool:
+    """Returns whether a stream ends with token counts, by a request's `stream_options`. Raises ValueError if they are
+    invalid."""
+    if options is not None and not isinstance(options, dict):
+        raise ValueError('stream_options must be an object, such as {"include_usage": true}')
+    check_fields(options or {}, ("include_usage", "include_obfuscation"), "stream_options: ")
+    return bool((options or {}).get("include_usage"))
+
+
+def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> Chat:
+    """Returns the conversation of a request, without tools if its `tool_choice` is "none". Raises ValueError if it is
+    invalid or has a part that is not used."""
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("messages must be a list of messages, each with a role")
     if any(_has_pictures(message.get("content")) for message in messages):
         raise ValueError("messages of text only are answered here: send parts of type text")
-    _check(messages, tools)
-    settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
-    return ChatCall(name, Chat(tuple(messages), tuple(tools)), settings), bool(body.get("stream"))
+    _check_types(messages, tools)
+    for i, message in enumerate(messages):
+        _check_message(message, f"messages.{i}: ")
+    for i, tool in enumerate(tools or ()):
+        if tool.get("type", "function") != "function":
+            raise ValueError(f"tools.{i}: type {str(tool['type'])[:64]!r} is not offered here: send functions")
+    if choice not in (None, "auto", "none"):
+        raise ValueError(f"tool_choice {str(choice)[:64]!r} is not done here: send auto or none")
+    return Chat(tuple(messages), () if choice == "none" else tuple(tools or ()))
 
 
 def _has_pictures(content: Any) -> bool:
     return isinstance(content, list) and any(not isinstance(p, dict) or p.get("type") != "text" for p in content)
 
 
-def _check(messages: Any, tools: Any) -> None:
+def _check_message(message: Json, where: str) -> None:
+    """Raises ValueError for a part of a message that no template is given."""
+    try:
+        to_template_message(message)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    if message["role"] != "assistant" and (message.get("tool_calls") or thought_of(message)):
+        raise ValueError(f"{where}calls and thoughts are the assistant's, not of role {message['role']!r}")
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        check_fields(part, ("type", "text", "cache_control"), f"{where}content: ")
+    for call in message.get("tool_calls") or ():
+        check_fields(call, ("id", "type", "function", "index"), f"{where}tool_calls: ")
+        check_fields(call["function"], ("name", "arguments"), f"{where}function: ")
+
+
+def _check_types(messages: Any, tools: Any) -> None:
     """Raises ValueError for fields of the wrong type."""
     try:
         _Conversation(messages=messages, tools=tools)

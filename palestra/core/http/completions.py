@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from palestra.core.chat import parse_assistant_message
+from palestra.core.chat import Json, parse_assistant_message
 from palestra.core.http.bodies import read_json
 from palestra.core.http.calls import ANY_KEY, CallRefused, ChatCall, ChatReply, SessionProtocol, parse_call
 from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
@@ -80,7 +80,7 @@ class ChatServer:
         body = await request.body()
         session = self._session(request)
         try:
-            asked, stream = await asyncio.to_thread(_read, body, session.models)
+            asked = await asyncio.to_thread(_read, body, session.models)
             session.deliver(asked)
             answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
         except CallRefused as error:
@@ -88,32 +88,38 @@ class ChatServer:
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         reply = ChatReply(answer) if isinstance(answer, str) else answer
-        message = parse_assistant_message(reply.text)
-        if reply.thought:
-            message["reasoning_content"] = reply.thought
+        message = assistant_message(reply.text, reply.thought, asked.chat.tools)
         finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
-        if stream:
-            return _streamed(head, message, finish)
+        if asked.stream:
+            return _streamed(head, message, finish, _usage(reply) if asked.stream_usage else {})
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
 
 
-def _read(body: bytes, models: tuple[str, ...]) -> tuple[ChatCall, bool]:
+def _read(body: bytes, models: tuple[str, ...]) -> ChatCall:
     return parse_call(read_json(body), models)
 
 
-def _streamed(head: dict[str, Any], message: dict[str, Any], finish: str) -> Response:
+def assistant_message(text: str, thought: str, tools: Sequence[Json]) -> Json:
+    """Returns an answer in OpenAI's format. Without tools, nothing in its text is a call."""
+    message = parse_assistant_message(text) if tools else {"role": "assistant", "content": text.strip()}
+    return message | ({"reasoning_content": thought} if thought else {})
+
+
+def _streamed(head: Json, message: Json, finish: str, usage: Json) -> Response:
     """Returns the answer as server-sent events, with all text in one event."""
-    events = _events({**head, "object": "chat.completion.chunk"}, message, finish)
+    events = _events({**head, "object": "chat.completion.chunk"}, message, finish, usage)
     return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
 
 
-def _events(head: dict[str, Any], message: dict[str, Any], finish: str) -> Iterator[str]:
+def _events(head: Json, message: Json, finish: str, usage: Json) -> Iterator[str]:
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
     delta = message | ({"tool_calls": calls} if calls else {})
     yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     yield json.dumps({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    if usage:
+        yield json.dumps({**head, "choices": [], **usage})
     yield "[DONE]"
 
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Self
 
 from palestra.core.chat import same_message
 from palestra.core.config import load_object
-from palestra.core.http.calls import CallRefused, ChatCall
+from palestra.core.http.calls import CallRefused, ChatCall, ChatReply
 from palestra.core.http.chat_server import ChatSession
-from palestra.core.types import Seat, Step
+from palestra.core.types import Answer, Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import Terms, terms_info, total_rewards
 from palestra.envs.support.options import check_range
@@ -84,6 +84,7 @@ class Workflow(Env):
     """
 
     name: ClassVar[str] = "workflow"
+    takes_answers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Workflow(Env):
 
     async def reset(self, seed: int) -> Step:
         self.close()
-        self._seed, self._played = seed, list[dict[Seat, tuple[ChatCall, str]]]()
+        self._seed, self._played = seed, list[dict[Seat, tuple[ChatCall, ChatReply]]]()
         self._running = _ProgramRun(self, seed)
         return await self._next()
 
@@ -120,11 +121,11 @@ class Workflow(Env):
             raise ValueError("no seat acts next: call reset(seed) before step")
         if set(actions) != set(self._asked):
             raise ValueError(f"{sorted(self._asked)} acts next, but the actions are for {sorted(actions)}")
-        turn = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
+        turn = {seat: (asked, _reply(actions[seat])) for seat, asked in self._asked.items()}
         self._played.append(turn)
-        for asked, text in turn.values():
+        for asked, reply in turn.values():
             if not asked.answer.done():  # else the program closed the connection
-                asked.answer.set_result(text)
+                asked.answer.set_result(reply)
         return await self._next()
 
     async def fork(self) -> Self:
@@ -135,7 +136,7 @@ class Workflow(Env):
             await twin.reset(self._seed)
             for earlier in self._played:
                 twin._check(earlier)
-                await twin.step({seat: text for seat, (_, text) in earlier.items()})
+                await twin.step({seat: reply for seat, (_, reply) in earlier.items()})
         except BaseException:  # also a cancellation: only this method knows the twin
             twin.close()
             raise
@@ -165,7 +166,7 @@ class Workflow(Env):
         info = {**score.info, "success": bool(score.success)} | terms_info(terms)
         return Step({}, total_rewards(terms), float(score.team_reward), info=info)
 
-    def _check(self, earlier: Mapping[Seat, tuple[ChatCall, str]]) -> None:
+    def _check(self, earlier: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> None:
         before = {seat: asked.chat for seat, (asked, _) in earlier.items()}
         now = {seat: asked.chat for seat, asked in self._asked.items()}
         if before.keys() != now.keys() or not all(_alike(before[seat], now[seat]) for seat in before):
@@ -290,6 +291,16 @@ class _ProgramRun:
                 f'{command[0]} must print {{"rewards": {{...}}}} as its last line; it printed '
                 f"{out[-OUTPUT_TAIL_CHARS:]!r}"
             ) from error
+
+
+def _reply(action: Any) -> ChatReply:
+    """Returns the endpoint's reply with a policy's answer. Its thought stays with the policy."""
+    if isinstance(action, ChatReply):  # of a turn that is played again
+        return action
+    if not isinstance(action, Answer):
+        return ChatReply(str(action))
+    counts = (len(action.prompt_ids), len(action.token_ids)) if len(action.token_ids) else None
+    return ChatReply(action.text, action.stop_reason == "length", counts)
 
 
 def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:

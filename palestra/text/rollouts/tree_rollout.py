@@ -300,7 +300,8 @@ def _unplayed(env: Env, name: str, seat: Seat) -> str:
 
 
 async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
-    return require_step(await _call(env, env.step, {seat: answer.text for seat, answer in joint.items()}), "step")
+    actions = joint if env.takes_answers else {seat: answer.text for seat, answer in joint.items()}
+    return require_step(await _call(env, env.step, dict(actions)), "step")
 
 
 async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

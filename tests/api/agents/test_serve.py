@@ -95,6 +95,18 @@ def test_seed_fixes_the_answer_under_concurrency(client):
     assert len(set(texts[::2])) == len(set(texts[1::2])) == 1 and texts[0] != texts[1]
 
 
+def test_top_k_of_one_leaves_nothing_to_chance(client):
+    settings = {"temperature": 1, "max_tokens": 8, "extra_body": {"top_k": 1}}
+    said = {complete(client, seed=seed, **settings).choices[0].message.content for seed in range(4)}
+    free = {complete(client, seed=seed, temperature=1, max_tokens=8).choices[0].message.content for seed in range(4)}
+    assert len(said) == 1 < len(free)
+
+
+def test_stream_ends_with_token_counts_if_they_are_asked_for(client):
+    *_, last = complete(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage == complete(client).usage
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -106,6 +118,9 @@ def test_seed_fixes_the_answer_under_concurrency(client):
         ({"messages": []}, "messages must be a list"),
         ({"messages": [{"role": "user", "content": "0 1 " * 20_000}]}, "token"),
         ({"n": 2}, "n must be 1"),
+        ({"response_format": {"type": "json_object"}}, "'response_format' is not used here"),
+        ({"extra_body": {"min_p": 0.5}}, "'min_p' is not used here: leave it out, or send 0"),
+        ({"tool_choice": "required"}, "tool_choice 'required' is not done here"),
     ],
 )
 def test_invalid_call_gets_an_openai_error(client, settings, message):

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from palestra.core.chat import Chat
+from palestra.core.types import Answer
 from palestra.envs import make_env
 from palestra.envs.adapters.workflow import Workflow
 from palestra.envs.base import check_env
@@ -64,6 +66,26 @@ def test_tools_are_called_and_their_results_are_observed():
     asked, answered = (node.observations["agent"] for node in episode.nodes)
     assert asked.tools[0]["function"]["name"] == "add"
     assert [message["role"] for message in answered.messages] == ["user", "assistant", "tool"]
+
+
+class Counted:
+    """A policy whose answers have tokens, and are cut."""
+
+    name = "counted"
+
+    async def act(self, query):
+        ids = np.arange(5, dtype=np.int32)
+        text, thought = "five tokens", "not for the program"
+        return [Answer(text, self.name, ids[:3], ids, np.zeros(5, np.float32), "length", thought=thought)] * query.n
+
+
+def test_replies_have_token_counts_and_say_that_an_answer_was_cut():
+    episode = play({"function": "helpers.toy_workflows:counting", "seats": ["agent"]}, {"agent": Counted()})
+    assert episode.error is None
+    info = episode.nodes[-1].info
+    assert info["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert info["choice"]["finish_reason"] == "length"
+    assert info["choice"]["message"] == {"role": "assistant", "content": "five tokens"}
 
 
 def test_siblings_are_tried_at_every_turn():
@@ -178,6 +200,8 @@ def test_invalid_model_calls_are_refused():
             {"n": 2},
             {"messages": []},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"response_format": {"type": "json_object"}},
+            {"messages": [{"role": "user", "content": "?", "weight": 2}]},
         ]
         async with httpx.AsyncClient() as client:
             refused = [await client.post(url, json=good | part, headers=key) for part in wrong]
@@ -188,8 +212,10 @@ def test_invalid_model_calls_are_refused():
         return refused, stranger, models, late
 
     refused, stranger, models, late = asyncio.run(scenario())
-    assert [response.status_code for response in refused] == [400] * 4
+    assert [response.status_code for response in refused] == [400] * 6
     assert "there is no model 'other' here, but agent" in refused[0].json()["error"]["message"]
+    assert "'response_format' is not used here" in refused[4].json()["error"]["message"]
+    assert "'weight'" in refused[5].json()["error"]["message"]
     assert (stranger.status_code, late.status_code) == (401, 401)
     assert [model["id"] for model in models.json()["data"]] == ["agent"]
 
