@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palestra.core.chat import Chat, Json, thought_of, to_template_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
@@ -210,3 +210,9 @@ def _check_types(messages: Any, tools: Any) -> None:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[:3]
         raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong)) from None
+
+
+def assistant_message(text: str, thought: str, tools: Sequence[Json]) -> Json:
+    """Returns an answer in OpenAI's format. Without tools, nothing in its text is a call."""
+    message = parse_assistant_message(text) if tools else {"role": "assistant", "content": text.strip()}
+    return message | ({"reasoning_content": thought} if thought else {})

@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,9 +17,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from palestra.core.chat import Json, parse_assistant_message
+from palestra.core.chat import Json
 from palestra.core.http.bodies import read_json
-from palestra.core.http.calls import ANY_KEY, CallRefused, ChatCall, ChatReply, SessionProtocol, parse_call
+from palestra.core.http.calls import (
+    ANY_KEY,
+    CallRefused,
+    ChatCall,
+    ChatReply,
+    SessionProtocol,
+    assistant_message,
+    parse_call,
+)
 from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import OriginPolicy
@@ -99,12 +107,6 @@ class ChatServer:
 
 def _read(body: bytes, models: tuple[str, ...]) -> ChatCall:
     return parse_call(read_json(body), models)
-
-
-def assistant_message(text: str, thought: str, tools: Sequence[Json]) -> Json:
-    """Returns an answer in OpenAI's format. Without tools, nothing in its text is a call."""
-    message = parse_assistant_message(text) if tools else {"role": "assistant", "content": text.strip()}
-    return message | ({"reasoning_content": thought} if thought else {})
 
 
 def _streamed(head: Json, message: Json, finish: str, usage: Json) -> Response:

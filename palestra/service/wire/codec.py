@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic_core import to_json
 
 from palestra.core.types import Datum
@@ -68,13 +69,17 @@ class PromptScores:
 
 
 def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
-    """Parses a ForwardBackwardRequest; its arrays stay encoded. Raises BadRequest if the bytes are no such message or
-    `model_id`, `seq_id` or the number of sequences is out of bounds."""
+    """Parses a ForwardBackwardRequest; its arrays stay encoded. Raises BadRequest if the bytes are no such message,
+    have a field that is not used here, or `model_id`, `seq_id` or the number of sequences is out of bounds."""
     call = pb.ForwardBackwardRequest()
     try:
         call.ParseFromString(body)
     except DecodeError as error:
         raise BadRequest(f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
+    for message in (call, *call.data):
+        for unknown in UnknownFieldSet(message):
+            name = f"field {unknown.field_number} of {message.DESCRIPTOR.name}"
+            raise BadRequest(f"{name} is not used here: it is of a newer client than this server knows")
     if (
         not 0 < len(call.model_id) <= requests.MAX_ID_CHARS
         or call.seq_id < 0

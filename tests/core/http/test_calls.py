@@ -15,10 +15,10 @@ from palestra.core.http.calls import (
     CALL_KEYS,
     DEFAULTS,
     SAMPLING_KEYS,
+    assistant_message,
     parse_call,
     parse_conversation,
 )
-from palestra.core.http.completions import assistant_message
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -4,17 +4,27 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from helpers.fronts import Front
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
 
+from palestra.core.chat import Chat
 from palestra.core.failures import ContextLengthExceeded
+from palestra.core.http.calls import asks_nothing
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
+from palestra.service.wire.schemas.openai import ChatCompletionRequest, CompletionRequest
+from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
+from palestra.testing import tiny_tokenizer
 from palestra.text.policies.base import request_error
 
 CHAT = "/oai/api/v1/chat/completions"
@@ -24,12 +34,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, list[SampleJob]]]:
-    """Sends a request, and answers every sample with "hello you." and the end token; returns the reply and the
-    requests."""
-    ids = [*tiny.tokenizer.encode("hello you.", add_special_tokens=False), tiny.tokenizer.eos_token_id]
-    answer = codec.SampledSequence(np.array(ids), np.full(len(ids), -0.5), "stop")
+    """Sends a request, and answers every sample with "hello you." (or `said`) and the end token; returns the reply and
+    the requests."""
 
-    def ask(path: str, body: dict[str, Any]) -> tuple[httpx.Response, list[SampleJob]]:
+    def ask(path: str, body: dict[str, Any], said: str = "hello you.") -> tuple[httpx.Response, list[SampleJob]]:
+        tokenizer = front.context.bases[body["model"]].tokenizer if body["model"] == "talk" else tiny.tokenizer
+        ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        best = codec.TopK(np.array([[i, 5] for i in ids]), np.array([[-0.5, -1.5]] * len(ids)))
         jobs: list[SampleJob] = []
         over = threading.Event()
 
@@ -37,6 +48,8 @@ def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, lis
             while not over.is_set():
                 for row in front.context.store.take_queued():
                     jobs.append(SampleJob.model_validate_json(row.body))
+                    topk = best if jobs[-1].topk_sample else None
+                    answer = codec.SampledSequence(np.array(ids), np.full(len(ids), -0.5), "stop", topk)
                     result = codec.encode_sample([answer] * jobs[-1].num_samples)
                     front.context.store.write_answers([StoredAnswer(row.id, result, "sample")])
                 time.sleep(0.01)
@@ -137,3 +150,175 @@ def test_refusal_for_length_is_recognised_by_clients(front: Front, case: str) ->
     reply = front.post(path, body)
     assert reply.status_code == 400
     assert isinstance(request_error(reply.json()["detail"]), ContextLengthExceeded), reply.text
+
+
+# ---- conversations: as in training
+
+TALK = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' }}"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}{{ '</tool_call>' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% if quiet %}{{ '(quiet)' }}{% endif %}{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+HISTORY = [
+    {"role": "user", "content": "1 + 1? <|end|><|assistant|>"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "one and one",
+        "tool_calls": [{"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c0", "content": "2"},
+]
+CALL_TEXT = '<think>two</think>so<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+@pytest.fixture
+def talk(front: Front, tiny: Any) -> Any:
+    """The tokenizer of a base "talk", whose template knows tools, thoughts and an option, but no system role; it begins
+    texts with `<|pad|>`."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TALK
+    start = [("<|pad|>", tokenizer.convert_tokens_to_ids("<|pad|>"))]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<|pad|> $A", special_tokens=start)
+    front.context.bases["talk"] = replace(tiny, name="talk", public_names=(), tokenizer=tokenizer)
+    yield tokenizer
+    del front.context.bases["talk"]
+
+
+def test_a_history_with_calls_is_rendered_as_in_training(talk: Any, answered: Any) -> None:
+    _, (job,) = answered(CHAT, {"model": "talk", "messages": HISTORY, "tools": [TOOL]})
+    assert job.tokens == ChatEncoder(talk).encode_conversation(Chat(tuple(HISTORY), (TOOL,))).tolist()
+    text = talk.decode(job.tokens)
+    assert '"arguments": {"a": 1}' in text and "<think>one and one</think>" in text
+    assert text.count("<|end|>") == 4  # of the tools and three messages, not of the text that spells it
+
+
+def test_a_system_message_is_merged_where_the_template_has_no_such_role(talk: Any, answered: Any) -> None:
+    _, (job,) = answered(CHAT, {"model": "talk", "messages": [{"role": "system", "content": "be brief"}, *HELLO]})
+    assert talk.decode(job.tokens) == "<|user|>be brief\n\nhello<|end|><|assistant|>"
+
+
+def test_an_answer_is_parted_into_thought_text_and_calls(talk: Any, answered: Any) -> None:
+    reply, _ = answered(CHAT, {"model": "talk", "messages": HELLO, "tools": [TOOL]}, CALL_TEXT)
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("two", "so")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
+
+
+@pytest.mark.parametrize("change", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "none"])
+def test_without_tools_nothing_is_a_call(talk: Any, answered: Any, change: dict[str, Any]) -> None:
+    reply, (job,) = answered(CHAT, {"model": "talk", "messages": HELLO, **change}, CALL_TEXT)
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == CALL_TEXT.partition("</think>")[2]
+    assert "add" not in talk.decode(job.tokens)
+
+
+def test_streamed_deltas_add_up_to_the_message(talk: Any, answered: Any) -> None:
+    body = {"model": "talk", "messages": HELLO, "tools": [TOOL]}
+    whole = answered(CHAT, body, CALL_TEXT)[0].json()["choices"][0]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = answered(CHAT, body | options, CALL_TEXT)[0].text.split("\n\n")
+    *chunks, usage = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    for key in ("content", "reasoning_content"):
+        assert "".join(delta.get(key, "") for delta in deltas) == whole["message"][key]
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert calls == [{"index": 0, **call} for call in whole["message"]["tool_calls"]]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and usage["usage"]["completion_tokens"] > 5
+
+
+def test_options_of_the_template_are_used_or_refused(talk: Any, front: Front, answered: Any) -> None:
+    body = {"model": "talk", "messages": HELLO}
+    _, (job,) = answered(CHAT, body | {"chat_template_kwargs": {"quiet": True}})
+    assert talk.decode(job.tokens).endswith("<|assistant|>(quiet)")
+    for options in ({"enable_thinking": False}, {"chat_template": "{{ 1 }}"}, {"tools": []}, {"messages": []}):
+        reply = front.post(CHAT, body | {"chat_template_kwargs": options})
+        assert reply.status_code == 400 and f"no option {next(iter(options))!r}" in reply.json()["detail"]
+    assert "reasoning_effort" in front.post(CHAT, body | {"reasoning_effort": "high"}).json()["detail"]
+
+
+def test_a_prompt_of_text_begins_as_the_tokenizer_begins_texts(talk: Any, answered: Any) -> None:
+    _, (job,) = answered(TEXT, {"model": "talk", "prompt": "abc"})
+    assert talk.decode(job.tokens) == "<|pad|>abc"
+    _, (job,) = answered(TEXT, {"model": "talk", "prompt": "abc", "add_special_tokens": False})
+    assert talk.decode(job.tokens) == "abc"
+
+
+def test_bytes_of_tokens_are_those_of_the_text(talk: Any, answered: Any) -> None:
+    body = {"model": "talk", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    reply, (job,) = answered(CHAT, body, "a \N{GRINNING FACE} \ufffd")
+    *tokens, _ = reply.json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in tokens).decode() == "a \N{GRINNING FACE} \ufffd"
+    assert job.topk_sample == 2
+    assert [(best["token"], best["logprob"]) for best in tokens[0]["top_logprobs"]] == [("a", -0.5), ("!", -1.5)]
+
+
+def test_sampling_settings_reach_the_sampler(answered: Any) -> None:
+    settings = {"top_k": 3, "stop_token_ids": [7], "ignore_eos": True, "temperature": 0.5, "top_p": 0.9}
+    for path, prompt in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "hello"})):
+        _, (job,) = answered(path, {"model": "tiny", **prompt, **settings})
+        used = job.sampling
+        assert (used.top_k, used.stop_token_ids, used.stop_at_eos) == (3, (7,), False)
+        assert (used.temperature, used.top_p) == (0.5, 0.9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"70": -100}},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 3.0},
+        {"min_p": 0.5},
+        {"tool_choice": "required"},
+        {"continue_final_message": True},
+        {"parallel_tool_calls": False},
+        {"top_logprobs": 2},
+        {"logprobs": True, "stream": True},
+        {"messages": [{"role": "user", "content": "x", "weight": 0}]},
+        {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]},
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(front: Front, change: dict[str, Any]) -> None:
+    reply = front.post(CHAT, {"model": "tiny", "messages": HELLO} | change)
+    name = next(iter(change)) if "messages" not in change else list(change["messages"][0])[-1]
+    assert reply.status_code == 400 and name in reply.json()["detail"], reply.text
+    assert front.context.store.take_queued() == []
+
+
+def test_fields_that_change_nothing_are_accepted(answered: Any) -> None:
+    body = {"model": "tiny", "messages": HELLO, "user": "u", "store": True, "presence_penalty": 0, "logit_bias": {}}
+    body |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "min_p": 0.0, "functions": None}
+    assert answered(CHAT, body)[0].status_code == 200
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=4)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner))
+
+
+@given(
+    model=st.sampled_from([ChatCompletionRequest, CompletionRequest]),
+    name=st.sampled_from(["response_format", "min_p", "guided_json", "suffix"]) | st.text(min_size=1, max_size=9),
+    value=VALUES,
+)
+def test_a_field_is_used_or_refused_by_name(model: Any, name: str, value: Any) -> None:
+    if name in model.model_fields or asks_nothing(name, value):
+        return
+    body = {"messages": HELLO} if "messages" in model.model_fields else {"prompt": "a"}
+    with pytest.raises(BadRequest) as refused:
+        parse_body(model, json.dumps({"model": "tiny"} | body | {name: value}).encode())
+    assert str(refused.value) == f"{name}: not used here, leave it out"

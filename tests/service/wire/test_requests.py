@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from palestra.service.wire import codec
 from palestra.service.wire import wire_pb2 as pb
 from palestra.service.wire.schemas import requests, responses, weights
 from palestra.service.wire.schemas.wire_model import BadRequest, WireModel, parse_body
@@ -70,10 +72,8 @@ def test_adam_params_of_the_oldest_client_get_defaults() -> None:
     assert (adam.weight_decay, adam.grad_clip_norm) == (0.0, 0.0)
 
 
-def test_unknown_fields_are_dropped_and_defaults_filled() -> None:
-    request = read(
-        requests.SampleRequest, prompt={"chunks": [{"tokens": [1]}]}, base_model="b", future_field={"x": [1]}
-    )
+def test_defaults_are_filled() -> None:
+    request = read(requests.SampleRequest, prompt={"chunks": [{"tokens": [1]}]}, base_model="b", future_field=None)
     assert request.sampling_params == requests.SamplingParams()
     assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (1, None, 0)
 
@@ -191,6 +191,41 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+
+
+@given(
+    generation=st.sampled_from(["a", "b", "c"]),
+    name=st.text(min_size=1, max_size=9).map(lambda text: f"x{text}"),
+    value=JSON,
+    data=st.data(),
+)
+def test_a_field_is_used_or_refused_by_name(generation: str, name: str, value: Any, data: st.DataObject) -> None:
+    """A field of no body is put into any object of a real one."""
+    bodies = sent(generation)
+    endpoint = data.draw(st.sampled_from(sorted(bodies)))
+    places = list(_objects(bodies[endpoint]))
+    data.draw(st.sampled_from(places))[name] = value
+    if value in (None, [], {}, ""):
+        return  # it says nothing
+    with pytest.raises(BadRequest, match=f"{re.escape(name)}: not used here"):
+        parse_body(BODIES[endpoint], json.dumps(bodies[endpoint]).encode())
+
+
+def _objects(tree: Any, key: str = "") -> Iterator[dict[str, Any]]:
+    """Yields the objects with fields, not those in which every key is a user's."""
+    if isinstance(tree, dict) and key not in ("user_metadata", "loss_fn_inputs", "loss_fn_config"):
+        yield tree
+    for name, each in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from _objects(each, str(name))
+
+
+@pytest.mark.parametrize("message", ["call", "datum"])
+def test_an_unknown_field_of_protobuf_is_refused(message: str) -> None:
+    later = b"\x7a\x01A"  # field 15 of a later version
+    datum = pb.Datum.FromString(later) if message == "datum" else pb.Datum()
+    body = pb.ForwardBackwardRequest(model_id="m", data=[datum]).SerializeToString()
+    with pytest.raises(BadRequest, match=r"field 15 of .* is not used here"):
+        codec.train_call_from_proto(body if message == "datum" else body + later)
 
 
 @given(model=st.sampled_from(MODELS), data=st.data())

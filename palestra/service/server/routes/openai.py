@@ -1,25 +1,31 @@
 """OpenAI-compatible inference routes, so that other frameworks can use a trained agent.
 
-`model` is a path of weights (tinker://...) or a base's name. A completion ends at the model's end token, or at a string
-in `stop`, which is cut off. With `stream` it is sent in pieces after it is complete, since completions share their
-batch.
+`model` is a path of weights (tinker://...) or a base's name. Conversations are rendered, and answers parted into
+thought, text and calls, as in training. A completion ends at the model's end token, or at a string in `stop`, which is
+cut off. With `stream` it is sent in pieces after it is complete, since completions share their batch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
-import jinja2
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from palestra.core.chat import Chat, Json
+from palestra.core.http.calls import assistant_message, wants_stream_usage
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
@@ -41,17 +47,35 @@ from palestra.service.wire.schemas.wire_model import BadRequest
 router = APIRouter()
 ANSWER_TIMEOUT_S = 600.0  # seconds that a call may wait for its answer
 STREAM_PIECE_CHARS = 16  # characters of a streamed piece
+REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for a part of a character
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SHOWN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN_BYTES = [byte for byte in range(256) if byte not in _SHOWN_BYTES]
+BYTE_OF_CHAR = {chr(byte): byte for byte in _SHOWN_BYTES} | {chr(256 + i): b for i, b in enumerate(_HIDDEN_BYTES)}
+"""Bytes by the characters that stand for them in the tokens of byte-level BPE."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion: its text, and its tokens with their log-probabilities."""
+    """One completion: its text, in a chat its `message`, and its tokens with their log-probabilities. `alternatives`
+    are the likeliest tokens at each place, if they were asked for."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    alternatives: Sequence[Sequence[tuple[int, float]] | None] | None = None
+    message: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, what encodes it and reads its answers, and its token ids."""
+
+    chat: Chat
+    encoder: ChatEncoder
+    token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -91,12 +115,12 @@ async def completions(
     """Answers `/completions`."""
     if call.echo:
         raise BadRequest("echo is not served here: the caller has the prompt already")
-    _at_most_the_sampled(call.logprobs)
+    _refuse_streamed_logprobs(call, call.logprobs)
     source = await run_in_threadpool(_source, ctx, owner, call)
-    prompts = await run_in_threadpool(_prompts, call.prompt, source)
-    answer = await _answer(call, prompts, source, call.max_tokens, request, owner, queue)
+    prompts = await run_in_threadpool(_prompts, call, source)
+    answer = await _answer(call, prompts, source, call.max_tokens, call.logprobs or 0, request, owner, queue)
     if call.stream:
-        return _streamed(answer, "text_completion", lambda text: {"text": text})
+        return _streamed(answer, "text_completion", _text_pieces, call)
     choices = [{"text": c.text, **_end(c), "logprobs": _tokens(c, source, call.logprobs)} for c in answer.choices]
     return JSONResponse({**answer.header_fields("text_completion"), "choices": choices, "usage": answer.usage})
 
@@ -105,25 +129,24 @@ async def completions(
 async def chat_completions(
     call: JsonBody[ChatCompletionRequest], request: Request, ctx: ContextDep, owner: OwnerDep, queue: QueueDep
 ) -> Response:
-    """Answers `/chat/completions`. `tools` are passed to the base's chat template; tool calls are returned in the text
-    of the answer."""
-    _at_most_the_sampled(call.top_logprobs)
+    """Answers `/chat/completions`."""
+    _refuse_streamed_logprobs(call, call.logprobs)
     source = await run_in_threadpool(_source, ctx, owner, call)
     prompt = await run_in_threadpool(_chat_prompt, call, source)
     limit = call.max_completion_tokens or call.max_tokens
-    answer = await _answer(call, [prompt], source, limit, request, owner, queue)
+    answer = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner, queue)
+    answer = replace(answer, choices=[_read(choice, prompt, call.stops) for choice in answer.choices])
     if call.stream:
-        return _streamed(answer, "chat.completion.chunk", _delta)
+        return _streamed(answer, "chat.completion.chunk", _chat_pieces, call)
     choices = [
-        {"message": {"role": "assistant", "content": c.text}, **_end(c), "logprobs": _content(c, source, call.logprobs)}
-        for c in answer.choices
+        {"message": c.message, **_end(c), "logprobs": _content(c, source, call.logprobs)} for c in answer.choices
     ]
     return JSONResponse({**answer.header_fields("chat.completion"), "choices": choices, "usage": answer.usage})
 
 
-def _at_most_the_sampled(alternatives: int | None) -> None:
-    if alternatives and alternatives > 1:
-        raise BadRequest("log-probabilities are served of the sampled tokens only: ask for none beside them")
+def _refuse_streamed_logprobs(call: CompletionParams, wanted: int | None) -> None:
+    if call.stream and wanted not in (None, False):
+        raise BadRequest("logprobs are not streamed: leave out logprobs or stream")
 
 
 def _source(ctx: ServiceContext, owner: str, call: CompletionParams) -> SamplerRef:
@@ -132,16 +155,25 @@ def _source(ctx: ServiceContext, owner: str, call: CompletionParams) -> SamplerR
     return resolve_source(ctx, owner, None, call.model)
 
 
-def _prompts(prompt: Any, source: SamplerRef) -> list[list[int]]:
-    """Returns the token ids of each prompt, given as a text, several texts, token ids, or several lists of token ids.
-    Raises BadRequest if a text is too long."""
+def _prompts(call: CompletionRequest, source: SamplerRef) -> list[list[int]]:
+    """Returns the token ids of each prompt, given as a text, several texts, token ids, or several lists of token ids. A
+    text begins with what the tokenizer puts before it, unless `add_special_tokens` is false. Raises BadRequest if a
+    text is too long."""
+    prompt: Any = call.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     for one in prompt:
         if isinstance(one, str):
             _check_text(one, source)
-    encode = source.base.tokenizer.encode
-    return [encode(one, add_special_tokens=False) if isinstance(one, str) else list(one) for one in prompt]
+    encoder = _encoder(source.base.tokenizer, "{}")
+    encode = encoder.encode_text if call.add_special_tokens is False else encoder.encode_raw
+    return [encode(one).tolist() if isinstance(one, str) else list(one) for one in prompt]
+
+
+@lru_cache(maxsize=64)
+def _encoder(tokenizer: Any, options: str) -> ChatEncoder:
+    """Returns the encoder of a base with options of its chat template (JSON)."""
+    return ChatEncoder(tokenizer, json.loads(options), cache_size=0)
 
 
 def _check_text(text: str, source: SamplerRef) -> None:
@@ -151,29 +183,27 @@ def _check_text(text: str, source: SamplerRef) -> None:
         raise context_refusal(f"the prompt has {len(text)} characters", base, "cut it")
 
 
-def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> list[int]:
-    messages = [_plain(message.model_dump(exclude_none=True)) for message in call.messages]
-    _check_text("".join(message["content"] for message in messages), source)
+def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
+    """Returns the prompt of a conversation. Raises BadRequest if it is too long, or the chat template does not take
+    it."""
+    tokenizer, chat, options = source.base.tokenizer, call.chat, call.template_options
+    _check_text(f"{chat}{json.dumps(chat.tools)}", source)
+    for key in options:
+        _check_option(key, source)
+    encoder = _encoder(tokenizer, json.dumps(options, sort_keys=True))
     try:
-        text = source.base.tokenizer.apply_chat_template(
-            messages, tools=call.tools, tokenize=False, add_generation_prompt=True
-        )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise BadRequest(f"the chat template of {source.base.name} does not take these messages: {error}") from None
-    _check_text(text, source)
-    ids: list[int] = source.base.tokenizer.encode(text, add_special_tokens=False)
-    return ids
+        ids = encoder.encode_conversation(chat).tolist()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{source.base.name} cannot be shown this conversation: {error}") from None
+    return ChatPrompt(chat, encoder, ids)
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message with its content as one string, since chat templates of text models read no parts. Raises
-    BadRequest for parts that are not text."""
-    parts = message.get("content") or ""
-    if isinstance(parts, str):
-        return {**message, "content": parts}
-    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-        raise BadRequest("messages of text only are served here: send parts of type text")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+def _check_option(key: str, source: SamplerRef) -> None:
+    """Raises BadRequest for an option that the chat template does not read, or that is not the client's to set."""
+    tokenizer = source.base.tokenizer
+    given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if key in given or not re.search(rf"\b{re.escape(key)}\b", str(tokenizer.chat_template or "")):
+        raise BadRequest(f"the chat template of {source.base.name} has no option {key[:64]!r}: leave it out")
 
 
 async def _answer(
@@ -181,14 +211,16 @@ async def _answer(
     prompts: list[list[int]],
     source: SamplerRef,
     limit: int | None,
+    alternatives: int,
     request: Request,
     owner: str,
     queue: RequestQueue,
 ) -> CompletionResult:
-    """Samples for each prompt and waits for all results. Raises BadRequest if one fails or takes too long."""
+    """Samples for each prompt and waits for all results; `alternatives` tokens are scored at each place. Raises
+    BadRequest if one fails or takes too long."""
     if not prompts:
         raise BadRequest("there is no prompt: send one")
-    jobs = [_job(call, prompt, source, limit) for prompt in prompts]
+    jobs = [_job(call, prompt, source, limit, alternatives) for prompt in prompts]
     check_answer_size(jobs, queue.context.limits)
     ids = [await run_in_threadpool(queue.submit, owner, "sample", job) for job in jobs]
     waiter: AnswerPoller = request.app.state.waiter
@@ -198,21 +230,32 @@ async def _answer(
         raise BadRequest(f"{why}: send the request again", 503)
     results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
     sequences = [sequence for result in results for sequence in result["sequences"]]
-    choices = [_choice(i, sequence, source, jobs[0].sampling.stop) for i, sequence in enumerate(sequences)]
+    choices = [_choice(i, sequence, source, call.stops) for i, sequence in enumerate(sequences)]
     return CompletionResult(ids[0], call.model, source, choices, sum(len(prompt) for prompt in prompts))
 
 
-def _job(call: CompletionParams, prompt: list[int], source: SamplerRef, limit: int | None) -> SampleJob:
+def _job(
+    call: CompletionParams, prompt: list[int], source: SamplerRef, limit: int | None, alternatives: int
+) -> SampleJob:
     check_prompt(prompt, source.base)
     sampling = SamplingConfig(
         max_tokens=resolve_max_tokens(limit, len(prompt), source.base),
         temperature=1.0 if call.temperature is None else call.temperature,
         top_p=1.0 if call.top_p is None else call.top_p,
-        stop=(call.stop,) if isinstance(call.stop, str) else tuple(call.stop or ()),
+        top_k=max(call.top_k or 0, 0),
+        stop=call.stops,
+        stop_token_ids=tuple(call.stop_token_ids or ()),
+        stop_at_eos=not call.ignore_eos,
     )
-    base, folder = source.base.name, source.folder
-    seed, count = resolve_seed(call.seed), call.n or 1
-    return SampleJob(base=base, folder=folder, tokens=prompt, num_samples=count, sampling=sampling, seed=seed)
+    return SampleJob(
+        base=source.base.name,
+        folder=source.folder,
+        tokens=prompt,
+        num_samples=call.n or 1,
+        sampling=sampling,
+        seed=resolve_seed(call.seed),
+        topk_sample=alternatives,
+    )
 
 
 def _result(ctx: ServiceContext, owner: str, id: str) -> dict[str, Any]:
@@ -227,9 +270,24 @@ def _result(ctx: ServiceContext, owner: str, id: str) -> dict[str, Any]:
 
 def _choice(index: int, sequence: dict[str, Any], source: SamplerRef, stops: tuple[str, ...]) -> Choice:
     text = source.base.tokenizer.decode(sequence["tokens"], skip_special_tokens=True)
+    sampled = (sequence["tokens"], sequence["logprobs"], sequence["stop_reason"])
+    return Choice(index, _cut(text, stops), *sampled, sequence.get("topk_logprobs"))
+
+
+def _cut(text: str, stops: tuple[str, ...]) -> str:
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
-    text = text[: min(ends)] if ends else text
-    return Choice(index, text, sequence["tokens"], sequence["logprobs"], sequence["stop_reason"])
+    return text[: min(ends)] if ends else text
+
+
+def _read(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
+    """Returns a completion with its message: text, thought and calls."""
+    tools = prompt.chat.tools
+    ids, prompt_ids = np.array(choice.token_ids, np.int32), np.array(prompt.token_ids, np.int32)
+    read = prompt.encoder.read(ids, prompt_ids, tools)
+    message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), tools)
+    return replace(
+        choice, message=message, finish_reason="tool_calls" if "tool_calls" in message else choice.finish_reason
+    )
 
 
 def _end(choice: Choice) -> dict[str, Any]:
@@ -239,34 +297,77 @@ def _end(choice: Choice) -> dict[str, Any]:
 def _tokens(choice: Choice, source: SamplerRef, wanted: int | None) -> dict[str, Any] | None:
     if wanted is None:
         return None
-    texts = [source.base.tokenizer.decode([id]) for id in choice.token_ids]
+    decode = source.base.tokenizer.decode
+    texts = [decode([id]) for id in choice.token_ids]
     starts = list(itertools.accumulate((len(text) for text in texts[:-1]), initial=0))
-    return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": None, "text_offset": starts}
+    best = [{decode([id]): logp for id, logp in row or ()} for row in choice.alternatives or ()] or None
+    return {"tokens": texts, "token_logprobs": choice.logprobs, "top_logprobs": best, "text_offset": starts}
 
 
 def _content(choice: Choice, source: SamplerRef, wanted: bool | None) -> dict[str, Any] | None:
     if not wanted:
         return None
-    texts = [source.base.tokenizer.decode([id]) for id in choice.token_ids]
-    pairs = zip(texts, choice.logprobs, strict=True)
-    return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]}
+    tokenizer = source.base.tokenizer
+    rows = choice.alternatives or [None] * len(choice.token_ids)
+    found = zip(choice.token_ids, choice.logprobs, rows, strict=True)
+    return {
+        "content": [
+            _scored(tokenizer, id, logp) | {"top_logprobs": [_scored(tokenizer, *best) for best in row or ()]}
+            for id, logp, row in found
+        ]
+    }
 
 
-def _delta(text: str) -> dict[str, Any]:
-    return {"delta": {"role": "assistant", "content": text} if text else {}}
+def _scored(tokenizer: Any, id: int, logprob: float) -> dict[str, Any]:
+    return {"token": tokenizer.decode([id]), "logprob": logprob, "bytes": list(token_bytes(tokenizer, id))}
 
 
-def _streamed(answer: CompletionResult, kind: str, shown: Callable[[str], dict[str, Any]]) -> Response:
-    """Returns the completions as server-sent events: pieces of text, then each finish reason, the usage, and [DONE]."""
+def token_bytes(tokenizer: Any, id: int) -> bytes:
+    """Returns the bytes of a token, which may be a part of a character."""
+    text = str(tokenizer.decode([id]))
+    if REPLACEMENT_CHAR not in text:
+        return text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(id))
+    if found := BYTE_TOKEN.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    is_byte_level = all(char in BYTE_OF_CHAR for char in piece)
+    return bytes(BYTE_OF_CHAR[char] for char in piece) if is_byte_level else text.encode()
+
+
+def _text_pieces(choice: Choice) -> Iterator[dict[str, Any]]:
+    yield from ({"text": piece} for piece in _pieces(choice.text))
+    yield {"text": ""}
+
+
+def _chat_pieces(choice: Choice) -> Iterator[dict[str, Any]]:
+    message = choice.message
+    yield {"delta": {"role": "assistant", "content": ""}}
+    for key in ("reasoning_content", "content"):
+        yield from ({"delta": {key: piece}} for piece in _pieces(message.get(key, "")))
+    for i, each in enumerate(message.get("tool_calls", ())):
+        yield {"delta": {"tool_calls": [{"index": i, **each}]}}
+    yield {"delta": {}}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[start : start + STREAM_PIECE_CHARS] for start in range(0, len(text), STREAM_PIECE_CHARS))
+
+
+def _streamed(
+    answer: CompletionResult, kind: str, pieces: Callable[[Choice], Iterator[dict[str, Any]]], call: CompletionParams
+) -> Response:
+    """Returns the completions as server-sent events: the pieces of each, the last with its finish reason, the usage if
+    it was asked for, and [DONE]."""
     head = answer.header_fields(kind)
 
     def events() -> Iterator[dict[str, Any]]:
         for choice in answer.choices:
-            for start in range(0, len(choice.text), STREAM_PIECE_CHARS):
-                piece = shown(choice.text[start : start + STREAM_PIECE_CHARS])
+            *first, last = pieces(choice)
+            for piece in first:
                 yield {**head, "choices": [{"index": choice.index, "finish_reason": None, **piece}]}
-            yield {**head, "choices": [{**_end(choice), **shown("")}]}
-        yield {**head, "choices": [], "usage": answer.usage}
+            yield {**head, "choices": [{**_end(choice), **last}]}
+        if wants_stream_usage(call.stream_options):
+            yield {**head, "choices": [], "usage": answer.usage}
 
     lines = (f"data: {json.dumps(event)}\n\n" for event in events())
     return StreamingResponse(itertools.chain(lines, ["data: [DONE]\n\n"]), media_type="text/event-stream")

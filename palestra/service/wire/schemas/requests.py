@@ -1,9 +1,9 @@
 """JSON request bodies of the training wire, in the dialects of three generations of official clients.
 
-Requests are lenient about fields that this server does not define (unknown fields are dropped, fields with a default
-may be missing, `type` tags are never required) and strict about those it defines: types, and ranges beyond which a
-server would fail. Bodies for weights and OpenAI's API are in `weights.py` and `openai.py`, replies in
-`responses.py`. `codec.py` decodes arrays; `validation.py` validates them against a base model.
+Fields with a default may be missing, and `type` tags are never required. Fields that this server does not define are
+refused by name unless they have no value, and those it defines are checked: types, and ranges beyond which a server
+would fail. Bodies for weights and OpenAI's API are in `weights.py` and `openai.py`, replies in `responses.py`.
+`codec.py` decodes arrays; `validation.py` validates them against a base model.
 """
 
 from __future__ import annotations

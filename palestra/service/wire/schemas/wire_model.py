@@ -1,10 +1,10 @@
-"""The base of the wire's request bodies: lenient about unknown fields, bounded in size, with errors in one line."""
+"""The base of the wire's request bodies: unknown fields are refused by name, sizes bounded, errors in one line."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_TEXT_CHARS = 65_536  # characters of any other text
 # The parser holds the GIL until it ends, and a container takes fifty times as long as a number.
@@ -22,21 +22,45 @@ class BadRequest(ValueError):
 
 
 class WireModel(BaseModel):
-    """Base class of all bodies."""
+    """Base class of all bodies, and of their parts. `type` repeats what the endpoint or the place says."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, str_max_length=MAX_TEXT_CHARS, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, str_max_length=MAX_TEXT_CHARS, protected_namespaces=())
+
+    type: str | None = Field(default=None, exclude=True)
+
+    @classmethod
+    def asks_nothing(cls, key: str, value: Any) -> bool:
+        """Returns whether a field that is not defined here changes nothing: newer clients send some without a
+        value."""
+        return value in (None, [], {}, "")
 
 
 M = TypeVar("M", bound=WireModel)
 
 
 def parse_body(model: type[M], body: bytes) -> M:
-    """Parses the body as `model`. Raises BadRequest with the first invalid fields."""
+    """Parses the body as `model`. Raises BadRequest with the first invalid or unknown fields."""
     check_json_size(body)
+    try:
+        return _parse(model, body)
+    except ValidationError as error:
+        raise BadRequest(_explained(error)) from None
+
+
+def _parse(model: type[M], body: bytes) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise BadRequest(_explained(error)) from None
+        found = error.errors(include_url=False, include_context=False)
+        if not all(_is_harmless(model, **each) for each in found):
+            raise
+    return model.model_validate_json(body, extra="ignore")
+
+
+def _is_harmless(model: type[WireModel], type: str, loc: tuple[str | int, ...], input: Any, **_: Any) -> bool:
+    """Returns whether an error is an unknown field that changes nothing. Of lists only the first error is known."""
+    is_known = type == "extra_forbidden" and all(isinstance(key, str) for key in loc)
+    return is_known and model.asks_nothing(str(loc[-1]), input)
 
 
 def check_json_size(body: bytes) -> None:
@@ -56,5 +80,9 @@ def check_json_size(body: bytes) -> None:
 
 def _explained(error: ValidationError) -> str:
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    parts = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg'].removeprefix('Value error, ')}" for e in found]
+    parts = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {_said(**e)}" for e in found]
     return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+
+
+def _said(msg: str, type: str, **_: Any) -> str:
+    return "not used here, leave it out" if type == "extra_forbidden" else msg.removeprefix("Value error, ")
