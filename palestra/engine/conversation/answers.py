@@ -158,6 +158,7 @@ def after_prompt(prompt: str, whole: str) -> str:
     return whole[max(same.rfind("\n"), same.rfind(">"), same.rfind("]")) + 1 :]
 
 
+MAX_FORMS = 256  # that are known at once: clients of a server choose options
 _forms: dict[str, AnswerForm] = {}  # by template, options and special tokens: probes take some 50 ms
 
 
@@ -166,9 +167,13 @@ def find_answer_form(renderer: Renderer) -> AnswerForm:
     tokenizer = renderer.tokenizer
     known = (tokenizer.chat_template, renderer.options, renderer.special, tokenizer.special_tokens_map)
     key = json.dumps(known, default=str)
-    if key not in _forms:
-        _forms[key] = _find_answer_form(renderer)
-    return _forms[key]
+    form = _forms.get(key)
+    if form is None:
+        form = _find_answer_form(renderer)
+        if len(_forms) >= MAX_FORMS:
+            _forms.clear()
+        _forms[key] = form
+    return form
 
 
 def _find_answer_form(renderer: Renderer) -> AnswerForm:

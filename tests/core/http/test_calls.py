@@ -1,7 +1,5 @@
 """Requests for chat completions: every field is used, changes nothing, or is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

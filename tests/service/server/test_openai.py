@@ -246,6 +246,8 @@ def test_options_of_the_template_are_used_or_refused(talk: Any, front: Front, an
     for options in ({"enable_thinking": False}, {"chat_template": "{{ 1 }}"}, {"tools": []}, {"messages": []}):
         reply = front.post(CHAT, body | {"chat_template_kwargs": options})
         assert reply.status_code == 400 and f"no option {next(iter(options))!r}" in reply.json()["detail"]
+    long = front.post(CHAT, body | {"chat_template_kwargs": {"quiet": "x" * 5000}})
+    assert long.status_code == 400 and "put texts into messages" in long.json()["detail"]
     assert "reasoning_effort" in front.post(CHAT, body | {"reasoning_effort": "high"}).json()["detail"]
 
 

@@ -89,4 +89,3 @@ def test_an_answer_cut_inside_its_thought_is_empty_and_asked_for_once(thought):
         (answer,) = asyncio.run(policy(server).act(Query("r", "2 + 2?")))
     assert (answer.text, answer.stop_reason) == ("", "length") and len(server.heard) == 1
     assert answer.thought == thought.get("reasoning_content", "")
-

@@ -23,7 +23,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from palestra.core.chat import Chat, Json
+from palestra.core.chat import Chat, Json, thought_of
 from palestra.core.http.calls import assistant_message, wants_stream_usage
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -46,6 +46,7 @@ from palestra.service.wire.schemas.wire_model import BadRequest
 
 router = APIRouter()
 ANSWER_TIMEOUT_S = 600.0  # seconds that a call may wait for its answer
+MAX_OPTION_CHARS = 4096  # characters of the options of a chat template
 STREAM_PIECE_CHARS = 16  # characters of a streamed piece
 REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for a part of a character
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -187,10 +188,13 @@ def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
     """Returns the prompt of a conversation. Raises BadRequest if it is too long, or the chat template does not take
     it."""
     tokenizer, chat, options = source.base.tokenizer, call.chat, call.template_options
-    _check_text(f"{chat}{json.dumps(chat.tools)}", source)
+    _check_text("".join([str(chat), json.dumps(chat.tools), *map(thought_of, chat.messages)]), source)
     for key in options:
         _check_option(key, source)
-    encoder = _encoder(tokenizer, json.dumps(options, sort_keys=True))
+    written = json.dumps(options, sort_keys=True)
+    if len(written) > MAX_OPTION_CHARS:
+        raise BadRequest(f"chat_template_kwargs may have {MAX_OPTION_CHARS} characters: put texts into messages")
+    encoder = _encoder(tokenizer, written)
     try:
         ids = encoder.encode_conversation(chat).tolist()
     except (ValueError, RecursionError) as error:
