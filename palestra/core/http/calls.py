@@ -26,8 +26,8 @@ SAMPLING_KEYS = (
 CALL_KEYS = {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", *SAMPLING_KEYS}
 
 # What clients send that changes nothing about an answer: bookkeeping of a provider, with any value,
-BOOKKEEPING = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-BOOKKEEPING |= {"prompt_cache_retention"}
+BOOKKEEPING = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+BOOKKEEPING |= {"prompt_cache_key", "prompt_cache_retention"}
 # and fields with the value that asks for what is done anyway.
 DEFAULTS: Json = {
     "presence_penalty": 0,
@@ -47,6 +47,7 @@ DEFAULTS: Json = {
     "skip_special_tokens": True,
     "ignore_eos": False,
 }
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 
 class CallRefused(Exception):
@@ -129,7 +130,10 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
         raise ValueError(f"there is no model {name[:200]!r} here, but {', '.join(models)}: each is a seat")
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: siblings are drawn by the algorithm, not by the program")
-    check_fields(body, CALL_KEYS)
+    for key, value in body.items():
+        if key not in CALL_KEYS and not asks_nothing(key, value):
+            other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
+            raise ValueError(f"{key[:64]!r} is not used here: leave it out{other}")
     chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
@@ -138,22 +142,14 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
 
 def asks_nothing(key: str, value: Any) -> bool:
     """Returns whether a field of a request changes nothing about the answer, though it is not used."""
-    if value in (None, [], {}, "") or key in BOOKKEEPING:
-        return True
-    return key in DEFAULTS and bool(value == DEFAULTS[key])
+    return value in EMPTY or key in BOOKKEEPING or (key in DEFAULTS and bool(value == DEFAULTS[key]))
 
 
-def unused(key: str) -> str:
-    """Returns the refusal of a field that is not used."""
-    other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
-    return f"{key[:64]!r} is not used here: leave it out{other}"
-
-
-def check_fields(given: Json, used: Collection[str], where: str = "") -> None:
-    """Raises ValueError for the first field that is neither used nor changes nothing."""
-    for key, value in given.items():
-        if key not in used and not asks_nothing(key, value):
-            raise ValueError(f"{where}{unused(key)}")
+def _check_part(part: Json, used: Collection[str], where: str) -> None:
+    """Raises ValueError for the first field of a part of a request that has a value and is not used."""
+    for key, value in part.items():
+        if key not in used and value not in EMPTY:
+            raise ValueError(f"{where}: {key[:64]!r} is not used here: leave it out")
 
 
 def wants_stream_usage(options: Any) -> bool:
@@ -161,7 +157,7 @@ def wants_stream_usage(options: Any) -> bool:
     invalid."""
     if options is not None and not isinstance(options, dict):
         raise ValueError('stream_options must be an object, such as {"include_usage": true}')
-    check_fields(options or {}, ("include_usage", "include_obfuscation"), "stream_options: ")
+    _check_part(options or {}, ("include_usage", "include_obfuscation"), "stream_options")
     return bool((options or {}).get("include_usage"))
 
 
@@ -174,7 +170,7 @@ def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> 
         raise ValueError("messages of text only are answered here: send parts of type text")
     _check_types(messages, tools)
     for i, message in enumerate(messages):
-        _check_message(message, f"messages.{i}: ")
+        _check_message(message, f"messages.{i}")
     for i, tool in enumerate(tools or ()):
         if tool.get("type", "function") != "function":
             raise ValueError(f"tools.{i}: type {str(tool['type'])[:64]!r} is not offered here: send functions")
@@ -192,15 +188,15 @@ def _check_message(message: Json, where: str) -> None:
     try:
         to_template_message(message)
     except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
+        raise ValueError(f"{where}: {error}") from None
     if message["role"] != "assistant" and (message.get("tool_calls") or thought_of(message)):
-        raise ValueError(f"{where}calls and thoughts are the assistant's, not of role {message['role']!r}")
+        raise ValueError(f"{where}: calls and thoughts are the assistant's, not of role {message['role']!r}")
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
-        check_fields(part, ("type", "text", "cache_control"), f"{where}content: ")
+        _check_part(part, ("type", "text", "cache_control"), f"{where}.content")
     for call in message.get("tool_calls") or ():
-        check_fields(call, ("id", "type", "function", "index"), f"{where}tool_calls: ")
-        check_fields(call["function"], ("name", "arguments"), f"{where}function: ")
+        _check_part(call, ("id", "type", "function", "index"), f"{where}.tool_calls")
+        _check_part(call["function"], ("name", "arguments"), f"{where}.tool_calls.function")
 
 
 def _check_types(messages: Any, tools: Any) -> None:

@@ -115,6 +115,7 @@ def test_streamed_chunks_add_up_to_the_completion(answered: Any, path: str, give
         (TEXT, {"model": "tiny", "prompt": []}),
         (TEXT, {"model": "tiny", "prompt": [99999]}),
         (TEXT, {"model": "tiny", "prompt": "a", "echo": True}),
+        (TEXT, {"model": "tiny", "prompt": "a", "logprobs": 0, "stream": True}),
         (TEXT, {"model": "tiny", "prompt": "a", "max_tokens": 5000}),
         (TEXT, {"model": "tiny", "prompt": "a" * 5000}),
         (CHAT, {"model": "tiny", "messages": []}),

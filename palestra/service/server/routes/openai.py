@@ -135,8 +135,8 @@ async def chat_completions(
     source = await run_in_threadpool(_source, ctx, owner, call)
     prompt = await run_in_threadpool(_chat_prompt, call, source)
     limit = call.max_completion_tokens or call.max_tokens
-    answer = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner, queue)
-    answer = replace(answer, choices=[_read(choice, prompt, call.stops) for choice in answer.choices])
+    sampled = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner, queue)
+    answer = await run_in_threadpool(_read, sampled, prompt, call.stops)
     if call.stream:
         return _streamed(answer, "chat.completion.chunk", _chat_pieces, call)
     choices = [
@@ -146,7 +146,7 @@ async def chat_completions(
 
 
 def _refuse_streamed_logprobs(call: CompletionParams, wanted: int | None) -> None:
-    if call.stream and wanted not in (None, False):
+    if call.stream and wanted is not None and wanted is not False:
         raise BadRequest("logprobs are not streamed: leave out logprobs or stream")
 
 
@@ -283,15 +283,18 @@ def _cut(text: str, stops: tuple[str, ...]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _read(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
-    """Returns a completion with its message: text, thought and calls."""
+def _read(answer: CompletionResult, prompt: ChatPrompt, stops: tuple[str, ...]) -> CompletionResult:
+    """Returns the completions of a chat with their messages: text, thought and calls."""
+    return replace(answer, choices=[_with_message(choice, prompt, stops) for choice in answer.choices])
+
+
+def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
     tools = prompt.chat.tools
     ids, prompt_ids = np.array(choice.token_ids, np.int32), np.array(prompt.token_ids, np.int32)
     read = prompt.encoder.read(ids, prompt_ids, tools)
     message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), tools)
-    return replace(
-        choice, message=message, finish_reason="tool_calls" if "tool_calls" in message else choice.finish_reason
-    )
+    finish_reason = "tool_calls" if "tool_calls" in message else choice.finish_reason
+    return replace(choice, message=message, finish_reason=finish_reason)
 
 
 def _end(choice: Choice) -> dict[str, Any]:
