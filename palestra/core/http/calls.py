@@ -212,3 +212,8 @@ def assistant_message(text: str, thought: str, tools: Sequence[Json]) -> Json:
     """Returns an answer in OpenAI's format. Without tools, nothing in its text is a call."""
     message = parse_assistant_message(text) if tools else {"role": "assistant", "content": text.strip()}
     return message | ({"reasoning_content": thought} if thought else {})
+
+
+def error_body(status: int, message: str) -> Json:
+    """Returns the body of an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": status}}

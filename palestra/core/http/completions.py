@@ -26,6 +26,7 @@ from palestra.core.http.calls import (
     ChatReply,
     SessionProtocol,
     assistant_message,
+    error_body,
     parse_call,
 )
 from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
@@ -49,7 +50,7 @@ class ChatServer:
         listener = open_listener(host, port)
         self.url = f"http://{url_host(host)}:{listener.getsockname()[1]}/v1"
         origins = OriginPolicy.for_host(host, hosts=hosts, pages=False)
-        app = AdmissionMiddleware(self._app(), origins, limits, auth_check=self._admit, error_body=_fault)
+        app = AdmissionMiddleware(self._app(), origins, limits, auth_check=self._admit, error_body=error_body)
         self._http = HttpServer(app, DRAIN_TIMEOUT_S, 75)
         self._thread = threading.Thread(target=run_in_thread, args=(self._http, listener), name="endpoint", daemon=True)
         self._thread.start()
@@ -135,8 +136,4 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
 async def _error_response(request: Request, error: Exception) -> Response:
     """Formats errors as OpenAI does."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(_fault(error.status_code, error.detail), error.status_code)
-
-
-def _fault(status: int, message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": status}}
+    return JSONResponse(error_body(error.status_code, error.detail), error.status_code)

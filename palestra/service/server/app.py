@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from palestra.core.http.calls import error_body
 from palestra.core.http.limits import AdmissionMiddleware, HttpLimits, RequestRejected
 from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.service.server.answer_poller import AnswerPoller
@@ -101,7 +102,10 @@ class MountPrefix:
 
 async def _bad_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BadRequest)
-    return JSONResponse({"detail": str(error)}, error.status, RETRY_HEADERS if error.status in (429, 503) else None)
+    body = {"detail": str(error)}
+    if "/oai/" in request.url.path:
+        body |= error_body(error.status, str(error))
+    return JSONResponse(body, error.status, RETRY_HEADERS if error.status in (429, 503) else None)
 
 
 async def _rejected(request: Request, error: Exception) -> JSONResponse:

@@ -300,6 +300,7 @@ def test_what_is_not_served_is_refused_by_name(front: Front, change: dict[str, A
     reply = front.post(CHAT, {"model": "tiny", "messages": HELLO} | change)
     name = next(iter(change)) if "messages" not in change else list(change["messages"][0])[-1]
     assert reply.status_code == 400 and name in reply.json()["detail"], reply.text
+    assert reply.json()["error"]["message"] == reply.json()["detail"]  # what OpenAI's clients show
     assert front.context.store.take_queued() == []
 
 
