@@ -24,6 +24,8 @@ from palestra.envs.reward_terms import REWARD_TERMS_KEY, check_terms
 
 ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
 
+NO_REWARD_KEY = "no_reward"  # key in a step's info: the trajectory has no reward, and is left out of its group
+
 Picture = Literal["", "grid", "board", "sudoku"]
 
 
@@ -60,6 +62,11 @@ class Env(ABC):
         if self.replaces_state:
             return copy.copy(self)
         return copy.deepcopy(self, {id(value): _same_state(value) for value in _generators(self)})
+
+    def instance_of(self, seed: int) -> Any:
+        """Returns what identifies the instance of `seed`, by default the seed: equal values stand for one instance,
+        which then counts once in the intervals of evaluations."""
+        return seed
 
     def rules_for(self, seat: Seat) -> str:
         """Returns the rules of the game and the form of an answer, for a person who plays `seat`: by default the text
