@@ -239,7 +239,7 @@ class _TreeRollout:
             try:
                 await self._close(env)
             except Exception as error:
-                if self.episode.error is None:
+                if self.episode.error is None and not self.tracebacks:  # else it is an env of a lost branch
                     self.episode.error, self.episode.traceback = describe_error(error)
         if self.episode.error is None:
             first = [self.tracebacks[path] for path in sorted(self.tracebacks) if self.tracebacks[path]]
