@@ -141,12 +141,14 @@ def grpo_loss(tokens: LossInputs, *, entropy: float) -> tuple[Tensor, dict[str, 
 def update(trainer: Trainer, samples: Sequence[Sample], lr: float) -> float:
     """Trains one agent on its samples, with an optimizer step per batch; returns the entropy per token, in nats."""
     count = -(-len(samples) // BATCH_SIZE)
-    entropies = []
+    entropies, tokens = [], []
     for i in range(count):
-        metrics = trainer.forward_backward(samples[i::count], grpo_loss, entropy=ENTROPY_COEF)
+        batch = samples[i::count]
+        metrics = trainer.forward_backward(batch, grpo_loss, entropy=ENTROPY_COEF)
         trainer.optim_step(AdamConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM))
         entropies.append(metrics["entropy"])
-    return float(np.mean(entropies)) if entropies else 0.0
+        tokens.append(sum(len(sample.token_ids) for sample in batch))
+    return float(np.average(entropies, weights=tokens)) if entropies else 0.0
 
 
 # ---- the loop

@@ -9,10 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from palestra.api.console import PlainConsole, styled_text
-from palestra.core.types import TEAM, Episode, Metrics
+from palestra.core.types import NO_REWARD, TEAM, Episode, Metrics
 from palestra.parallel.tasks import TaskResult
 from palestra.populations import scheduler
-from palestra.runs.headline import eval_label, format_eval, training_return_label, training_success_label
+from palestra.runs.headline import (
+    eval_label,
+    format_eval,
+    shows_return,
+    training_return_label,
+    training_success_label,
+)
 from palestra.runs.loop import Callback
 
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
@@ -57,10 +63,12 @@ class ProgressBar(_BarContext, Callback):
         self._failed = 0
 
     def on_episode(self, episode: Episode) -> None:
-        if episode.error is not None:
+        errors = [node.error for node in episode.nodes if node.error not in (None, NO_REWARD)]
+        error = episode.error or next(iter(errors), None)
+        if error is not None:
             if not self._failed:
-                what = f"an episode failed (instance {episode.seed}):"
-                self.console.print(styled_text((what, "yellow"), f" {episode.error}"))
+                part = "an episode" if episode.error else "a part of an episode"
+                self.console.print(styled_text((f"{part} failed (instance {episode.seed}):", "yellow"), f" {error}"))
             self._failed += 1
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
@@ -79,12 +87,12 @@ class ProgressBar(_BarContext, Callback):
         label = eval_label(self.config, name)
         self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
-        shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
-        shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
+        shown += [("return", f"{metrics['return']:.2f}")] if shows_return(metrics) else []
         parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             parts += [f"{',' if number else ''} {what} ", (value, "bold")]
-        size = f" of {metrics['episodes']:.0f} episodes, mean length {metrics['steps_per_episode']:.1f}"
+        repeated = f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
+        size = f" of {metrics['episodes']:.0f} episodes{repeated}, mean length {metrics['steps_per_episode']:.1f}"
         self.console.print(styled_text(*parts, size))
 
 

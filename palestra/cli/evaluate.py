@@ -256,6 +256,7 @@ def _judged_table(title: str, found: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
+    from palestra.runs.headline import format_return, paid_seats
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -267,10 +268,12 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
         table.add_row("success", styled_text((success_interval(metrics), "bold")))
     for name, text in sample_rows(metrics):
         table.add_row(name, text)
-    for key in ("return", "steps_per_episode", "team_return", "failed"):
+    if "return" in metrics:
+        table.add_row("return", format_return(metrics))
+    for key in ("steps_per_episode", "team_return", "failed", "instances"):
         if key in metrics:
             table.add_row(key.replace("_", " "), f"{metrics[key]:.2f}")
-    for seat in metrics.get("returns", {}):
+    for seat in paid_seats(metrics):
         table.add_row(f"return of {seat}", _return(metrics, seat))
     if "nash_conv" in metrics:
         table.add_row("NashConv", f"{metrics['nash_conv']:.4f}")
@@ -282,16 +285,15 @@ def _cross_table(title: str, found: list[EvalResult]) -> Table:
     from palestra.text.rollouts.sample_metrics import sample_rows
 
     seats = list(found[0].policy_names)
-    mean = "team_return" if "team_return" in found[0].metrics else "return"  # networks have the mean over seats
     sampled = [name for name, _ in sample_rows(found[0].metrics)]
-    columns = ["success", *sampled, mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
+    columns = ["success", *sampled, "return", *(f"return of {seat}" for seat in seats)]
     table = Table(*seats, *columns, title=title, title_justify="left")
     for policy_names, metrics, _ in found:
         returns = [_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
-        table.add_row(*policy_names.values(), success, *more, f"{metrics[mean]:.2f}", *returns)
+        table.add_row(*policy_names.values(), success, *more, f"{metrics['return']:.2f}", *returns)
     return table
 
 

@@ -102,9 +102,8 @@ def _outcome(own_seat: str, episode: Any) -> Table:
     """Result table of an episode that a person played."""
     from palestra.text.rollouts.metrics import episode_metrics, seat_returns
 
-    (leaf,) = episode.leaves()
     table = Table(title="the end", title_justify="left", show_header=False)
-    if "success" in leaf.info:
+    if episode.success is not None:
         table.add_row("success", styled_text(("yes" if episode.success else "no", "bold")))
     table.add_row("return of the team", f"{episode_metrics([episode])['team_return']:.2f}")
     for seat, value in seat_returns([episode])["returns"].items():

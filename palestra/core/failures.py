@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from palestra.core.config import hide_credentials
 from palestra.core.files import atomic_write
-from palestra.core.types import Episode
+from palestra.core.types import NO_REWARD, Episode
 
 ERROR_FILE = "error.txt"  # in a run's folder: the error that ended it, with traceback
 
@@ -74,8 +74,8 @@ def describe_error(error: BaseException) -> ErrorText:
 
 def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:
     """Raises RunFailed, with the first failure and its traceback, if more than the share `most` of the episodes
-    failed."""
-    if sum(episode.error is not None for episode in episodes) > most * len(episodes):
+    failed; of an episode that lost some of its branches, their share counts."""
+    if sum(episode.failed_share for episode in episodes) > most * len(episodes):
         raise failure(
             episodes,
             where,
@@ -92,9 +92,12 @@ def check_not_all_failed(episodes: Sequence[Episode], where: str) -> None:
 
 def failure(episodes: Sequence[Episode], where: str, fix: str) -> RunFailed:
     """Returns the error with the number of failed episodes and the first failure."""
-    failed = [episode for episode in episodes if episode.error is not None]
-    first = f'the first (instance {failed[0].seed} of env "{failed[0].env}") with {failed[0].error}'
-    message = f"{where}: {len(failed)} of {len(episodes)} episodes failed, {first}. {fix}"
+    failed = [episode for episode in episodes if episode.failed_share]
+    whole = sum(episode.error is not None for episode in failed)
+    error = failed[0].error or next(n.error for n in failed[0].nodes if n.is_lost and n.error != NO_REWARD)
+    lost = f" and {len(failed) - whole} lost some of their branches" if len(failed) > whole else ""
+    first = f'the first (instance {failed[0].seed} of env "{failed[0].env}") with {error}'
+    message = f"{where}: {whole} of {len(episodes)} episodes failed{lost}, {first}. {fix}"
     return RunFailed.from_traceback(message, failed[0].traceback)
 
 

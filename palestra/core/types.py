@@ -14,6 +14,7 @@ import numpy as np
 
 Seat = str
 TEAM = "team"  # name under which metrics of all policies together are logged
+NO_REWARD = "no reward"  # `Node.error` of a branch that its env gave no reward
 Message = dict[str, str]  # {"role": "user", "content": "..."}: the chat format of `transformers`
 
 
@@ -95,6 +96,10 @@ class Node:
     Siblings (same `parent`) answer the same observations. `chosen` is true for nodes from which play continued, and for
     the last node of a played trajectory. `done` marks the end of the episode. `advantages` per seat is written by the
     algorithm that assigns credit.
+
+    `error` says why a branch was lost: the env or a policy failed in it, or it got no reward. Its nodes are displayed
+    and stored, and no metric and no algorithm reads them. A node with an `error` that is `done` got the run's
+    `failed_reward` instead, and counts.
     """
 
     id: int
@@ -109,6 +114,17 @@ class Node:
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     advantages: dict[Seat, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """True for a node of a branch that was lost."""
+        return self.error is not None and not self.done
+
+    @property
+    def success(self) -> float | None:
+        """Success that the env reports in this step, from 0 to 1; None if it reports none."""
+        return float(self.info["success"]) if self.info.get("success") is not None else None
 
     def reward(self, seat: Seat, team_weight: float = 1.0) -> float:
         """Returns the mixed reward of `seat` for this step: team_weight * team reward + local reward."""
@@ -133,11 +149,13 @@ class Node:
 
 @dataclass
 class Episode:
-    """A tree of joint steps played from one env seed. A plain episode is a tree with one branch.
+    """A tree of joint steps played from one env seed. A plain episode is a tree with one branch. An episode that was
+    over at reset is one node without answers.
 
-    `seats` maps each seat to the name of its policy. `error` is the message of an env or policy that failed and
-    `traceback` its stack trace: such an episode is recorded, counted and displayed, and never trained on. `picture` is
-    kind of picture that its observations may be drawn as (`Env.picture`).
+    `seats` maps each seat to the name of its policy. `error` is the message of an env or policy that failed in all
+    branches: such an episode is recorded, counted and displayed, and never trained on. `traceback` is the stack trace
+    of the error, or of the first lost branch. `picture` is the kind of picture that its observations may be drawn as
+    (`Env.picture`). `instance` identifies its problem if several seeds give the same one (`Env.instance_of`).
     """
 
     env: str
@@ -147,6 +165,17 @@ class Episode:
     error: str | None = None
     traceback: str | None = None
     picture: str = ""
+    instance: Any = None
+
+    @property
+    def instance_key(self) -> tuple[str, Any]:
+        """The same for episodes of one problem instance."""
+        return self.env, self.seed if self.instance is None else self.instance
+
+    @property
+    def valid_nodes(self) -> list[Node]:
+        """The nodes whose rewards count: those of branches that were not lost."""
+        return [node for node in self.nodes if not node.is_lost]
 
     def children(self, parent: int | None) -> list[Node]:
         """Returns the nodes whose parent is `parent` (None: the roots)."""
@@ -164,10 +193,21 @@ class Episode:
         return nodes[::-1]
 
     @property
-    def success(self) -> float:
-        """Share of the finished chosen trajectories that the env marks as a success; 0 for a failed episode."""
-        ends = [node for node in self.leaves() if node.chosen]
-        return float(np.mean([bool(node.info.get("success")) for node in ends])) if ends and not self.error else 0.0
+    def failed_share(self) -> float:
+        """Share of the branches that an error ended, 1 for a failed episode. One without reward did not fail."""
+        if self.error is not None:
+            return 1.0
+        parents = {node.parent for node in self.nodes}
+        ends = [node for node in self.nodes if node.id not in parents]
+        return sum(n.is_lost and n.error != NO_REWARD for n in ends) / len(ends) if ends else 0.0
+
+    @property
+    def success(self) -> float | None:
+        """Mean success of the finished chosen trajectories, from 0 to 1. One that reports none, such as one that was
+        cut off, counts as 0; None if none reports it or the episode failed."""
+        ends = [node.success for node in self.leaves() if node.chosen]
+        known = self.error is None and any(end is not None for end in ends)
+        return float(np.mean([end or 0.0 for end in ends])) if known else None
 
 
 @dataclass

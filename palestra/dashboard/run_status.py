@@ -17,7 +17,14 @@ from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
-from palestra.runs.headline import algorithm_label, eval_interval, format_eval, headline_eval, training_success_label
+from palestra.runs.headline import (
+    algorithm_label,
+    eval_interval,
+    format_eval,
+    headline_eval,
+    paid_seats,
+    training_success_label,
+)
 from palestra.runs.metric_log import MetricLog, last_lines
 from palestra.runs.mirror.copy import STATUS_FILE, mirror_status
 from palestra.runs.settings import flatten_tree
@@ -128,7 +135,10 @@ def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
 
 def eval_summary(result: Mapping[str, Any]) -> Tree:
     """Returns an evaluation's main metrics, with the 95 % interval of the leading one."""
-    found = {key: result[key] for key in ("step", "success", "return", "returns", "episodes") if key in result}
+    keys = ("step", "success", "return", "returns", "episodes", "instances")
+    found = {key: result[key] for key in keys if key in result}
+    if "returns" in found:
+        found["returns"] = {seat: found["returns"][seat] for seat in paid_seats(result)}
     return found | {"interval": eval_interval(result)}
 
 

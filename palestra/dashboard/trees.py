@@ -141,7 +141,7 @@ def path_texts(path: Path, episode: int, node: int) -> list[Row]:
     """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
     only the messages new to the seat. Raises NotFound if there is no such node, ValueError if the parents form a
     cycle."""
-    rows = read_rows(path, episode, [*TEXT_COLUMNS, "team_reward", "advantage", "info"])
+    rows = read_rows(path, episode, [*TEXT_COLUMNS, "team_reward", "advantage", "info", "node_error"])
     if all(row["node"] != node for row in rows):
         raise NotFound(f"the episode has no node {node}")
     return _line(rows, node)
@@ -173,6 +173,7 @@ def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
     shown = {
         key: value for key, value in info.items() if key not in ("invalid", "why_invalid")
     }  # shown with the answers
+    shown |= {"error": truncate_text(rows[0]["node_error"])} if rows[0].get("node_error") else {}
     return {"node": node.id, "team": rows[0]["team_reward"], "info": shown, "turns": turns}
 
 

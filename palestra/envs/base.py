@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -21,8 +20,11 @@ import numpy as np
 
 from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, check_terms
+from palestra.envs.step_values import checked_step
 
 ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
+
+NO_REWARD_KEY = "no_reward"  # key in a step's info: the trajectory has no reward, and is left out of its group
 
 Picture = Literal["", "grid", "board", "sudoku"]
 
@@ -63,6 +65,11 @@ class Env(ABC):
             return copy.copy(self)
         return copy.deepcopy(self, {id(value): _same_state(value) for value in _generators(self)})
 
+    def instance_of(self, seed: int) -> Any:
+        """Returns what identifies the instance of `seed`, by default the seed: equal values stand for one instance,
+        which then counts once in the intervals of evaluations."""
+        return seed
+
     def rules_for(self, seat: Seat) -> str:
         """Returns the rules of the game and the form of an answer, for a person who plays `seat`: by default the text
         of the seat's role."""
@@ -98,8 +105,8 @@ def check_env(
 
     Checked at every seed: equal seeds and actions give equal steps in two instances and after a second reset; a fork
     and its original do not affect each other; observations and rewards are for known seats, rewards are finite, and the
-    sum of their terms where a step names terms; the game ends within `max_steps`; invalid actions do not raise; the
-    last step reports `success` if any step does.
+    sum of their terms where a step names terms; what a step holds can be stored; the game ends within `max_steps`;
+    invalid actions do not raise; the last step reports `success` if any step does.
     `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from
     `legal_actions` if the env lists it.
     """
@@ -198,7 +205,7 @@ class _Check:
             self.check_equal(self.call(env.step, action), expected, where, fix)
 
     def check_seats(self, env: Env, step: Step) -> Step:
-        """Returns `step`; fails if it names unknown seats or holds a reward that is not finite."""
+        """Returns `step`; fails if it names unknown seats or holds what a rollout refuses."""
         for what, named in (
             ("observes", step.observations),
             ("rewards", step.rewards),
@@ -206,9 +213,10 @@ class _Check:
         ):
             if unknown := set(named or {}) - set(env.seats):
                 self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
-        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
-            if not math.isfinite(reward):
-                self.fail(f"pays {payee} {reward}", "rewards must be finite numbers")
+        try:
+            checked_step(step, env.name or type(env).__name__, env.seats)
+        except ValueError as error:
+            self.fail(str(error), "correct what the step holds")
         if REWARD_TERMS_KEY in step.info:
             check_terms(step)
         return step

@@ -65,7 +65,7 @@ def _match(table: TextEvalSetup, team: dict[Seat, Any], seed: int, i: int) -> Ep
 
 
 def passes_filter(episode: Episode, min_return: float | None, successes: bool) -> bool:
-    """Returns True if the episode did not fail and meets `min_return` and `successes`."""
-    if episode.error is not None or (successes and not episode.success):
+    """Returns True if the episode has a trajectory that was not lost, and meets `min_return` and `successes`."""
+    if episode.error is not None or not episode.leaves() or (successes and not episode.success):
         return False
     return min_return is None or episode_return(episode) >= min_return

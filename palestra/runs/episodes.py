@@ -3,7 +3,7 @@
 A row holds what one seat observed and answered in one joint step. A seat that only received something in that step (a
 reward at the end of a turn-based game) has a row without an answer; a failed episode without nodes has one row without
 a node. Siblings may share an answer: their rows have the same `draw`, and reading them restores one shared object.
-Arrays in observations and info are stored as JSON and come back as lists, as do tuples.
+Observations and info are stored as JSON (core/plain_values.py): arrays and tuples come back as lists.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from palestra.core.chat import Chat
+from palestra.core.plain_values import plain_value
 from palestra.core.types import Answer, Episode, Node, SamplingMask, Seat
 
 SCHEMA = pa.schema(
@@ -60,6 +61,7 @@ SCHEMA = pa.schema(
         ("experts", pa.list_(pa.int32())),  # of a sampler's routers, token after token; null if not recorded
         ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
         ("thought", pa.string()),  # of a model that thinks before it answers; null if there is none
+        ("node_error", pa.string()),  # of a lost branch, or of one that ended with `failed_reward`
     ]
 )
 OPTIONAL_COLUMNS = (
@@ -72,6 +74,7 @@ OPTIONAL_COLUMNS = (
     "experts",
     "experts_shape",
     "thought",
+    "node_error",
 )  # optional columns
 
 
@@ -155,7 +158,8 @@ def _node_row(node: Node) -> dict[str, Any]:
         "done": node.done,
         "truncated": node.truncated,
         "team_reward": node.team_reward,
-        "success": bool(node.info["success"]) if "success" in node.info else None,
+        "node_error": node.error,
+        "success": None if node.success is None else node.success >= 0.5,
         "info": _json(node.info),
     }
 
@@ -201,16 +205,15 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
     if isinstance(value, Chat):
         return {"messages": value.messages, "tools": value.tools}
-    raise ValueError(
-        f"cannot record a {type(value).__name__} in an episode: observations and info hold text, numbers, arrays, "
-        "lists and mappings; convert it in the env"
-    )
+    try:
+        return plain_value(value)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot store {error} in an episode: observations and info hold text, numbers, arrays, lists and "
+            "mappings; convert it in the env"
+        ) from error
 
 
 def _unpacked(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -241,7 +244,8 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
     """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
         fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "done", "truncated")}
-        episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))
+        fields |= {"info": json.loads(row["info"]), "error": row["node_error"]}
+        episode.nodes.append(Node(row["node"], observations={}, answers={}, **fields))
     node, seat = episode.nodes[-1], row["seat"]
     if row["observation"] is not None:
         node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]

@@ -98,10 +98,22 @@ def format_eval(line: Tree) -> str:
     return " ".join(f"{seat} {own:.2f}" for seat, own in (line.get("returns") or {}).items())
 
 
+def shows_return(line: Tree) -> bool:
+    """Returns whether an evaluation's return is shown first: that of networks beside success, that of language agents
+    if their env reports no success."""
+    return "return" in line and ("success" not in line or "team_return" not in line)
+
+
+def paid_seats(line: Tree) -> list[str]:
+    """Returns the seats whose own return is shown: if the team earned rewards, those that earned some too."""
+    returns, half = line.get("returns") or {}, line.get("returns_ci95") or {}
+    return [seat for seat, own in returns.items() if own or half.get(seat) or not line.get("team_return")]
+
+
 def eval_interval(line: Tree) -> tuple[float, float] | None:
     """Returns the 95 % interval of an evaluation's main metric: Wilson's interval of a success rate, the normal one of
     a mean return; None if the line lacks what is needed."""
-    played, deviation = line.get("episodes"), line.get("deviation")
+    played = line.get("episodes")
     if not isinstance(played, int | float) or played < 1:
         return None
     failed, samples = line.get("failed", 0), line.get("samples", 1)
@@ -109,10 +121,27 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
         return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
         return success_bounds(line)
-    if not isinstance(line.get("return"), int | float) or not isinstance(deviation, int | float):
+    half = return_half_width(line)
+    if not isinstance(line.get("return"), int | float) or half is None:
         return None
-    half = 1.96 * deviation / played**0.5
     return line["return"] - half, line["return"] + half
+
+
+def return_half_width(line: Tree) -> float | None:
+    """Returns half the width of the 95 % interval of an evaluation's mean return (normal approximation); None if it is
+    not known."""
+    played, deviation, half = line.get("episodes"), line.get("deviation"), line.get("return_ci95")
+    if isinstance(half, int | float):
+        return half
+    if not isinstance(deviation, int | float) or not isinstance(played, int | float) or played < 1:
+        return None
+    return float(1.96 * deviation / played**0.5)
+
+
+def format_return(line: Tree) -> str:
+    """Formats an evaluation's return, with half the width of its 95 % interval if it is known; "-" without one."""
+    half = return_half_width(line)
+    return "-" if line.get("return") is None else f"{line['return']:.2f}" + ("" if half is None else f" ± {half:.2f}")
 
 
 def headline_eval(names: Sequence[str]) -> str | None:

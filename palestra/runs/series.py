@@ -237,8 +237,10 @@ def wilson_interval(successes: float, n: float, z: float = 1.96) -> tuple[float,
 
 def valid_instances(line: Mapping[str, Any]) -> float:
     """Returns the number of instances over which an evaluation's success is a mean: those of its episodes that did not
-    fail. Where each instance has several samples, `failed` counts samples, and a failed one is a part of an instance:
-    samples of one instance are not independent."""
+    fail, or `instances` if these repeat some. Where each instance has several samples, `failed` counts samples, and a
+    failed one is a part of an instance: samples of one instance are not independent."""
+    if "instances" in line:
+        return float(line["instances"])
     return max(0.0, float(line["episodes"] - line.get("failed", 0.0) / line.get("samples", 1.0)))
 
 

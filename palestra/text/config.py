@@ -178,8 +178,12 @@ class TextConfig(PolicyRunConfig):
     weight updates of PipelineRL and Magistral), which costs nothing, but then answers are sampled from neither policy
     exactly. `none`: an episode is played to its end with the weights it began with."""
     max_failed: float = Field(0.5, ge=0, le=1)
-    """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
-    never end."""
+    """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. Of an
+    episode with siblings, the share of its branches that failed counts. 1: never end."""
+    failed_reward: float | None = Field(None, allow_inf_nan=False)
+    """Team reward of an answer at which the env (or its reward function) fails in training: the trajectory ends there
+    with it and counts as played. Null: the trajectory has no reward; it is left out of its group, and counts towards
+    `max_failed`. Evaluations, and failures of policies, have no such reward."""
     engine: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """URL of a server (`palestra serve`, Tinker, MinT) that trains and samples instead of this process. Null: this
     process."""

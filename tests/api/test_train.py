@@ -210,8 +210,8 @@ def test_prompts_are_split_by_their_text():
         pl.check_env(lambda split=split: prompts(split))
     with pytest.raises(ValueError, match="at least 3"):
         pl.Prompts(ROWS[:2], is_plain)("test")
-    with pytest.raises(ValueError, match="row 0 has no prompt as text"):
-        pl.Prompts([{"prompt": [{"role": "user", "content": "hi"}]}], is_plain)
+    with pytest.raises(ValueError, match="row 0 has no prompt"):
+        pl.Prompts([{"question": "hi"}], is_plain)
 
 
 def test_vector_run_from_python_objects(tmp_path):

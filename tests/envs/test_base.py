@@ -110,7 +110,7 @@ def test_valid_env_passes_the_check(sound):
         (Endless, "did not end within 1000 steps"),
         (Fragile, "raised ValueError.*at the action ''"),
         (RewardsUnknownSeat, r"rewards unknown seats \['c'\]"),
-        (Infinite, "pays the team inf"),
+        (Infinite, "gives the team a reward of inf"),
         (EndsWithoutInfo, 'reports "success" in a step but not in the last one'),
         (Forgetful, "second reset with the same seed"),
     ],

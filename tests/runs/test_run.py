@@ -126,7 +126,7 @@ def test_empty_and_foreign_episode_files_are_handled(tmp_path: Path) -> None:
 
 def test_unrecordable_observation_is_refused_with_the_reason(tmp_path: Path) -> None:
     odd = Episode("relay", 1, {"a": "p"}, [Node(0, None, 0, {"a": object()}, {"a": answer("x", 1)})])
-    with new_run(tmp_path) as run, pytest.raises(ValueError, match="cannot record a object in an episode"):
+    with new_run(tmp_path) as run, pytest.raises(ValueError, match="cannot store a object in an episode"):
         run.write_episodes(0, [odd])
 
 

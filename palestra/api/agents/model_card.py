@@ -15,7 +15,7 @@ from palestra.core.config import Tree, hide_credentials, load
 from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.files import read_bytes, read_lines
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES
-from palestra.runs.headline import algorithm_label, total_steps
+from palestra.runs.headline import algorithm_label, format_return, paid_seats, total_steps
 from palestra.runs.series import group_lines, success_interval
 from palestra.runs.settings import read_meta
 
@@ -111,7 +111,7 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
     rows = [_row(name, lines) for name, lines in evals.items() if lines]
     if not rows:
         return []
-    head = "| evaluation | episodes | metric | before training | this agent |\n|---|---:|---|---:|---:|"
+    head = "| evaluation | instances | metric | before training | this agent |\n|---|---:|---|---:|---:|"
     note = (
         "Held-out episodes, with the policies at the seats that the config below gives. Success has its 95 % Wilson "
         "interval; returns have half the width of their normal 95 % interval where it was recorded."
@@ -122,9 +122,9 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
 def _row(name: str, lines: list[Tree]) -> list[str]:
     first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
     columns: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
-    columns += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
-    columns += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
-    head = f"| {_cell(name)} | {last['episodes']:.0f} |"
+    columns += [("return", format_return)] if "return" in last else []
+    columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
+    head = f"| {_cell(name)} | {last.get('instances', last['episodes']):.0f} |"
     return [
         f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
         for key, format_value in columns

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.losses import LossInputs
+from palestra.core.sample_weights import batch_denominator, trained_weight
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.linear import padded_rows
@@ -104,17 +105,13 @@ def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndar
 def token_weight(samples: Sequence[Sample]) -> float:
     """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
     sample weight of 1. Samples without gradient count too."""
-    return 1.0 / _denominator(samples)
+    return 1.0 / batch_denominator(samples)
 
 
 def trained_share(samples: Sequence[Sample]) -> float:
     """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by it is a mean over
     the trained tokens."""
-    return (sum(s.weight * len(s.token_ids) for s in with_gradient(samples)) or 1.0) / _denominator(samples)
-
-
-def _denominator(samples: Sequence[Sample]) -> float:
-    return sum(s.weight * len(s.token_ids) if s.denominator is None else s.denominator for s in samples) or 1.0
+    return trained_weight(samples) / batch_denominator(samples)
 
 
 def with_gradient(samples: Sequence[Sample]) -> list[Sample]:

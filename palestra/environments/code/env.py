@@ -110,6 +110,10 @@ class CoderTester(Env):
 
     # ---- env interface
 
+    def instance_of(self, seed: int) -> int | str:
+        """Returns what identifies a problem of a file; of a generated one, its seed."""
+        return draw_program(self._problems, seed).split_key if self._problems else seed
+
     def reset(self, seed: int) -> Step:
         self.drill: SyntheticProgram | None = (
             draw_synthetic_program(seed, self.split, self.difficulties) if self.source == SYNTHETIC_SOURCE else None

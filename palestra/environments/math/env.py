@@ -85,6 +85,9 @@ class Math(Env):
 
     # ---- env interface
 
+    def instance_of(self, seed: int) -> int:
+        return self.source.instance_of(seed)
+
     def reset(self, seed: int) -> Step:
         self.problem = self.source.problem(seed)
         self.history: tuple[MathTurn, ...] = ()

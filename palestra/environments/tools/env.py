@@ -141,6 +141,7 @@ class Tools(Env):
         self.seats, self.turns, self.calls, self.reward = SEATS[team], max_turns, max_calls, reward
         self.is_compact = rendering == "compact"
         self.world = open_task_source(task_source, kinds, documents, tasks, split)
+        self._is_of_file = tasks is not None
         offered = built_in if built_in is not None else TOOLS_BY_WORLD[task_source]
         check_tools_suffice(offered, self.world.kinds)
         ours = built_in_tools(tuple(offered), max_results, self.is_compact, call_time_limit_s, unsafe)
@@ -155,6 +156,10 @@ class Tools(Env):
         self._over = True
 
     # ---- env interface
+
+    def instance_of(self, seed: int) -> int | str:
+        """Returns the question of a task from a file; of a generated one, its seed."""
+        return self.world.task(seed).question if self._is_of_file else seed
 
     def reset(self, seed: int) -> Step:
         self.task = self.world.task(seed)

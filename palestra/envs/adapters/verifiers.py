@@ -118,6 +118,9 @@ class Verifiers(Workflow):
             seats=list(roles), function=program, split=part, timeout=timeout, settle=settle, options=options
         )
 
+    def instance_of(self, seed: int) -> int:
+        return seed % len(self.tasks)
+
 
 async def play_episode(play: WorkflowContext) -> WorkflowResult:
     """Plays one verifiers episode on the task of the seed. Raises RuntimeError if verifiers reports a failure."""

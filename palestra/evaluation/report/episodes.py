@@ -52,8 +52,8 @@ def episode_html(episode: Episode, label: str = "") -> str:
 
 def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
     seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
-    known = any("success" in line[-1].info for line in lines if line)
-    won = f"{'success' if episode.success == 1 else f'{episode.success:.0%} success'}, " if known else ""
+    share = episode.success
+    won = "" if share is None else "success, " if share == 1 else f"{share:.0%} success, "
     more = f", {len(lines)} trajectories" if len(lines) > 1 else ""
     facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
     title = f"{escape_text(label)}: " if label else ""

@@ -92,7 +92,7 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
                 (f"{last['success']:.1%}", f"{label}: success of {valid_instances(last):.0f} [{low:.0%}, {high:.0%}]")
             )
         elif "return" in last:
-            found.append((f"{last['return']:.2f}", f"{label}: return, mean of {last['episodes']:.0f}"))
+            found.append((f"{last['return']:.2f}", f"{label}: return, mean of {valid_instances(last):.0f}"))
     if logs.team:
         last = logs.team[-1]
         done, whole = last["step"] + 1, total_steps(tree)

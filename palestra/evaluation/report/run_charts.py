@@ -10,7 +10,14 @@ import numpy as np
 
 from palestra.core.types import TEAM
 from palestra.evaluation.report.charts import Chart, ChartCurve, chart_html, chart_panel, save_panels
-from palestra.runs.headline import eval_label, held_out_label, training_return_label, training_success_label
+from palestra.runs.headline import (
+    eval_label,
+    held_out_label,
+    paid_seats,
+    return_half_width,
+    training_return_label,
+    training_success_label,
+)
 from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 
 MAX_PANELS = 6  # charts of `plot_run`
@@ -67,14 +74,15 @@ def _success(logs: RunLogs) -> Chart:
 
 
 def _returns(logs: RunLogs) -> Chart:
-    """Returns the chart of the team's return; for evaluations without one, of each seat's return."""
+    """Returns the chart of the return of all seats together, and of each seat's own where language agents have
+    several."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
-        if any("return" in line for line in lines):
-            curves.append(ChartCurve(_eval_name(logs, name), logs.series(lines, "return"), has_markers=True))
-        else:
-            curves += [_seat_return(logs, name, lines, seat) for seat in lines[-1].get("returns", {})]
-    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "team_return"))
+        whole = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
+        curves.append(_with_interval(logs, _eval_name(logs, name), whole, "return"))
+        seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
+        curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
+    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "return"))
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
 
 
@@ -88,13 +96,13 @@ def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> 
         for line in lines
         if line.get("returns", {}).get(seat) is not None
     ]
-    series, half = logs.series(own, "own"), logs.series(own, "half").y
-    return ChartCurve(
-        f"{eval_label(logs.config, name)}: {seat}",
-        series,
-        np.stack([series.y - half, series.y + half], 1),
-        has_markers=True,
-    )
+    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", own, "own")
+
+
+def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:
+    """Returns the curve of `key` with an interval, of which the lines have `half` the width."""
+    series, half = logs.series(lines, key), logs.series(lines, "half").y
+    return ChartCurve(name, series, np.stack([series.y - half, series.y + half], 1), has_markers=True)
 
 
 def _rewards(logs: RunLogs) -> Chart:

@@ -8,7 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from palestra.runs.headline import eval_label, training_return_label, training_success_label
+from palestra.runs.headline import (
+    eval_label,
+    paid_seats,
+    shows_return,
+    training_return_label,
+    training_success_label,
+)
 from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval
 from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -29,16 +35,16 @@ def summary_table(path: str | Path) -> Table:
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for key, lines in logs.evals.items():
         last, name = lines[-1], eval_label(logs.config, key)
-        n = f"{last['episodes']:.0f}"
+        n = f"{last.get('instances', last['episodes']):.0f}"
         if "success" in last:
             table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
         for title, _ in sample_rows(last):
             sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
             table.add_row(f"{name}: {title} of {n}", *sampled)
-        if "return" in last:
+        if shows_return(last):
             table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
-        if ("return" in last or "success" not in last) and len(set(last["returns"].values())) > 1:
-            for seat in last["returns"]:
+        if shows_return(last) and len(set(last["returns"].values())) > 1:
+            for seat in paid_seats(last):
                 table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
         table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
     if logs.team and any("success" in line for line in logs.team):

@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.core.types import TEAM
 from palestra.evaluation.report.html import escape_text, format_number, html_table
-from palestra.runs.headline import eval_label
+from palestra.runs.headline import eval_label, format_return, paid_seats
 from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
 from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -23,20 +23,20 @@ def eval_table(logs: RunLogs) -> str:
                 [
                     eval_label(logs.config, name),
                     what,
-                    f"{after['episodes']:.0f}",
+                    f"{after.get('instances', after['episodes']):.0f}",
                     format_value(before) if before else "-",
                     format_value(after),
                 ]
             )
-    return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
+    return html_table(["evaluation", "metric", "instances", "before", "after"], rows, css_class="words")
 
 
 def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
     found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
     found += [(name, partial(_sampled, name)) for name, _ in sample_rows(line)]
-    found += [("return", lambda line: format_number(line.get("return")))] if "return" in line else []
-    found += [(f"return of {seat}", partial(_own, seat)) for seat in line.get("returns", {})]
+    found += [("return", format_return)] if "return" in line else []
+    found += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(line)]
     found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
 

@@ -78,7 +78,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
         its policy has no tokens."""
         found: dict[int, Sample] = {}
         for episode in episodes:
-            for node in episode.nodes if episode.error is None else []:
+            for node in episode.valid_nodes if episode.error is None else []:
                 for seat, answer in node.answers.items():
                     if member_name(answer.policy) == policy and len(answer.token_ids) and self._learns(seat):
                         plain = build_sample(answer, np.zeros(len(answer.token_ids), np.float32))

@@ -20,12 +20,13 @@ from palestra.text.rollouts.tree_rollout import Branching, Keep
 class SiblingGroup:
     """Siblings of one seat: `values` [K], and for each sibling the nodes that receive its advantage (none for a
     trajectory in which the seat did not act). With `branch_at: root`, `turn_rewards` has the reward of each of these
-    nodes, counted until the seat's next one."""
+    nodes, counted until the seat's next one. Lost siblings are left out; `lost` is their number."""
 
     seat: Seat
     values: list[float]
     nodes: list[list[Node]]
     turn_rewards: list[list[float]] = field(default_factory=list)
+    lost: int = 0
 
 
 class GroupAlgorithm(TextAlgorithm):
@@ -99,6 +100,7 @@ class GroupAlgorithm(TextAlgorithm):
         since it was the policy's own choice not to call that seat (MATPO, Mo et al., 2025).
         """
         trajectories = [episode.trajectory(leaf) for leaf in episode.leaves()]
+        lost = sum(node.is_lost for node in episode.children(None))
         players = Counter(map(member_name, episode.seats.values()))
         for seat, policy in episode.seats.items():
             nodes = [[node for node in trajectory if seat in node.answers] for trajectory in trajectories]
@@ -107,7 +109,7 @@ class GroupAlgorithm(TextAlgorithm):
             if any(nodes):
                 values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in kept]
                 rewards = [self._turn_rewards(trajectories[i], seat) for i in kept]
-                yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards)
+                yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards, lost)
 
     def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
         """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are
@@ -124,12 +126,13 @@ class GroupAlgorithm(TextAlgorithm):
         """Yields one group per branching point and seat. In full trees (`continue_from: all`) a sibling's value
         includes its subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
         families: dict[int | None, list[Node]] = {}
-        for node in episode.nodes:
+        for node in episode.valid_nodes:
             families.setdefault(node.parent, []).append(node)
-        for siblings in families.values():
+        for parent, siblings in families.items():
+            lost = len(episode.children(parent)) - len(siblings)
             for seat in siblings[0].answers:
                 values = [self._value(node, seat, families) for node in siblings]
-                yield SiblingGroup(seat, values, [[node] for node in siblings])
+                yield SiblingGroup(seat, values, [[node] for node in siblings], lost=lost)
 
     def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]]) -> float:
         value = self.reward(node, seat)

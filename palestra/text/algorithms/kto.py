@@ -35,7 +35,8 @@ class KTO(GroupAlgorithm):
     """Siblings per group (group size)."""
     threshold: float | None = None
     """Value above which an answer is desirable and below which it is undesirable; one that is equal is left out. Null:
-    the mean of its siblings' values, and 0.5 for an answer without siblings, half the reward of a success."""
+    the mean of its siblings' values, and 0.5 for an answer without siblings, half the reward of a success. An answer
+    whose siblings were all lost is left out."""
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
     desirable_weight: float = Field(1.0, ge=0)
@@ -72,7 +73,7 @@ class KTO(GroupAlgorithm):
         samples: list[Sample] = []
         counts = {1: 0, 0: 0, -1: 0}
         for group in groups:
-            signs = self._signs(group.values)
+            signs = self._signs(group.values) if len(group.values) > 1 or not group.lost else [0]
             for nodes, side, sign in zip(group.nodes, answered_sides(group), signs, strict=True):
                 for node in nodes:
                     node.advantages[group.seat] = float(sign)
@@ -105,7 +106,7 @@ class KTO(GroupAlgorithm):
         the children that play continued from or ended with."""
         returns: dict[int, float] = {}
         later: dict[int | None, list[float]] = {}
-        for node in reversed(episode.nodes):  # children come after their parents
+        for node in reversed(episode.valid_nodes):  # children come after their parents
             value = self.reward(node, seat) + (float(np.mean(later[node.id])) if node.id in later else 0.0)
             returns[node.id] = value
             if node.chosen:

@@ -114,7 +114,7 @@ def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTr
         for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
             if own := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, team_weight) for node in trajectory)
-                yield SeatTrajectory(seat, own, value, bool(leaf.info.get("success")))
+                yield SeatTrajectory(seat, own, value, (leaf.success or 0.0) >= 0.5)
 
 
 def _best_of_seats(parts: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:

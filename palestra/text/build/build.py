@@ -171,6 +171,7 @@ def _source(
         part.instance_pool,
         part.reward_weights,
         part.episodes,
+        part.failed_reward,
     )
     return learned_reward_source(part, source, resolver.engines, resolver.learners) if part.reward_model else source
 

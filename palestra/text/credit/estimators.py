@@ -1,7 +1,8 @@
 """Advantage and credit estimators: pure functions of values (float64), independent of episodes.
 
-A table `q` [K, ..., K] holds the value of every joint answer of N seats; axis i indexes the answers of seat i. The
-credit of a seat has the table's shape: its credit in each joint answer. `docs/algorithms/credit.md` derives how the
+A table `q` [K, ..., K] holds the value of every joint answer of N seats; axis i indexes the answers of seat i. NaN is
+the value of one that was lost: means are over the others. The credit of a seat has the table's shape: its credit in
+each joint answer. `docs/algorithms/credit.md` derives how the
 kinds of credit relate.
 """
 
@@ -126,11 +127,19 @@ def role_advantages(
     return advantages, average
 
 
+def known_mean(table: Array, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Array:
+    """Returns the mean over axes of the entries that are not NaN; NaN where none is."""
+    known = ~np.isnan(table)
+    count = known.sum(axis=axis, keepdims=keepdims)
+    total = np.where(known, table, 0.0).sum(axis=axis, keepdims=keepdims)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
 def counterfactual_credit(q: Array, seat: int) -> Array:
     """Returns the counterfactual credit of one seat [K, ..., K]: q(a) minus its mean over the seat's own answers with
     the others' answers fixed (difference rewards, Wolpert & Tumer, 2002; COMA, Foerster et al., 2018, eq. 4, with the
     policy's expectation taken over its own samples)."""
-    return q - q.mean(axis=seat, keepdims=True)
+    return q - known_mean(q, seat, keepdims=True)
 
 
 def shapley_credit(q: Array, seat: int) -> Array:
@@ -145,24 +154,24 @@ def shapley_credit(q: Array, seat: int) -> Array:
     for size in range(len(others) + 1):
         weight = 1 / (q.ndim * comb(len(others), size))
         for free in combinations(others, size):  # seats outside the coalition, averaged over
-            joined = q.mean(axis=free, keepdims=True)
-            value = value + weight * (joined - joined.mean(axis=seat, keepdims=True))
-    return value
+            joined, without = (known_mean(q, axes, keepdims=True) for axes in (free, (*free, seat)))
+            value = value + weight * (joined - without)
+    return np.where(np.isnan(q), np.nan, value)
 
 
 def credit_in_context(credit: Array, seat: int, joints_JN: npt.NDArray[np.int64]) -> Array:
     """Returns the mean credit [K] of each of a seat's answers, with the other seats' answers fixed to those of the J
     joint answers `joints_JN` [J, N] int64."""
     by_answer = np.moveaxis(credit, seat, 0)
-    return np.mean([by_answer[(slice(None), *np.delete(joint, seat))] for joint in joints_JN], axis=0)
+    return known_mean(np.array([by_answer[(slice(None), *np.delete(joint, seat))] for joint in joints_JN]), 0)
 
 
 def total_effect_index(q: Array, seat: int) -> float:
     """Returns the share of the table's variance that averaging over the seat's answer removes: the total-effect index
     (Homma & Saltelli, 1996). 0 if the seat's answer has no effect, 1 if everything depends on it. Interactions count
     for every seat involved, so the sum over seats may exceed 1."""
-    variance = q.var()
-    return float(counterfactual_credit(q, seat).var() / variance) if variance > FLAT**2 else 0.0
+    variance = np.nanvar(q)
+    return float(np.nanvar(counterfactual_credit(q, seat)) / variance) if variance > FLAT**2 else 0.0
 
 
 # ---- tokens

@@ -156,7 +156,7 @@ class DatasetSource:
             if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
         lines = [leaf for episode, *_ in self.items for leaf in episode.leaves()]
-        wins, forks = sum(bool(leaf.info.get("success")) for leaf in lines), sum(map(_differing, self._families()))
+        wins, forks = sum((leaf.success or 0.0) >= 0.5 for leaf in lines), sum(map(_differing, self._families()))
         raise ValueError(
             f"{algorithm.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
             f"succeeded, and {forks} places where siblings have different rewards. To imitate trajectories without "

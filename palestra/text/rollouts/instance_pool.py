@@ -82,8 +82,8 @@ class InstancePool(StrictModel):
 def sibling_success(episode: Episode) -> float | None:
     """Returns the share of the episode's finished trajectories that succeeded, siblings that play did not continue from
     included; None if it failed or its env reports no success."""
-    ends = [node.info["success"] for node in episode.leaves() if "success" in node.info]
-    return float(np.mean([bool(end) for end in ends])) if ends and episode.error is None else None
+    ends = [node.success for node in episode.leaves() if node.success is not None]
+    return float(np.mean(ends)) if ends and episode.error is None else None
 
 
 def _learnability(success: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -45,7 +45,7 @@ class LearnedRewardSource:
         """Returns the episodes of these numbers, in order, with their new rewards."""
         episodes = await self.source.play(numbers, branching, memory, on_episode)
         valid = [episode for episode in episodes if episode.error is None]
-        nodes = [(episode, node) for episode in valid for node in episode.nodes]
+        nodes = [(episode, node) for episode in valid for node in episode.valid_nodes]
         answers = {id(answer): answer for _, node in nodes for answer in self._scored(node).values()}
         scores = dict(zip(answers, await self.score(list(answers.values())) if answers else [], strict=True))
         for episode, node in nodes:

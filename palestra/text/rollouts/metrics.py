@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from palestra.core.types import Answer, Episode, Metrics, Node
+from palestra.core.types import NO_REWARD, Answer, Episode, Metrics, Node
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
@@ -35,52 +36,87 @@ def episode_return(episode: Episode) -> float:
     """Returns the team reward plus the mean of the seats' own rewards, averaged over the trajectories that were
     continued; for a failed episode, the rewards up to the failure."""
     lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen] or [chosen_nodes(episode)]
-    own = [_mean([sum(node.rewards.get(seat, 0.0) for node in line) for line in lines]) for seat in episode.seats]
-    return _mean([sum(node.team_reward for node in line) for line in lines]) + _mean(own)
+    return _mean([_trajectory_return(episode, line) for line in lines])
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Returns success (if an env reports it), joint steps per trajectory, team return, number of episodes, and how many
-    failed.
+    """Returns success (if an env reports it), joint steps per trajectory, return and team return, number of episodes,
+    and how many failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest. Success is over the envs of which some
-    trajectory reports it; their other trajectories count as 0. `redraws`, only if any were, is the number of episodes
-    that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories that ended
-    because the next prompt did not fit into a model's context.
+    Means are over the episodes that did not fail; `failed` counts the rest. `return` is the team's reward plus the mean
+    of the seats' own. Success is over the envs of which some trajectory reports it; their other trajectories count as
+    0. Only if there are any: `redraws`, the number of episodes that were played and replaced (refill.py);
+    `context_full_fraction`, the share of trajectories that ended because the next prompt did not fit into a model's
+    context; `failed_branches` and `no_reward_branches`, the numbers of branches that an error ended (also if they got
+    the run's `failed_reward`), and that the env gave no reward.
     """
     valid = [e for e in episodes if e.error is None]
-    lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
-    reporting = {e.env for e in valid for leaf in e.leaves() if leaf.chosen and "success" in leaf.info}
+    ends = [(e, e.trajectory(leaf)) for e in valid for leaf in e.leaves() if leaf.chosen]
+    lines = [line for _, line in ends]
+    reporting = reporting_envs(valid)
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
     known = reporting or not lines
-    more = {"success": _mean([e.success for e in valid if e.env in reporting])} if known else {}
-    more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
+    more = {"success": _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])} if known else {}
+    counts = {"redraws": sum(redraws)} | _lost_branches(valid)
+    more |= {name: float(count) for name, count in counts.items() if count}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
     more |= {"context_full_fraction": _mean(full)} if any(full) else {}
     return more | {
-        "steps_per_episode": _mean([len(line) for line in lines]),
+        "steps_per_episode": _mean([sum(bool(node.answers) for node in line) for line in lines]),
+        "return": _mean([_trajectory_return(e, line) for e, line in ends]),
         "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
         "episodes": float(len(episodes)),
         "failed": float(len(episodes) - len(valid)),
     }
 
 
-def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+def _lost_branches(episodes: Sequence[Episode]) -> dict[str, int]:
+    parents = [{node.parent for node in episode.nodes} for episode in episodes]
+    errors = [
+        node.error
+        for episode, inner in zip(episodes, parents, strict=True)
+        for node in episode.nodes
+        if node.error is not None and node.id not in inner
+    ]
+    unpaid = errors.count(NO_REWARD)
+    return {"failed_branches": len(errors) - unpaid, "no_reward_branches": unpaid}
+
+
+def reporting_envs(episodes: Sequence[Episode]) -> set[str]:
+    """Returns the names of the envs that report the success of some trajectory."""
+    return {e.env for e in episodes for leaf in e.leaves() if leaf.chosen and leaf.success is not None}
+
+
+def _trajectory_return(episode: Episode, line: Sequence[Node]) -> float:
+    """Returns the return of a trajectory: the team's reward plus the mean of the seats' own."""
+    own = [sum(node.rewards.get(seat, 0.0) for node in line) for seat in episode.seats]
+    return sum(node.team_reward for node in line) + _mean(own)
+
+
+def seat_returns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
     `returns_ci95`: half the width of its 95 % confidence interval (normal approximation over instances, since
-    trajectories of one instance are not independent)."""
+    trajectories of one instance are not independent); likewise `return_ci95` of the return of `episode_metrics`.
+    `instances` is the number of different ones, if it is not that of the episodes' seeds."""
     valid = [e for e in episodes if e.error is None]
-    ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
+    ends = [(e, e.trajectory(leaf)) for e in valid for leaf in e.leaves() if leaf.chosen]
     seats = {seat: None for e in valid for seat in e.seats}
-    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.trajectory(leaf)) for e, leaf in ends] for seat in seats}
-    numbers = {instance: i for i, instance in enumerate(dict.fromkeys((e.env, e.seed) for e, _ in ends))}
-    instances = [numbers[e.env, e.seed] for e, _ in ends]
-    return {
-        "returns": {seat: _mean(values) for seat, values in own.items()},
-        "returns_ci95": {
-            seat: 1.96 * _standard_error(values, instances) for seat, values in own.items() if len(numbers) > 1
-        },
-    }
+    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in line) for _, line in ends] for seat in seats}
+    instances = number_instances([e for e, _ in ends])
+    found: dict[str, Any] = {"returns": {seat: _mean(values) for seat, values in own.items()}, "returns_ci95": {}}
+    if len(set(instances)) != len({(e.env, e.seed) for e in valid}):
+        found["instances"] = float(len(set(instances)))
+    if len(set(instances)) > 1:
+        whole = [_trajectory_return(e, line) for e, line in ends]
+        found["return_ci95"] = 1.96 * _standard_error(whole, instances)
+        found["returns_ci95"] = {seat: 1.96 * _standard_error(values, instances) for seat, values in own.items()}
+    return found
+
+
+def number_instances(episodes: Sequence[Episode]) -> list[int]:
+    """Returns, for each episode, the index of its instance among the different ones, by first appearance."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(episode.instance_key, len(numbers)) for episode in episodes]
 
 
 def _standard_error(values: Sequence[float], groups: Sequence[int]) -> float:
@@ -91,12 +127,13 @@ def _standard_error(values: Sequence[float], groups: Sequence[int]) -> float:
 
 
 def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
-    """Returns `outcomes`, a letter for each episode in order: "1" for a success, "0" for none, "x" for a failed
-    episode; {} if the env reports no success. In an evaluation, letter i is for the first sample of instance i."""
-    ends = [(e, [leaf for leaf in e.leaves() if leaf.chosen]) for e in episodes]
-    if not any("success" in leaf.info for _, leaves in ends for leaf in leaves):
+    """Returns `outcomes`, a letter for each different instance in order, by its first episode: "1" for a success, "0"
+    for none, "x" for an episode that failed or got no reward; {} if the env reports no success."""
+    if not reporting_envs(episodes):
         return {}
-    letters = ["x" if e.error is not None else "1" if e.success >= 0.5 else "0" for e, _ in ends]
+    numbers = number_instances(episodes)
+    first = [episode for i, episode in enumerate(episodes) if numbers.index(numbers[i]) == i]
+    letters = ["x" if e.error is not None or not e.leaves() else str(int((e.success or 0.0) >= 0.5)) for e in first]
     return {"outcomes": "".join(letters)}
 
 
@@ -110,7 +147,7 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     turns = [
         (node, seat, answer)
         for episode in valid
-        for node in episode.nodes
+        for node in episode.valid_nodes
         for seat, answer in node.answers.items()
         if member_name(answer.policy) == policy
     ]
@@ -135,15 +172,16 @@ def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str,
     """Yields each node at which a seat of `policy` does not act, that seat, and the number of its answers that the node
     stands for: those in its last group, divided by the number of siblings of this group from which play continued (one,
     or all), and in the same way at each later step, where the node's own siblings are all counted."""
-    siblings = Counter(node.parent for node in episode.nodes)
-    chosen = Counter(node.parent for node in episode.nodes if node.chosen)
+    nodes = episode.valid_nodes
+    siblings = Counter(node.parent for node in nodes)
+    chosen = Counter(node.parent for node in nodes if node.chosen)
     for seat in (seat for seat, name in episode.seats.items() if member_name(name) == policy):
         groups: dict[int | None, set[int]] = {}
-        for node in episode.nodes:
+        for node in nodes:
             if seat in node.answers:
                 groups.setdefault(node.parent, set()).add(id(node.answers[seat]))
         given: dict[int | None, float] = {None: 1.0}  # answers that the steps after a node stand for
-        for node in episode.nodes:  # parents come first
+        for node in nodes:  # parents come first
             count = len(groups[node.parent]) if seat in node.answers else given[node.parent]
             given[node.id] = count / max(chosen[node.parent], 1)
             if seat not in node.answers:

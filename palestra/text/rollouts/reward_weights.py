@@ -49,5 +49,5 @@ def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
 
 def seen_terms(episodes: Iterable[Episode]) -> set[str]:
     """Returns the names of all terms in the rewards of episodes."""
-    infos = (node.info.get(REWARD_TERMS_KEY, {}) for episode in episodes for node in episode.nodes)
+    infos = (node.info.get(REWARD_TERMS_KEY, {}) for episode in episodes for node in episode.valid_nodes)
     return {name for terms in infos for own in terms.values() for name in own}

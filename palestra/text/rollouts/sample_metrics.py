@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.types import Episode
+from palestra.text.rollouts.metrics import number_instances, reporting_envs
 
 SampleValues = dict[str, float]
 
@@ -33,8 +34,8 @@ def majority_success(episodes: Sequence[Episode]) -> float:
 
     Answers are compared as text. The success of an answer is the mean success of the samples that gave it.
     """
-    ends = [leaf.info for episode in episodes if episode.error is None for leaf in episode.leaves()]
-    votes = [(str(info[ANSWER_KEY]).strip(), bool(info.get("success"))) for info in ends if _has_answer(info)]
+    ends = [leaf for episode in episodes if episode.error is None for leaf in episode.leaves()]
+    votes = [(str(leaf.info[ANSWER_KEY]).strip(), leaf.success or 0.0) for leaf in ends if _has_answer(leaf.info)]
     counts = Counter(answer for answer, _ in votes)
     most = max(counts.values(), default=0)
     winners = [answer for answer, count in counts.items() if count == most]
@@ -55,18 +56,23 @@ def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
     """Returns `episodes` (the number of instances), `samples` (the number per instance), and `pass_at_k`, a dict by k
     for k = 1, 2, 4, ... and `samples`; if the env reports final answers (`ANSWER_KEY`), also `maj_at_k` of all samples.
 
-    Values are means over instances; those with `_ci95` are half the width of their 95 % confidence intervals (normal
-    approximation over instances). A failed episode does not count as a sample; an instance with fewer samples than k is
-    left out. The result is empty for one sample per instance.
+    Values are means over different instances; those with `_ci95` are half the width of their 95 % confidence intervals
+    (normal approximation over instances). An episode that failed or got no reward does not count as a sample; an
+    instance with fewer samples than k is left out. The result is empty for one sample per instance, and has only the
+    two numbers if the env reports no success. A sample of partial success counts if that is at least a half.
     """
     if samples < 2:
         return {}
-    groups = [episodes[i : i + samples] for i in range(0, len(episodes), samples)]
-    valid = [[episode for episode in group if episode.error is None] for group in groups]
-    counts = [(len(group), sum(episode.success > 0 for episode in group)) for group in valid]
+    found: dict[str, Any] = {"episodes": float(len(episodes) // samples), "samples": float(samples)}
+    if not reporting_envs(episodes):
+        return found
+    groups: dict[int, list[Episode]] = {}
+    for number, episode in zip(number_instances(episodes), episodes, strict=True):
+        groups.setdefault(number, []).append(episode)
+    valid = [[e for e in group if e.error is None and e.leaves()] for group in groups.values()]
+    counts = [(len(group), sum((e.success or 0.0) >= 0.5 for e in group)) for group in valid]
     passed = {str(k): [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in _powers(samples)}
     voted = [majority_success(group) for group in valid if group] if _reports_answers(episodes) else []
-    found: dict[str, Any] = {"episodes": float(len(groups)), "samples": float(samples)}
     found |= _means("pass_at_k", passed)
     return found | (_means("maj_at_k", {str(samples): voted}) if voted else {})
 

@@ -58,7 +58,7 @@ class EnvSource:
     the env's running success: largest at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1).
     `floor` is the share drawn by weight alone. The running success is an exponential average over about 1 / `rate`
     steps. Instances are new ones, or come from `pool`. `reward_weights` weigh the named terms of rewards and may depend
-    on the step of the run; a step of this stage has `episodes` episodes.
+    on the step of the run; a step of this stage has `episodes` episodes. `failed_reward` is that of `EpisodeSpec`.
     """
 
     runners: Mapping[str, EpisodeRunner]
@@ -72,6 +72,7 @@ class EnvSource:
     pool: InstancePool | None = None
     reward_weights: RewardWeights = field(default_factory=dict)
     episodes: int = 1
+    failed_reward: float | None = None
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
@@ -111,7 +112,8 @@ class EnvSource:
         own = {seat: seats[seat] for seat in self.env_seats.get(name, seats)}
         index = int(np.searchsorted(pools[name][:-1], rng.random(), side="right")) if pools else number
         seed = derive_seed(self.seed, "play", number)
-        return name, EpisodeSpec(self._first_instance + index, own, seed, weights_at(self.reward_weights, step))
+        weights = weights_at(self.reward_weights, step)
+        return name, EpisodeSpec(self._first_instance + index, own, seed, weights, self.failed_reward)
 
     @property
     def _first_instance(self) -> int:

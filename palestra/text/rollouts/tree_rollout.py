@@ -7,7 +7,10 @@ what that one did, since the env is stepped in between. Where several seats act 
 siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
 
 A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
-other error of an env or a policy makes a failed episode, with message and traceback; other episodes continue.
+other error of an env or a policy costs the branch in which it happens: this branch is lost, and its siblings play on.
+If an error ends all branches, the episode fails, with message and traceback; other episodes continue. With a
+`failed_reward`, a branch that its env fails in ends with that reward instead. A branch whose env says that it has no
+reward (`NO_REWARD_KEY`) is left out like a lost one, and did not fail.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import math
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +27,15 @@ from typing import Any, Literal, TypeVar
 from palestra.core.failures import ContextLengthExceeded, describe_error
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
-from palestra.core.types import Answer, Episode, Node, Seat, Step
-from palestra.envs.base import ENV_THREADS, Env, require_step
+from palestra.core.types import NO_REWARD, Answer, Episode, Node, Seat, Step
+from palestra.envs.base import ENV_THREADS, NO_REWARD_KEY, Env, require_step
+from palestra.envs.step_values import checked_step
 from palestra.text.policies.base import Policy, Query
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.text.rollouts.reward_weights import reweigh
 
 T = TypeVar("T")
+Path = tuple[int, ...]  # of a branch: the index of the sibling at each step from the root
 Keep = Literal["best", "random", "epsilon", "all"]
 Joints = Literal["paired", "crossed"]
 MAX_JOINT_ANSWERS = 4096  # per joint step: each costs a fork and a step of the env
@@ -87,27 +91,34 @@ class Branching:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to play: the env's instance, the policy of each seat, the seed of everything the policies sample, and
-    weights of named terms of its rewards."""
+    """One episode to play: the env's instance, the policy of each seat, the seed of everything the policies sample,
+    weights of named terms of its rewards, and the team's reward of a step in which the env fails (None: none)."""
 
     instance: int
     policies: Mapping[Seat, Policy]
     seed: int
     term_weights: Mapping[str, float] = field(default_factory=dict)
+    failed_reward: float | None = None
+
+
+class NoReward(Exception):
+    """Ends a branch whose env gave it no reward."""
+
+    def __str__(self) -> str:
+        return NO_REWARD
 
 
 @dataclass
 class Branch:
     """The end of a growing branch: its env, the last step result, and each seat's earlier turns.
 
-    `path` holds the sibling index at each step from the root. Random draws depend on it alone, not on which branch
-    finishes first.
+    Random draws depend on `path` alone, not on which branch finishes first.
     """
 
     env: Env
     step: Step
     parent: int | None = None
-    path: tuple[int, ...] = ()
+    path: Path = ()
     history: Mapping[Seat, tuple[tuple[Any, Answer], ...]] = field(default_factory=dict)
 
 
@@ -139,15 +150,18 @@ class EpisodeRunner:
         return list(await asyncio.gather(*(one(spec) for spec in specs)))
 
     async def play(self, spec: EpisodeSpec, branching: Branching) -> Episode:
-        """Returns one episode. Exceptions of its env or policies are recorded in `error` and `traceback`."""
+        """Returns one episode. Exceptions of its env or policies that end all branches are recorded in `error` and
+        `traceback`."""
         seats = {seat: policy.name for seat, policy in spec.policies.items()}
         episode = Episode(self.name, spec.instance, seats)
         growth = _TreeRollout(episode, spec, branching, self.max_steps)
         try:
             env = growth.register_env(self.make_env())
-            episode.picture = env.picture
+            episode.picture, episode.instance = env.picture, env.instance_of(spec.instance)
             first = require_step(await _call(env, env.reset, spec.instance), "reset")
-            await growth.grow(Branch(env, first))
+            await growth.start(env, growth.checked(env, first))
+        except NoReward as error:
+            growth.lose((), error)
         except Exception as error:  # the rollout boundary: failures are recorded, not raised
             episode.error, episode.traceback = describe_error(error)
         finally:  # also if the task is cancelled
@@ -163,12 +177,19 @@ class _TreeRollout:
     spec: EpisodeSpec
     branching: Branching
     max_steps: int
-    paths: list[tuple[int, ...]] = field(default_factory=list)  # one per node of the episode
+    paths: list[Path] = field(default_factory=list)  # one per node of the episode
     open_envs: dict[int, Env] = field(default_factory=dict)  # by identity
+    tracebacks: dict[Path, str] = field(default_factory=dict)  # of the errors that ended branches
+
+    async def start(self, env: Env, first: Step) -> None:
+        """Plays the episode from the result of `reset`; one that is over already becomes a node without answers."""
+        if first.done:
+            self._add_node(Branch(env, first), (), {}, first, env)
+        await self.grow(Branch(env, first))
 
     async def grow(self, branch: Branch) -> None:
         """Plays from `branch` to the end; if the episode continues from several siblings, from all of them
-        concurrently."""
+        concurrently. Raises the error of the first branch if all are lost."""
         while not branch.step.done:
             if len(branch.path) >= self.max_steps:
                 raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
@@ -180,15 +201,37 @@ class _TreeRollout:
             for node, child in children:
                 node.chosen = any(node is p for p in picked)
                 if not node.chosen:
-                    await self._close(child.env)
+                    await self._close_branch(child)
             kept = [child for node, child in children if node.chosen]
             if len(kept) > 1:
-                async with asyncio.TaskGroup() as group:
-                    for child in kept:
-                        group.create_task(self.grow(child))
-                return
+                return _raise_if_all(await _run_together(self._grow_or_lose(child) for child in kept))
             branch = kept[0]
         await self._close(branch.env)
+
+    async def _grow_or_lose(self, branch: Branch) -> Exception | None:
+        """Plays from `branch` to the end; returns the error if the branch is lost."""
+        try:
+            await self.grow(branch)
+        except Exception as error:
+            self.lose(branch.path, error)
+            await self._close_branch(branch)
+            return error
+        return None
+
+    def lose(self, path: Path, error: Exception) -> None:
+        """Marks the nodes from `path` on as lost."""
+        message, self.tracebacks[path] = (NO_REWARD, "") if isinstance(error, NoReward) else describe_error(error)
+        for node, own in zip(self.episode.nodes, self.paths, strict=True):
+            if own[: len(path)] == path:
+                node.error, node.done, node.chosen = node.error or message, False, False
+
+    async def _close_branch(self, branch: Branch) -> None:
+        """Closes the env of a branch, unless it is closed; an error costs the branch."""
+        try:
+            if id(branch.env) in self.open_envs:
+                await self._close(branch.env)
+        except Exception as error:
+            self.lose(branch.path, error)
 
     async def end(self) -> None:
         """Closes envs that a failure left open, and numbers the nodes by depth, then from left to right."""
@@ -196,8 +239,11 @@ class _TreeRollout:
             try:
                 await self._close(env)
             except Exception as error:
-                if self.episode.error is None:
+                if self.episode.error is None and not self.tracebacks:  # else it is an env of a lost branch
                     self.episode.error, self.episode.traceback = describe_error(error)
+        if self.episode.error is None:
+            first = [self.tracebacks[path] for path in sorted(self.tracebacks) if self.tracebacks[path]]
+            self.episode.traceback = next(iter(first), None)
         nodes = self.episode.nodes
         order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
         place = {old: new for new, old in enumerate(order)}
@@ -231,18 +277,56 @@ class _TreeRollout:
         last.info = last.info | {CONTEXT_FULL_KEY: True}
 
     async def _branch(self, branch: Branch) -> list[tuple[Node, Branch]]:
-        """Returns the siblings that answer the observations of `branch`, each with the branch that it starts; none if
-        `branch` ends because a prompt is too long."""
+        """Returns the siblings that answer the observations of `branch` and are not lost, each with the branch that it
+        starts; none if `branch` ends because a prompt is too long. Raises the first error if all are lost."""
         k = self.branching.width(len(branch.path))
         joined = self.branching.joint_indices(k, list(branch.step.observations))
         answers = await self._ask_all(branch, k)
         if not answers:
             return []
-        copies = [self.register_env(await _call(branch.env, branch.env.fork)) for _ in joined[1:]]
-        envs = [*copies, branch.env]  # the original env is the last sibling's
         joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
-        steps = await _run_together(_advance(env, joint) for env, joint in zip(envs, joints, strict=True))
-        return [self._note(branch, i, *made) for i, made in enumerate(zip(envs, joints, steps, strict=True))]
+        envs = [*[await self._copy(branch.env) for _ in joined[1:]], branch.env]  # the last sibling has the original
+        siblings = enumerate(zip(joints, envs, strict=True))
+        played = await _run_together(self._play_sibling(branch, (*branch.path, i), *own) for i, own in siblings)
+        _raise_if_all([own if isinstance(own, Exception) else None for own in played])
+        return [own for own in played if not isinstance(own, Exception)]
+
+    async def _copy(self, env: Env) -> Env | Exception:
+        try:
+            return self.register_env(await _call(env, env.fork))
+        except Exception as error:
+            return error
+
+    async def _play_sibling(
+        self, branch: Branch, path: Path, joint: dict[Seat, Answer], env: Env | Exception
+    ) -> tuple[Node, Branch] | Exception:
+        """Returns the node of a joint answer and the branch that it starts, or the error if that branch is lost;
+        `env` is its copy of the env, or the error of the copy."""
+        if isinstance(env, Exception):
+            self._add_node(branch, path, joint, Step({}), branch.env)
+            self.lose(path, env)
+            return env
+        try:
+            step = self.checked(env, await _advance(env, joint))
+        except Exception as error:
+            paid = None if isinstance(error, NoReward) else self.spec.failed_reward
+            node, child = self._add_node(branch, path, joint, Step({}, team_reward=paid or 0.0), env)
+            self.lose(path, error)
+            if paid is None:
+                await self._close_branch(child)
+                return error
+            node.done = node.chosen = True
+            return node, child
+        return self._add_node(branch, path, joint, step, env)
+
+    def checked(self, env: Env, step: Step) -> Step:
+        """Returns a step as it is played on and stored. Raises ValueError for what an env must not give, and
+        `NoReward`."""
+        seats = {**dict.fromkeys(env.seats), **self.spec.policies}
+        step = checked_step(step, env.name or type(env).__name__, seats)
+        if step.info.get(NO_REWARD_KEY):
+            raise NoReward
+        return reweigh(step, self.spec.term_weights)
 
     async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.spec.policies:
@@ -259,14 +343,10 @@ class _TreeRollout:
         )
         return await self.spec.policies[seat].act(query)
 
-    def _note(self, branch: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
-        step = reweigh(step, self.spec.term_weights)
-        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
-            if not math.isfinite(reward):
-                raise ValueError(
-                    f'env "{self.episode.env}" gives {payee} a reward of {reward}: rewards must be finite numbers'
-                )
-        path = (*branch.path, i)
+    def _add_node(
+        self, branch: Branch, path: Path, joint: dict[Seat, Answer], step: Step, env: Env
+    ) -> tuple[Node, Branch]:
+        """Adds the node of a joint answer; returns it and the branch that it starts."""
         node = Node(
             id=len(self.episode.nodes),
             parent=branch.parent,
@@ -302,6 +382,13 @@ def _unplayed(env: Env, name: str, seat: Seat) -> str:
 async def _advance(env: Env, joint: dict[Seat, Answer]) -> Step:
     actions = joint if env.takes_answers else {seat: answer.text for seat, answer in joint.items()}
     return require_step(await _call(env, env.step, dict(actions)), "step")
+
+
+def _raise_if_all(errors: Sequence[Exception | None]) -> None:
+    """Raises the first error if none of the branches is without one."""
+    failed = [error for error in errors if error is not None]
+    if len(failed) == len(errors):
+        raise next((error for error in failed if not isinstance(error, NoReward)), failed[0])
 
 
 async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -99,9 +99,9 @@ class EpisodeBuffer:
             self._path(number, self._began.pop(number)).unlink()
 
     def drop_failed(self, first: int) -> None:
-        """Removes the failed episodes with numbers of at least `first`."""
+        """Removes the episodes with numbers of at least `first` that failed, in all branches or in some."""
         for number in [number for number in self._began if number >= first]:
-            if self.get(number).episode.error is not None:
+            if self.get(number).episode.failed_share:
                 self._path(number, self._began.pop(number)).unlink()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from palestra.core.failures import RunFailed, check_failures
+from palestra.core.sample_weights import WeightedMeans, batch_denominator, trained_weight
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
@@ -350,8 +351,8 @@ async def update_learner(
     progress: float,
     state: AlgorithmState | None = None,
 ) -> Metrics:
-    """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics, averaged over
-    batches.
+    """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics: those of the loss are
+    means over the tokens of all batches, by their weights, those of the optimizer means over its steps.
 
     `progress` is the elapsed share of the stage, for learning-rate schedules.
     """
@@ -365,13 +366,14 @@ async def _update(
     samples, credit = algorithm.build_samples(episodes, learner.name, state)
     samples, more = await algorithm.finalize_samples(samples, learner, state)
     batches = learner.batches(samples)
-    total: Metrics = {}
+    total = WeightedMeans()
     for batch in batches:
         metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
-        metrics |= await learner.optim_step(progress)
-        for name, value in metrics.items():
-            total[name] = total.get(name, 0.0) + value / len(batches)
-    return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total}
+        loss = {name: metrics.pop(name) for name in ("loss",) if name in metrics}
+        total.add(loss, batch_denominator(batch))
+        total.add(metrics, trained_weight(batch))
+        total.add(await learner.optim_step(progress))
+    return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total.means()}
 
 
 async def play_instances(

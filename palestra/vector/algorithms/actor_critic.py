@@ -34,7 +34,7 @@ from palestra.vector.algorithms.minibatches import (
     rows_by_member,
     standardise,
 )
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
@@ -304,8 +304,9 @@ class ActorCriticLearner(NetLearner):
                     total = total + self.config.aux_value_coef * missed
                     line[self.value_output_metric] = missed.detach()
             norms = stack.optimizer.step(total, progress)
-            for own_lines, line, norm in zip(lines, metrics, norms.unbind(), strict=True):
-                own_lines.append(line | {"grad_norm": norm})
+            weights = part.weight.sum((1, 2)).unbind()
+            for own_lines, line, norm, weight in zip(lines, metrics, norms.unbind(), weights, strict=True):
+                own_lines.append(line | {"grad_norm": norm, WEIGHT_KEY: weight})
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 

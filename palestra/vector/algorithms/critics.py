@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from palestra.parallel.process_group import SumOverProcesses
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
+from palestra.vector.learners.nets import WEIGHT_KEY, mean_metrics
 from palestra.vector.learners.policy_stack import StackedAdam
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.layers import Net, Team
@@ -91,7 +91,7 @@ class ValueCritic:
         last step."""
         team = None if rows.acts is None else Team(rows.acts)
         inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, team
-        old, losses = None if clip is None else self._unroll(*inputs)[0][..., 0], []
+        old, losses, counts = None if clip is None else self._unroll(*inputs)[0][..., 0], [], []
         for minibatch in minibatches:
             out, _ = self.net.unroll(
                 minibatch(rows.observations),
@@ -104,12 +104,13 @@ class ValueCritic:
             loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.detach())
+            counts.append(minibatch(rows.weight).sum())
         if self.net.recurrent_units:  # computed with the trained weights, which evaluate the next batch
             memories = self._unroll(*inputs)[1]
             assert memories is not None
             self.recurrent_states[rows.worker] = memories[:, -1]
-        members = len(self.seat_mapping.names)
-        return float(np.mean([loss / members for loss in torch.stack(losses).tolist()]))
+        lines = [{"loss": loss, WEIGHT_KEY: count} for loss, count in zip(losses, counts, strict=True)]
+        return mean_metrics(lines)["loss"] / len(self.seat_mapping.names)
 
     @torch.no_grad()
     def _unroll(

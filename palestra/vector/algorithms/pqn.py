@@ -24,7 +24,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Discrete
 from palestra.vector.algorithms.minibatches import MiniBatch, iterate_minibatches, normalise_weights
 from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueHead, check_action_spaces
-from palestra.vector.learners.nets import NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
@@ -190,7 +190,8 @@ class PQNLearner(NetLearner):
             stack.version += 1
             mean = weight / weight.sum((1, 2, 3), keepdim=True).clamp(min=1e-8)
             loss, worth = 0.5 * (mean * error.square()).sum((1, 2, 3)), (mean * value).sum((1, 2, 3))
-            lines.append({"q_loss": loss, "q": worth, "grad_norm": norms})
+            count = minibatch(own.weight).sum((1, 2, 3))
+            lines.append({"q_loss": loss, "q": worth, "grad_norm": norms, WEIGHT_KEY: count})
         return lines
 
     @staticmethod

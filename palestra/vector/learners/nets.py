@@ -37,6 +37,8 @@ from palestra.vector.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
 
+WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
+
 
 class AlgorithmConfig(StrictModel, ABC):
     """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game."""
@@ -255,6 +257,20 @@ class NetLearner(ABC):
 
 
 def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Returns the mean of each metric over `lines`: numbers, or tensors of one number on any device."""
+    """Returns the mean of each metric over `lines`: numbers, or tensors of one number on any device. A line may have a
+    weight, the number of actions of its minibatch; a gradient's norm has none, since each step counts the same."""
     lines = numbers_of(lines)
-    return {key: float(sum(float(line[key]) for line in lines) / len(lines)) for key in (lines[0] if lines else {})}
+    weights = [float(line.get(WEIGHT_KEY, 1.0)) for line in lines]
+    is_weighted = len(set(weights)) > 1
+    return {
+        key: weighted_mean([float(line[key]) for line in lines], weights if is_weighted and key != "grad_norm" else [])
+        for key in (lines[0] if lines else {})
+        if key != WEIGHT_KEY
+    }
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:
+    """Returns the mean of values, by weights that are not all 0; without weights the plain mean."""
+    if not weights:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -86,7 +86,7 @@ def test_model_card_has_description_and_results(run, tmp_path):
     assert head["model-index"][0]["results"][0]["dataset"] == {"name": "dev", "type": "helpers.toys:Whisper"}
     assert json.loads((tmp_path / "w" / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/base"
     assert find_agents(tmp_path / "w")[0].lm_settings["base"] == "some/base"
-    for expected in ("| dev | 5 | return of walker |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
+    for expected in ("| dev | 5 | return |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
         assert expected in text
     for command in ("PeftModel.from_pretrained", "vllm serve some/base --enable-lora", "palestra serve-agent w"):
         assert command in text

@@ -44,6 +44,20 @@ def test_buffered_episodes_survive_a_disk_round_trip(tmp_path):
         buffer.get(4)
 
 
+def test_lost_branches_survive_a_round_trip_and_are_dropped_with_failed_episodes(tmp_path):
+    """A run that ended since too much failed plays those episodes again when it is resumed."""
+    whole, part = played(0), played(1)
+    for node in part.nodes[-1:]:
+        node.error, node.done, node.chosen = "ValueError: broke", False, False
+    buffer = EpisodeBuffer(tmp_path / "buffer")
+    for number, episode in enumerate((whole, part)):
+        asyncio.run(buffer.put(number, 0, episode))
+    assert [node.error for node in buffer.get(1).episode.nodes] == [node.error for node in part.nodes]
+    assert buffer.get(1).episode.nodes[-1].is_lost and buffer.get(1).episode.failed_share > 0
+    buffer.drop_failed(0)
+    assert 0 in buffer and 1 not in buffer
+
+
 def test_partially_written_episodes_are_ignored(tmp_path):
     filled(tmp_path / "buffer", [1])
     (tmp_path / "buffer" / ".tmp-episode-000002@1.parquet").write_bytes(b"PAR1")

@@ -76,9 +76,9 @@ def _played_by(nodes):
     return nodes
 
 
-def _ended(success: bool | None, error: str | None = None) -> Episode:
+def _ended(success: float | None, error: str | None = None, instance: int = 0) -> Episode:
     info = {} if success is None else {"success": success}
-    return Episode("toy", 0, {"a": "a@0"}, [Node(0, None, 0, {}, {}, done=True, info=info)], error)
+    return Episode("toy", instance, {"a": "a@0"}, [Node(0, None, 0, {}, {}, done=True, info=info)], error)
 
 
 def test_success_is_over_the_envs_that_report_it():
@@ -100,7 +100,8 @@ def test_interval_of_returns_is_over_instances():
     sample per instance it is the usual one: 1, 3, 5 and 7 have the variance 20 / 3. With one sample less, the mean is
     11 / 3, and the deviations of the instances, -10 / 3 and 10 / 3, have the standard error sqrt(2 * 200 / 9) / 3."""
     found = seat_returns([_paid(0, 1.0), _paid(0, 3.0), _paid(1, 5.0), _paid(1, 7.0), _paid(2, 9.0, error="broken")])
-    assert found == {"returns": {"a": 4.0}, "returns_ci95": {"a": pytest.approx(1.96 * 2)}}
+    half = pytest.approx(1.96 * 2)
+    assert found == {"returns": {"a": 4.0}, "returns_ci95": {"a": half}, "return_ci95": half}
     single = seat_returns([_paid(i, 1.0 + 2 * i) for i in range(4)])
     assert single["returns_ci95"]["a"] == pytest.approx(1.96 * (20 / 3 / 4) ** 0.5)
     fewer = seat_returns([_paid(0, 1.0), _paid(0, 3.0), _paid(1, 7.0)])
@@ -109,6 +110,8 @@ def test_interval_of_returns_is_over_instances():
 
 
 def test_outcomes_have_a_letter_for_each_instance_in_order():
-    played = [_ended(True), _ended(False), Episode("toy", 2, {"a": "a@0"}, [], "KeyError: 'boom'"), _ended(True)]
+    broken = Episode("toy", 2, {"a": "a@0"}, [], "KeyError: 'boom'")
+    played = [_ended(True), _ended(False, instance=1), broken, _ended(True, instance=3)]
     assert instance_outcomes(played) == {"outcomes": "10x1"}
+    assert instance_outcomes([*played, _ended(False)]) == {"outcomes": "10x1"}  # instance 0 again
     assert instance_outcomes([_ended(None)]) == {}  # the env reports no success

@@ -1,6 +1,7 @@
 """pass@k and majority vote: by hand, by enumeration, and in evaluations from the command line."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -26,6 +27,11 @@ def sample(success, answer=None, **info):
 def unanswered():
     """An episode whose env reports that the team gave no answer."""
     return Episode("hand", 0, {"a": "p"}, [Node(0, None, 0, {}, {}, done=True, info={"answer": None})])
+
+
+def of_instances(episodes, samples):
+    """Numbers the instances of episodes, of which each has `samples` neighbours."""
+    return [replace(episode, seed=i // samples) for i, episode in enumerate(episodes)]
 
 
 @given(st.integers(1, 8), st.data())
@@ -59,14 +65,29 @@ def test_an_env_without_final_answers_has_no_majority():
 def test_an_instance_without_any_answer_counts_as_lost():
     """Whether the env reports answers is decided over all instances: in one of them no sample may have an answer."""
     cut_off, solved = sample(False), sample(True, "7")
-    assert sample_metrics([cut_off, cut_off, solved, solved], 2)["maj_at_k"] == {"2": 0.5}
-    assert sample_metrics([unanswered(), unanswered(), solved, solved], 2)["maj_at_k"] == {"2": 0.5}
-    assert sample_metrics([unanswered()] * 2, 2)["maj_at_k"] == {"2": 0.0}
+    assert sample_metrics(of_instances([cut_off, cut_off, solved, solved], 2), 2)["maj_at_k"] == {"2": 0.5}
+    silent = of_instances([unanswered(), unanswered(), solved, solved], 2)
+    assert sample_metrics(silent, 2)["maj_at_k"] == {"2": 0.5}
+
+
+def test_without_success_there_is_no_pass_at_k_and_no_majority():
+    """An env that reports no success, whose rewards are any numbers: absent is not failed."""
+    node = Node(0, None, 0, {}, {}, team_reward=0.4, done=True, info={"answer": "7"})
+    episodes = of_instances([Episode("hand", 0, {"a": "p"}, [node])] * 4, 2)
+    assert sample_metrics(episodes, 2) == {"episodes": 2.0, "samples": 2.0}
+
+
+def test_samples_of_a_repeated_instance_are_of_one_instance():
+    """Two instances, each played by two seeds with two samples: intervals are over two values of four samples."""
+    episodes = [replace(sample(i < 4), seed=i // 2, instance=i // 4) for i in range(8)]
+    found = sample_metrics(episodes, 2)
+    assert found["pass_at_k"] == {"1": 0.5, "2": 0.5}
+    assert found["pass_at_k_ci95"]["1"] == pytest.approx(1.96 * 0.5**0.5 / 2**0.5)
 
 
 def test_metrics_are_means_over_instances():
     """One and four successes of four: pass@1 is 1/4 and 1, pass@2 is 1/2 and 1. A failed sample is no success."""
-    episodes = [sample(i == 0, "7" if i == 0 else "8") for i in range(4)] + [sample(True, "7")] * 4
+    episodes = of_instances([sample(i == 0, "7" if i == 0 else "8") for i in range(4)] + [sample(True, "7")] * 4, 4)
     found = sample_metrics(episodes, 4)
     assert found["episodes"] == 2 and found["samples"] == 4
     assert found["pass_at_k"] == pytest.approx({"1": 0.625, "2": 0.75, "4": 1.0})

@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,12 +64,10 @@ class Both(Env):
         return Step(seen, team_reward=float(actions["a"] == actions["b"]))
 
 
-def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), matches=1, seed=0):
+def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), matches=1, seed=0, **options):
     team = {seat: Spoken(f"{seat}@1", script) for seat in seats}
-    episodes = asyncio.run(
-        EpisodeRunner(make_env, "toy").play_all([EpisodeSpec(i, team, seed + i) for i in range(matches)], branching)
-    )
-    return episodes, team
+    specs = [EpisodeSpec(i, team, seed + i, **options) for i in range(matches)]
+    return asyncio.run(EpisodeRunner(make_env, "toy").play_all(specs, branching)), team
 
 
 def shape(episode: Episode):
@@ -228,14 +227,17 @@ def test_turn_based_nodes_have_one_acting_seat():
     assert episode.nodes[2].parent in (0, 1)
 
 
-def test_episode_done_at_reset_has_no_nodes():
-    class Empty(Count):
+def test_episode_done_at_reset_is_a_node_without_answers():
+    class Solved(Count):
         def reset(self, seed):
-            return Step({})
+            return Step({}, team_reward=1.0, info={"success": seed == 0})
 
-    (episode,), _ = grow(Empty, Branching("turn", 2, "best"))
-    assert episode.nodes == [] and episode.error is None
-    assert episode_metrics([episode])["failed"] == 0 and episode_metrics([episode])["steps_per_episode"] == 0
+    episodes, _ = grow(Solved, Branching("turn", 2, "best"), matches=2)
+    assert [(n.answers, n.done) for e in episodes for n in e.nodes] == [({}, True)] * 2
+    figures = episode_metrics(episodes)
+    assert figures["failed"] == figures["steps_per_episode"] == 0
+    assert figures["success"] == 0.5 and figures["return"] == 1.0
+    assert list(GRPO(group_size=2).groups(episodes[0])) == []
 
 
 # ---- queries of policies
@@ -467,10 +469,10 @@ def fragile(where, branching):
 @pytest.mark.parametrize("where", ["reset", "step", "fork", "close", "nan"])
 def test_failure_is_recorded_without_affecting_other_episodes(where, branching):
     _, episodes, _ = fragile(where, branching)
-    if where == "fork" and (branching.branch_at == "root" or branching.group_size == 1):
-        return  # there is no second fork
+    if where == "fork":
+        return  # the original plays on: see test_a_sibling_that_cannot_be_forked_is_lost_alone
     expected = "rewards must be finite" if where == "nan" else f"RuntimeError: broke in {where}"
-    assert expected in episodes[1].error and episodes[1].success == 0
+    assert expected in episodes[1].error and episodes[1].success is None
     assert [e.error for e in episodes if e.seed != 1] == [None] * 3
     _, healthy, _ = fragile("nowhere", branching)
     assert [shape(e) for e in episodes if e.seed != 1] == [shape(e) for e in healthy if e.seed != 1]
@@ -527,7 +529,7 @@ def test_envs_are_closed_after_the_steps_of_their_siblings(turns, branching):
     kind = slow_step()
     script = (lambda query, i: str(i)) if turns == 1 else lambda query, i: query.observation[-1].replace("-", str(i))
     (episode,), _ = grow(lambda: kind(turns), branching, script=script)
-    assert episode.error == "RuntimeError: boom"
+    assert episode.error is None and {n.error for n in episode.nodes if n.is_lost} == {"RuntimeError: boom"}
     assert kind.closed_in_step == [False] * 3
 
 
@@ -615,22 +617,104 @@ def test_seat_that_never_acts_needs_no_policy():
     assert episode.error is None
 
 
-def test_error_in_one_branch_fails_the_whole_tree():
-    class OneBad(Count):
+# ---- lost branches
+
+
+class OneBad(Count):
+    """The step after the answer "2" fails, at the depth `bad_at`."""
+
+    def __init__(self, turns=2, bad_at=0):
+        super().__init__(turns)
+        self.bad_at = bad_at
+
+    def step(self, actions):
+        if actions["a"] == "2" and len(self.said) == self.bad_at:
+            raise ValueError("bad line")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("bad_at", [0, 1])
+def test_error_in_one_trajectory_loses_it_alone(bad_at):
+    def script(query, i):
+        return str(i) if not query.history else query.history[-1][1].text
+
+    (episode,), _ = grow(lambda: OneBad(2, bad_at), Branching("root", 4), script=script)
+    assert episode.error is None and "bad line" in episode.traceback
+    lost = [node for node in episode.nodes if node.is_lost]
+    assert {n.answers["a"].text for n in lost} == {"2"} and len(lost) == bad_at + 1
+    assert [n.answers["a"].text for n in episode.leaves()] == ["0", "1", "3"]
+    (group,) = GRPO(branch_at="root", group_size=4).groups(episode)
+    assert len(group.values) == 3 and group.lost == 1
+    figures = episode_metrics([episode])
+    assert figures["failed"] == 0 and figures["failed_branches"] == 1 and episode.failed_share == 0.25
+    assert policy_metrics([episode], "a")["answers"] == 6
+
+
+def test_error_of_one_sibling_of_a_turn_loses_it_alone():
+    (episode,), _ = grow(lambda: OneBad(2, 0), Branching("turn", 3, "best"), script=lambda query, i: str(i))
+    assert episode.error is None and [n.answers["a"].text for n in episode.nodes if n.chosen] == ["1", "2"]
+    first, second = GRPO(group_size=3).groups(episode)
+    assert (len(first.values), first.lost, len(second.values), second.lost) == (2, 1, 3, 0)
+
+
+def test_in_a_full_tree_a_sibling_whose_continuations_are_all_lost_is_lost():
+    class Narrow(Count):
         def step(self, actions):
-            if actions["a"] == "2":
-                raise ValueError("bad line")
+            if self.said and self.said[0] == "1":
+                raise ValueError("no way on")
             return super().step(actions)
 
-    (episode,), _ = grow(OneBad, Branching("root", 3))
-    assert episode.error == "ValueError: bad line"
+    (episode,), _ = grow(lambda: Narrow(2), Branching("turn", 2, "all"), script=lambda query, i: str(i))
+    assert [n.is_lost for n in episode.nodes] == [False, True, False, False, True, True]
+    groups = list(GRPO(group_size=2, continue_from="all").groups(episode))
+    assert [(len(group.values), group.lost) for group in groups] == [(1, 1), (2, 0)]
+
+
+def test_if_all_siblings_are_lost_the_episode_fails():
+    (episode,), _ = grow(lambda: OneBad(1), Branching("root", 3), script=lambda query, i: "2")
+    assert episode.error == "ValueError: bad line" and episode.failed_share == 1.0
     assert episode_metrics([episode]) == {
         "success": 0.0,
         "steps_per_episode": 0.0,
+        "return": 0.0,
         "team_return": 0.0,
         "episodes": 1.0,
         "failed": 1.0,
     }
+
+
+def test_a_sibling_that_cannot_be_forked_is_lost_alone():
+    class Single(Count):
+        def fork(self):
+            raise OSError("no second copy")
+
+    (episode,), _ = grow(lambda: Single(1), Branching("root", 3))
+    assert episode.error is None and [n.is_lost for n in episode.nodes] == [True, True, False]
+
+
+def test_failed_reward_is_the_reward_of_the_step_that_fails():
+    (episode,), _ = grow(lambda: OneBad(1), Branching("root", 4), script=lambda query, i: str(i), failed_reward=-1.0)
+    assert episode.error is None and episode.failed_share == 0.0
+    assert [n.team_reward for n in episode.leaves()][2] == -1.0 and episode.nodes[2].error == "ValueError: bad line"
+    (group,) = GRPO(branch_at="root", group_size=4).groups(episode)
+    assert len(group.values) == 4 and group.lost == 0 and min(group.values) == group.values[2] == -1.0
+    assert episode_metrics([episode])["failed_branches"] == 1
+
+
+def test_a_trajectory_without_reward_is_left_out_and_did_not_fail():
+    class Unjudged(Count):
+        def step(self, actions):
+            step = super().step(actions)
+            return replace(step, info={"no_reward": actions["a"] != "0"})
+
+    (episode,), _ = grow(lambda: Unjudged(1), Branching("root", 3), script=lambda query, i: str(i))
+    assert episode.error is None and [n.error for n in episode.nodes] == [None, "no reward", "no reward"]
+    assert episode_metrics([episode])["no_reward_branches"] == 2 and episode.failed_share == 0
+    (none,), _ = grow(lambda: Unjudged(1), Branching(), script=lambda query, i: "1")
+    figures = episode_metrics([none])
+    assert none.error is None and not none.leaves() and (figures["episodes"], figures["failed"]) == (1, 0)
+    silent = episode_metrics([none, episode])
+    assert silent["return"] == sum(n.team_reward + n.rewards.get("a", 0) for n in episode.leaves())
 
 
 # ---- metrics

@@ -1,0 +1,100 @@
+"""Values as files store them: None, truth values, numbers, text, lists, and mappings with text keys (JSON)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+
+TEXT_TYPES = (Decimal, Fraction, complex, UUID, PurePath, Enum)  # `str` loses nothing
+TIME_TYPES = (datetime.date, datetime.time)  # `isoformat` loses nothing; a datetime is a date
+MAX_DEPTH = 100  # nesting of containers
+MAX_INTEGER_BITS = 14_000  # Python reads integers of up to 4300 digits
+
+
+def plain_value(value: Any, depth: int = 0) -> Any:
+    """Returns `value` as it is stored: tuples, sets (sorted) and arrays become lists, dataclasses mappings; dates,
+    decimals, fractions, paths, UUIDs and members of an Enum become text, and so do keys, of numbers as JSON writes
+    them, of tuples as Python does.
+
+    Raises ValueError, "a bytes" or "a mapping with the key b'x'", for what cannot be stored without loss.
+    """
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, str):
+        return check_text(value)
+    if isinstance(value, int):
+        if value.bit_length() > MAX_INTEGER_BITS:
+            raise ValueError(f"an integer of {value.bit_length():,} bits")
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return plain_value(value.tolist(), depth) if value.dtype.kind != "V" else _refused(value)
+    if isinstance(value, TEXT_TYPES):
+        return str(value)
+    if isinstance(value, TIME_TYPES):
+        return value.isoformat()
+    if depth == MAX_DEPTH:
+        raise ValueError(f"containers that are nested more than {MAX_DEPTH} deep, or one that contains itself")
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, depth)
+    if isinstance(value, list | tuple):
+        return [plain_value(item, depth + 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return [plain_value(item, depth + 1) for item in _sorted(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
+    return _refused(value)
+
+
+def check_text(text: str) -> str:
+    """Returns `text`. Raises ValueError if it has a lone surrogate, which UTF-8 cannot encode."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text with a lone surrogate, {text[error.start]!a}") from error
+    return text
+
+
+def _plain_mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, item in value.items():
+        text = _key(key)
+        if text in plain:
+            raise ValueError(f"a mapping with two keys that are {text!r} as text")
+        plain[text] = plain_value(item, depth + 1)
+    return plain
+
+
+def _key(key: Any) -> str:
+    """Returns a key as text."""
+    if isinstance(key, str):
+        return check_text(key)
+    try:
+        plain = plain_value(key)
+    except ValueError as error:
+        raise ValueError(f"a mapping with the key {key!r}") from error
+    if isinstance(key, tuple):
+        return repr(tuple(plain))
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    """Returns the members of a set in an order that does not depend on the process."""
+    try:
+        return sorted(values)
+    except TypeError:
+        return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+
+
+def _refused(value: Any) -> Any:
+    raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))

@@ -1,0 +1,96 @@
+"""Checks what an env's step holds: rewards that are numbers of known seats, a success that is one, and observations and
+info that can be stored. A rollout checks every step, `check_env` does so before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from palestra.core.chat import Chat
+from palestra.core.plain_values import plain_value
+from palestra.core.types import Seat, Step
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+
+SUCCESS_KEY = "success"  # key in the info of an episode's last step
+
+
+def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
+    """Returns a step of the env called `env`, which has these `seats`, with rewards as floats and info as it is stored
+    (core/plain_values.py). Raises ValueError, with the env's name, for rewards of unknown seats, rewards that are not
+    finite numbers, a success that is not a truth value or a number from 0 to 1, and what cannot be stored."""
+    known, terms = list(seats), step.info.get(REWARD_TERMS_KEY) or {}
+    if unknown := [seat for seat in [*step.rewards, *terms] if seat not in known]:
+        raise ValueError(
+            f'env "{env}" gives a reward to seat {unknown[0]!r}, and its seats are {", ".join(known)}: correct the name'
+        )
+    rewards = {seat: _reward(reward, env, f'seat "{seat}"') for seat, reward in step.rewards.items()}
+    info: dict[str, Any] = {}
+    for key, value in step.info.items():
+        info |= _stored(env, f"info[{key!r}]", {key: value})
+    if terms:
+        info[REWARD_TERMS_KEY] = {
+            seat: {name: _reward(value, env, f'seat "{seat}" ({name})') for name, value in own.items()}
+            for seat, own in terms.items()
+        }
+    if (success := info.get(SUCCESS_KEY)) is not None and not is_share(success):
+        raise ValueError(
+            f'env "{env}" reports the success {success!r} ({type(success).__name__}) in its info: give True, False or '
+            "a number from 0 to 1"
+        )
+    check_observations(step.observations, env)
+    return replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)
+
+
+def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
+    """Raises ValueError, with the env's name, for an observation that cannot be stored."""
+    for seat, seen in observations.items():
+        _stored(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
+
+
+def is_share(value: Any) -> bool:
+    """Returns whether `value` is a truth value or a number from 0 to 1."""
+    return isinstance(value, bool | int | float) and 0 <= value <= 1
+
+
+def number(value: Any) -> float | None:
+    """Returns a number of Python, NumPy or a tensor without dimensions as a float; None for anything else."""
+    is_text = isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "biuf"
+    if is_text or not (isinstance(value, Real | Decimal) or getattr(value, "shape", None) == ()):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _reward(value: Any, env: str, payee: str) -> float:
+    reward = number(value)
+    if reward is None:
+        raise ValueError(
+            f'env "{env}" gives {payee} a reward of {_short(value)} ({type(value).__name__}): rewards must be finite '
+            "numbers"
+        )
+    if not math.isfinite(reward):
+        raise ValueError(f'env "{env}" gives {payee} a reward of {reward}: rewards must be finite numbers')
+    return reward
+
+
+def _stored(env: str, where: str, value: Any) -> Any:
+    try:
+        return plain_value(value)
+    except ValueError as error:
+        raise ValueError(
+            f'env "{env}" puts {error} into {where}, which cannot be stored: use text, numbers, arrays, lists and '
+            "mappings with text keys"
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,122 @@
+"""What is shown of evaluations: the team's reward where no seat earns any, and intervals over different instances."""
+
+import pytest
+from helpers.command_line import palestra as command
+
+import palestra as pl
+from palestra.core.types import Episode, Node
+from palestra.envs import make_env
+from palestra.envs.text.prompt_rows import PromptEnv
+from palestra.evaluation.report.run_charts import run_charts
+from palestra.evaluation.report.run_report import summary_table
+from palestra.evaluation.report.tables import eval_table
+from palestra.runs.headline import eval_interval, format_eval, format_return, paid_seats, shows_return
+from palestra.runs.series import RunLogs, success_interval
+from palestra.text.rollouts.metrics import episode_metrics, seat_returns
+
+ROWS = [{"prompt": f"Answer in {n} characters.", "length": n} for n in range(3, 23)]
+
+
+def train(env, root, **options):
+    return pl.train(
+        env=env,
+        policies={"default": pl.Lora("tiny", rank=2, sampling={"max_tokens": 4})},
+        algorithm=pl.GRPO(group_size=4, branch_at="root"),
+        steps=1,
+        episodes=4,
+        root=root,
+        **options,
+    )
+
+
+def test_team_reward_leads_where_no_seat_earns_any(tmp_path, capsys):
+    """The README's way: a reward function that returns a number."""
+    prompts = pl.Prompts(ROWS, reward=lambda row, answer: -abs(len(answer) - row["length"]))
+    run = train(prompts, tmp_path, evals={"test": {"episodes": 2, "env": {"split": "test"}}})
+    printed = " ".join(capsys.readouterr().out.split())
+    line = run.evals.iloc[-1].dropna().to_dict()
+    value = f"{line['team_return']:.2f}"
+    assert line["return"] == line["team_return"] < 0 and f"return {value} of 2 episodes" in printed
+    listed = command("runs", "--root", str(tmp_path))
+    assert f"test {value}" in " ".join(listed.split())
+    logs = RunLogs(run.path)
+    assert value in eval_table(logs) and "return of agent" not in eval_table(logs)
+    assert "return" in next(str(cell) for cell in summary_table(run.path).columns[0].cells)
+    (chart,) = [chart for chart in run_charts(logs) if chart.title.startswith("returns")]
+    assert [curve.series.y[-1] for curve in chart.curves if curve.has_markers] == [line["return"]]
+    assert "training return" in printed and "training return -" in printed.replace("(best of 4)", "")
+
+
+def test_published_card_shows_the_return(tmp_path):
+    run = train(pl.Prompts(ROWS, lambda row, answer: float(len(answer))), tmp_path, evals={"test": {"episodes": 2}})
+    from palestra.api.agents.model_card import _index, _row
+
+    lines = [dict(line) for line in RunLogs(run.path).evals["test"]]
+    rows = "\n".join(_row("test", lines))
+    assert format_return(lines[-1]) in rows and "return of agent" not in rows
+    assert [m["type"] for entry in _index("test", lines[-1], {}) for m in entry["metrics"]] == ["return"]
+
+
+def test_seats_that_earn_are_shown_beside_the_team():
+    line = {"return": 2.5, "team_return": 2.0, "returns": {"a": 1.0, "b": 0.0}, "returns_ci95": {"a": 0.1, "b": 0.0}}
+    assert paid_seats(line) == ["a"] and format_eval(line) == "2.50" and shows_return(line)
+    assert not shows_return(line | {"success": 0.5})
+    assert paid_seats({"returns": {"a": 0.0, "b": 0.0}}) == ["a", "b"]  # networks, or nobody earned anything
+    assert paid_seats(line | {"returns_ci95": {"a": 0.1, "b": 0.2}}) == ["a", "b"]  # a mean of 0
+
+
+def test_repeated_instances_count_once(tmp_path):
+    """100 episodes of two prompts, of which one is always solved."""
+    rows = [{"prompt": f"size 4 you r{n % 4} c{n // 4} goal r2 c1"} for n in range(16)]
+    held = sorted({row["prompt"] for row in pl.Prompts(rows, None).rows["test"]})
+    assert len(held) == 2
+
+    def reward(row, answer):
+        return row["prompt"] == held[0] if row["prompt"] in held else len(answer) % 2 == 0
+
+    evals = {"test": {"episodes": 100, "env": {"split": "test"}}, "twice": {"episodes": 50, "samples": 2}}
+    evals["twice"]["env"] = {"split": "test"}
+    run = train(pl.Prompts(rows, reward), tmp_path, evals=evals)
+    lines = {name: own[-1] for name, own in RunLogs(run.path).evals.items()}
+    for line in lines.values():
+        assert line["instances"] == 2 and line["success"] == 0.5
+        assert success_interval(line) == "50.0% [9.5%, 90.5%]"
+        assert eval_interval(line)[0] == pytest.approx(0.0945, abs=1e-3)
+        assert line["return_ci95"] == pytest.approx(1.96 * 0.5)  # values 0 and 1: deviation sqrt(1/2), over sqrt(2)
+        assert len(line["outcomes"]) == 2
+    assert lines["twice"]["pass_at_k"] == {"1": 0.5, "2": 0.5}
+    assert lines["twice"]["pass_at_k_ci95"]["1"] == pytest.approx(1.96 * 0.5)
+    found = run.evaluate(split="test", episodes=10).metrics
+    assert found["instances"] == 2 and found["return_ci95"] == pytest.approx(1.96 * 0.5)
+
+
+def test_files_of_problems_repeat_their_rows(tmp_path):
+    """Envs that read files say which row a seed gives; generated problems are told apart by their seed."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(3)))
+    math = make_env("math", path=str(questions), split="all")
+    assert [math.instance_of(seed) for seed in range(5)] == [0, 1, 2, 0, 1]
+    assert make_env("math").instance_of(7) == 7
+
+
+def test_different_instances_are_not_mentioned():
+    env = PromptEnv(ROWS, lambda row, answer: 1.0, range(len(ROWS)))
+    assert len({env.instance_of(i) for i in range(20)}) == 20 and env.instance_of(23) == env.instance_of(3)
+    node = Node(0, None, 0, {}, {}, team_reward=1.0, done=True)
+    episodes = [Episode("e", i, {"a": "p"}, [node], instance=i) for i in range(3)]
+    assert "instances" not in seat_returns(episodes)
+    assert seat_returns([*episodes, Episode("e", 9, {"a": "p"}, [node], instance=1)])["instances"] == 3
+
+
+def test_return_is_the_team_reward_plus_the_mean_of_the_seats():
+    node = Node(0, None, 0, {}, {}, {"a": 1.0, "b": 4.0}, 2.0, done=True)
+    metrics = episode_metrics([Episode("e", 0, {"a": "p", "b": "q"}, [node])])
+    assert metrics["return"] == 4.5 and metrics["team_return"] == 2.0 and "success" not in metrics
+
+
+def test_partial_success_counts_as_what_it_is():
+    episodes = [
+        Episode("e", i, {"a": "p"}, [Node(0, None, 0, {}, {}, done=True, info={"success": own})])
+        for i, own in enumerate((0.25, True, False))
+    ]
+    assert episode_metrics(episodes)["success"] == pytest.approx(1.25 / 3)
