@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from palestra.core.accel.jit import jit
 
+LOWEST = np.finfo(np.float32).min  # logit of illegal actions: no legal one has less
 METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
 
 
@@ -83,7 +84,7 @@ def _clipped_loss(
     for m in range(members):
         for r in range(rows):
             for a in range(actions):
-                logp[a] = out[m, r, a] if not masked or action_mask[m, r, a] else -1e9
+                logp[a] = out[m, r, a] if not masked or action_mask[m, r, a] else LOWEST
             entropy = _normalise(logp, p)
             taken, share, credit = action[m, r], weight[m, r], advantage[m, r]
             gap = np.float64(logp[taken] - old_logp[m, r])  # in float32 its divergence below would be lost in rounding

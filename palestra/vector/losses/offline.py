@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from palestra.vector.losses.q import ILLEGAL_VALUE
+from palestra.vector.nets.heads import mask_illegal
 
 
 def expectile_loss(value_PR: Tensor, target_PR: Tensor, weight_PR: Tensor, expectile: float) -> Tensor:
@@ -35,9 +35,7 @@ def conservative_gap(q: Tensor, taken: Tensor, action_mask: Tensor | None) -> Te
     """Returns how far the soft maximum of action values `q` [..., A] over the legal actions is above the value `taken`
     [...] of the action in the data, at least 0: the term that CQL(H) minimises (Kumar et al., 2020, eq. 4).
     `action_mask` is [..., >= A], None: all are legal."""
-    if action_mask is not None:
-        q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
-    return torch.logsumexp(q, -1) - taken
+    return torch.logsumexp(mask_illegal(q, action_mask), -1) - taken
 
 
 def sampled_soft_maximum(q_PRS: Tensor, logp_PRS: Tensor) -> Tensor:

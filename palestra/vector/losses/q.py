@@ -9,16 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from palestra.vector.losses.critics import td_target
-
-ILLEGAL_VALUE = -1e9  # value of an illegal action in the argmax
+from palestra.vector.nets.heads import mask_illegal
 
 
 def best_action(q: Tensor, action_mask: Tensor | None) -> Tensor:
     """Returns the legal action with the highest value [...], the first of equals (`action_mask` [..., >= A]; None: all
     actions are legal)."""
-    if action_mask is not None:
-        q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
-    return q.argmax(-1)
+    return mask_illegal(q, action_mask).argmax(-1)
 
 
 def gather_values(q: Tensor, action: Tensor) -> Tensor:
