@@ -196,17 +196,12 @@ class _Check:
             self.check_equal(self.call(env.step, action), expected, where, fix)
 
     def check_seats(self, env: Env, step: Step) -> Step:
-        """Returns `step`; fails if it names unknown seats or holds a reward that is not finite."""
-        for what, named in (
-            ("observes", step.observations),
-            ("rewards", step.rewards),
-            ("lists moves of", step.legal_actions),
-        ):
+        """Returns `step`; fails if `find_step_fault` finds something, or named terms are not its rewards."""
+        for what, named in (("observes", step.observations), ("lists moves of", step.legal_actions)):
             if unknown := set(named or {}) - set(env.seats):
                 self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
-        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
-            if not math.isfinite(reward):
-                self.fail(f"pays {payee} {reward}", "rewards must be finite numbers")
+        if wrong := find_step_fault(env, step):
+            self.fail(*wrong)
         if REWARD_TERMS_KEY in step.info:
             check_terms(step)
         return step
@@ -244,6 +239,29 @@ def require_step(result: Any, method: str) -> Step:
         f"{method} must return a palestra.core.types.Step, and returned a {type(result).__name__}{hint}: "
         "write return Step({seat: observation}, rewards={seat: reward})"
     )
+
+
+def find_step_fault(env: Env, step: Step) -> tuple[str, str] | None:
+    """Returns what is wrong with a step and how to fix it: rewards of a seat that the env does not list, an observation
+    that is none (a list of messages would become the text of a Python list), a reward that is no finite number; None if
+    nothing is."""
+    if unknown := set(step.rewards) - set(env.seats):
+        return f"rewards unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats"
+    for seat, seen in step.observations.items():
+        is_list = isinstance(seen, list | tuple)
+        if seen is None or isinstance(seen, bytes) or (is_list and any(isinstance(part, dict) for part in seen)):
+            fix = "return a text, or for messages Chat(tuple(messages)) of palestra.core.chat"
+            return f"shows seat {seat} {seen!r:.60}, which no prompt can show as it is meant", fix
+    paid: list[tuple[str, Any]] = [*step.rewards.items(), ("the team", step.team_reward)]
+    for payee, reward in paid:
+        if not isinstance(reward, int | float | np.number | np.bool_):
+            return (
+                f"pays {payee} {reward!r:.60}",
+                "rewards must be numbers: 0.0 where there is none, float(...) of others",
+            )
+        if not math.isfinite(reward):
+            return f"pays {payee} {reward}", "rewards must be finite numbers"
+    return None
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import math
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from palestra.core.failures import ContextLengthExceeded, describe_error
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import Answer, Episode, Node, Seat, Step
-from palestra.envs.base import ENV_THREADS, Env, require_step
+from palestra.envs.base import ENV_THREADS, Env, find_step_fault, require_step
 from palestra.text.policies.base import Policy, Query
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.text.rollouts.reward_weights import reweigh
@@ -147,6 +146,7 @@ class EpisodeRunner:
             env = growth.register_env(self.make_env())
             episode.picture = env.picture
             first = require_step(await _call(env, env.reset, spec.instance), "reset")
+            _check_step(env, first)
             await growth.grow(Branch(env, first))
         except Exception as error:  # the rollout boundary: failures are recorded, not raised
             episode.error, episode.traceback = describe_error(error)
@@ -171,7 +171,7 @@ class _TreeRollout:
         concurrently."""
         while not branch.step.done:
             if len(branch.path) >= self.max_steps:
-                raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
+                raise ValueError(f'env "{_name(branch.env)}" has not ended after {self.max_steps} joint steps')
             children = await self._branch(branch)
             if not children:
                 break
@@ -260,12 +260,8 @@ class _TreeRollout:
         return await self.spec.policies[seat].act(query)
 
     def _note(self, branch: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
+        _check_step(env, step)
         step = reweigh(step, self.spec.term_weights)
-        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
-            if not math.isfinite(reward):
-                raise ValueError(
-                    f'env "{self.episode.env}" gives {payee} a reward of {reward}: rewards must be finite numbers'
-                )
         path = (*branch.path, i)
         node = Node(
             id=len(self.episode.nodes),
@@ -290,11 +286,21 @@ class _TreeRollout:
         return derive_seed(self.spec.seed, what, branch.path)
 
 
+def _name(env: Env) -> str:
+    return env.name or type(env).__name__
+
+
+def _check_step(env: Env, step: Step) -> None:
+    """Raises ValueError, with the env's name, for a step that cannot be used."""
+    if fault := find_step_fault(env, step):
+        raise ValueError(f'env "{_name(env)}" {fault[0]}: {fault[1]}. palestra.envs.check_env tests it')
+
+
 def _unplayed(env: Env, name: str, seat: Seat) -> str:
     if seat in env.seats:
         return f'env "{name}" asks seat "{seat}", which has no policy: add one'
     return (
-        f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
+        f'env "{_name(env)}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
         "to `seats` of the env's class, or correct the observations that name it"
     )
 
