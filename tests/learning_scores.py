@@ -7,8 +7,6 @@ pytest names the tests that fail with another seed before they have a score; at 
 listed, with what is wrong with its bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -92,16 +92,19 @@ class user_errors:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        short = _out_of_memory(error)
+        if error is None:
+            return
+        from palestra.core.failures import RunFailed, is_out_of_memory
+
+        short = "out of memory, use a smaller model or batch: " if is_out_of_memory(error) else ""
         expected = short or isinstance(error, ValueError | ConnectionError)
         if not expected and self.received is not None and isinstance(error, READ_ERRORS):
             names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
             why = "is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where)"
             blame = "" if names_file else f"{self.received} {why}: "
             short, expected = f"{blame}{type(error).__name__}: ", "damage"
-        if error is None or not expected or os.environ.get("PALESTRA_TRACEBACK"):
+        if not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
-        from palestra.core.failures import RunFailed
         from palestra.core.files import DamagedFile
 
         if RANK:
@@ -109,14 +112,6 @@ class user_errors:
         print_error(f"{short}{error}", *getattr(error, "__notes__", []))
         mistake = isinstance(error, ValueError) and not isinstance(error, RunFailed | DamagedFile)
         raise typer.Exit(2 if mistake else 1) from error
-
-
-def _out_of_memory(error: BaseException | None) -> str:
-    """Returns the prefix of the message for an out-of-memory error; "" for other errors."""
-    message = str(error).lower()
-    signs = ("can't allocate memory", "out of memory", "failed to map segment")  # the last under `ulimit -v`
-    ran_out = isinstance(error, RuntimeError | ImportError) and any(sign in message for sign in signs)
-    return "out of memory, use a smaller model or batch: " if ran_out or isinstance(error, MemoryError) else ""
 
 
 def print_error(message: str, *notes: str) -> None:

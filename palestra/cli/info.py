@@ -42,6 +42,7 @@ def info(
         for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
             for line in describe_base(name):
                 print_line(line)
+            _show_conversations(name)
         plan = _plan(planned, prompt_tokens, gpu_gib)
         table = Table("memory", "GiB", "when", "what for")
         for part in plan.parts:
@@ -54,6 +55,17 @@ def info(
             )
         elif plan.changes:
             print_line("it does not fit. It fits with: " + " ".join(f"--set {change}" for change in plan.changes))
+
+
+def _show_conversations(base: str) -> None:
+    """Prints how the conversations of a base compare with its chat template."""
+    from palestra.engine.bases.names import tokenizer_of
+    from palestra.engine.conversation.report import check_conversations
+
+    table = Table("conversation", "chat template", "what there is to say")
+    for finding in check_conversations(tokenizer_of(base)):
+        table.add_row(finding.probe, finding.verdict, finding.note)
+    console.print(table)
 
 
 def _plan(config: Any, prompt_tokens: int, gpu_gib: float | None) -> Any:

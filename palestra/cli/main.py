@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import palestra
 from palestra.api.console import interrupt_on_sigterm
@@ -29,7 +31,31 @@ from palestra.cli.serve import keys, serve, serve_sampler
 from palestra.cli.templates import demo, init
 from palestra.cli.train import train
 from palestra.cli.tune import tune
-from palestra.cli.usage import CommandWithHints, print_help
+
+UsageError: Any = typer.BadParameter.__base__  # of the copy of Click that typer uses
+
+
+class CommandWithHints(TyperCommand):
+    """A command that, if it has `--set`, names it for an unknown option `--steps` and an argument `steps=10`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            found = re.search(r"option:? '?--([\w.-]+)|argument\(s\) \(([\w.]+=\S+)\)", error.message)
+            if found and any("--set" in parameter.opts for parameter in self.params):
+                setting = found[2] or f"{found[1].replace('-', '_')}=..."
+                error.message += f"; a setting of the config is changed with --set {setting}"
+            raise
+
+
+def print_help(
+    context: typer.Context, command: Annotated[list[str] | None, typer.Argument(help="a command")] = None
+) -> None:
+    """Print the help of palestra, or of a command."""
+    assert context.parent is not None
+    context.parent.command.main([*(command or []), "--help"], prog_name=context.parent.info_name)
+
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.

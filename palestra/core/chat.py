@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
-ANSWER_MARKER = "\x00answer\x00"  # stands for an answer in a rendered template
 ESCAPED_CATEGORIES = (
     "Cc",
     "Cf",
@@ -40,43 +39,6 @@ def escape_control_chars(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
-
-
-def template_turn_end(tokenizer: Any) -> int | None:
-    """Returns the id of the special token with which the tokenizer's chat template ends an answer (Phi-3's `<|end|>`,
-    GLM-4's `<|user|>`, which begins the next turn); the tokenizer's end-of-text token if it has no chat template, or
-    the template ends answers without a special token."""
-    end: int | None = tokenizer.eos_token_id
-    after = _text_after(tokenizer, {"role": "assistant", "content": ANSWER_MARKER}, {})
-    if after is None:
-        return end
-    ids = tokenizer.encode(after, add_special_tokens=False)
-    at = turn_end_index(tokenizer, ids)
-    return end if at is None else ids[at]
-
-
-def _text_after(tokenizer: Any, message: Json, options: Json) -> str | None:
-    """Returns the text that the tokenizer's chat template writes after the content of an answer `message`, which is
-    `ANSWER_MARKER`, when another turn follows; None if there is no template, or if it raises or leaves the content
-    out."""
-    if not tokenizer.chat_template:
-        return None
-    asked = {"role": "user", "content": "?"}
-    try:
-        whole: str = tokenizer.apply_chat_template([asked, message, asked], tokenize=False, **options)
-    except Exception:  # a template may raise any exception
-        return None
-    _, marker, after = whole.partition(ANSWER_MARKER)
-    return after if marker else None
-
-
-def turn_end_index(tokenizer: Any, ids: Sequence[int]) -> int | None:
-    """Returns the index of the special token that ends an answer in `ids`, a template's tokens after the answer; None
-    if they begin with other text than white space."""
-    special = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
-    special.add(tokenizer.eos_token_id)
-    found = next((i for i, token in enumerate(ids) if token in special), None)
-    return None if found is None or tokenizer.decode(list(ids[:found])).strip() else found
 
 
 @dataclass(frozen=True)
@@ -158,22 +120,6 @@ def render_tool_call(name: Any, arguments: Any) -> str:
     return f"<tool_call>{call}</tool_call>"
 
 
-def with_template_calls(text: str, tokenizer: Any, end: str, options: Json) -> str:
-    """Returns an answer's text with its tool calls written as the tokenizer's chat template writes those of earlier
-    turns (Qwen's puts line breaks around each), so that imitation teaches the tokens that later prompts contain.
-    Answers of the template end with `end`; `options` are its options.
-
-    A text stays as it is if it writes calls in its own way (not as `render_message` does), or if the template has no
-    form of calls that can be parsed to the same ones."""
-    message = parse_assistant_message(text)
-    if "tool_calls" not in message or text != render_message(message) or not end:
-        return text
-    after = _text_after(tokenizer, to_template_message(message | {"content": ANSWER_MARKER}), options)
-    calls = (after or "").split(end, 1)[0]
-    rendered = message["content"] + calls if message["content"] else calls.lstrip("\n")
-    return rendered if same_message(parse_assistant_message(rendered), message) else text
-
-
 def same_message(one: Json, other: Json) -> bool:
     """Returns whether two messages have equal role, content and tool calls. Extra fields, call ids, and null instead of
     empty text are ignored, since agent programs change them."""
@@ -203,12 +149,36 @@ def with_system(messages: Sequence[Json], system: str) -> list[Json]:
     return [{"role": "system", "content": system}, *rest]
 
 
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning", "thinking")
+
+
 def to_template_message(message: Json) -> Json:
-    """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as
-    mappings."""
-    calls = [{"type": "function", "function": _function(call)} for call in message.get("tool_calls") or ()]
-    kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key) is not None}
-    return kept | {"content": _text(message.get("content"))} | ({"tool_calls": calls} if calls else {})
+    """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as mappings,
+    a thought as `reasoning_content`. Fields without a value are left out. Raises ValueError for a field that no
+    template is given."""
+    given = {key for key, value in message.items() if value not in (None, [], {}, "")}
+    if unknown := sorted(given - set(MESSAGE_KEYS)):
+        raise ValueError(
+            f"a message has the field {unknown[0]!r}, which is not used: leave it out ({', '.join(MESSAGE_KEYS)} are)"
+        )
+    converted = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key) is not None}
+    converted["content"] = _text(message.get("content"))
+    if thought := thought_of(message):
+        converted["reasoning_content"] = thought
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [_template_call(call) for call in calls]
+    return converted
+
+
+def _template_call(call: Json) -> Json:
+    named = {"id": str(call["id"])} if call.get("id") is not None else {}
+    return {**named, "type": "function", "function": _function(call)}
+
+
+def thought_of(message: Json) -> str:
+    """Returns the thought of an assistant's message, under any of its usual names; empty if it has none."""
+    found = (message.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+    return next((str(thought) for thought in found if thought), "")
 
 
 def _function(call: Json) -> Json:

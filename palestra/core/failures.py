@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from errno import ENOMEM
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -18,6 +19,15 @@ SEARCH_MARGIN = 50_000  # characters
 MAX_MESSAGE_CHARS = 2000  # characters
 MAX_TRACEBACK_CHARS = 8000  # characters; if it is longer, the middle is cut
 TRACEBACK_FRAMES = 16  # innermost stack frames in a traceback
+# In messages of torch, the dynamic loader, oneDNN, Python's threads and C++ where memory has run out.
+MEMORY_SIGNS = (
+    "can't allocate memory",
+    "out of memory",
+    "failed to map segment",
+    "could not create a primitive",
+    "can't start new thread",
+    "bad_alloc",
+)
 
 
 class RunFailed(ValueError):
@@ -39,6 +49,15 @@ class ErrorText(NamedTuple):
 
     message: str
     traceback: str
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether `error` means that the machine's or the GPU's memory, or a limit of the process, ran out."""
+    if isinstance(error, OSError):
+        return error.errno == ENOMEM
+    message = str(error).lower()
+    ran_out = isinstance(error, RuntimeError | ImportError) and any(sign in message for sign in MEMORY_SIGNS)
+    return ran_out or isinstance(error, MemoryError)
 
 
 def describe_error(error: BaseException) -> ErrorText:

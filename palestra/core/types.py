@@ -85,6 +85,7 @@ class Answer:
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     sampling_mask: SamplingMask | None = None
     routed_experts: np.ndarray | None = None
+    thought: str = ""
 
 
 @dataclass

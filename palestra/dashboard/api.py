@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.core.config import hide_credentials, validate
 from palestra.dashboard import agents as agents_of
-from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
+from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.evaluation.report.population_data import PopulationRecord
@@ -135,7 +135,7 @@ class DashboardApi:
 
     def system(self, request: Request) -> Response:
         """Returns processes, workers, queues, timings, failures and disk use of a run."""
-        return json_response(request, system.system_status(self._refreshed_run(request.path_params["run"])))
+        return json_response(request, run_status.system_status(self._refreshed_run(request.path_params["run"])))
 
     # ---- episodes
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
+from palestra.core.config import hide_credentials
 from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
@@ -18,6 +21,7 @@ from palestra.runs.headline import algorithm_label, eval_interval, format_eval, 
 from palestra.runs.metric_log import MetricLog, last_lines
 from palestra.runs.mirror.copy import STATUS_FILE, mirror_status
 from palestra.runs.settings import flatten_tree
+from palestra.runs.system_metrics import descendant_pids, machine_info, process_table, worker_rows, writing_process
 
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
 PACE_STEPS = 20  # newest steps whose mean duration predicts the time left
@@ -209,3 +213,64 @@ def _bytes(path: Path) -> int:
     if path.is_file():
         return file_size(path)
     return sum(file_size(Path(folder) / name) for folder, _, names in os.walk(path) for name in names)
+
+
+MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
+
+
+def system_status(run: CatalogRun) -> dict[str, Any]:
+    """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
+    meta.json."""
+    pid = writing_process(run.file(".lock"))
+    table, missing = run.episodes.table()
+    return {
+        "process": pid,
+        "processes": process_table([pid, *descendant_pids(pid)]) if pid else [],
+        "machine": machine_info(),
+        "workers": worker_rows(run.workers),
+        "queues": queue_metrics(run),
+        "timings": {name: _seconds(line) for name, line in run.timings.last_by_name().items()},
+        "phases": phase_keys(run.timings),
+        "failures": failure_counts(table),
+        "unread": missing,
+        "broken": {str(step): why for step, why in run.episodes.unreadable.items()},
+        "torn": {
+            log.path.name: log.num_unparsed
+            for log in (run.metrics, run.timings, run.evals, run.workers)
+            if log.num_unparsed
+        },
+        "disk": disk_usage(run.path),
+        "meta": {key: value for key, value in run.meta.items() if key not in ("command", "config", "changed")},
+        "command": [hide_credentials(str(word)) for word in run.meta.get("command") or []],
+    }
+
+
+def _seconds(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "policy"}
+
+
+def queue_metrics(run: CatalogRun) -> dict[str, float]:
+    """Returns the number of buffered episodes, their staleness, and the seconds that training waited."""
+    found: dict[str, float] = {}
+    buffer = run.path / "buffer"
+    if buffer.is_dir():
+        found["episodes played ahead"] = float(sum(1 for path in buffer.rglob("*") if path.is_file()))
+    for line in run.metrics.last_by_name().values():
+        for key in ("staleness", "staleness_max"):
+            if key in line:
+                found[key] = max(found.get(key, 0.0), float(line[key]))
+    waited = run.timings.last_by_name().get(TEAM, {}).get("wait_s")
+    return found | ({"wait_s": float(waited)} if waited is not None else {})
+
+
+def failure_counts(table: Any) -> list[dict[str, Any]]:
+    """Returns the most frequent errors of failed episodes, with count and the latest occurrence."""
+    if "error" not in table.column_names:
+        return []
+    failed = table.select(["step", "episode", "error"]).filter(pc.is_valid(table["error"])).to_pylist()
+    counts = Counter(row["error"] for row in failed)
+    newest = {row["error"]: row for row in failed}
+    return [
+        {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
+        for error, count in counts.most_common(MAX_ERRORS)
+    ]

@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from palestra.core.config.import_errors import explain_import_error
-from palestra.core.config.user_modules import import_object
+from palestra.core.config.user_modules import explain_import_error, import_object
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env

@@ -14,6 +14,7 @@ from multiprocessing.util import get_temp_dir
 from typing import Any
 
 SAFE_PATH = "PYTHONSAFEPATH"  # unless set, a child imports `multiprocessing` itself from the working folder first
+SOCKET_FOLDER = "PALESTRA_SOCKET_FOLDER"  # tells the server which folder to remove at its end
 # What children spend seconds on importing: the server imports what its parent has.
 PRELOADED = (
     "torch",
@@ -51,7 +52,8 @@ def ensure_fork_server() -> None:
     forkserver.set_forkserver_preload([*names, "palestra.parallel.frozen"])
     started: Any = process
     folders = [folder or started.ORIGINAL_DIR for folder in sys.path]
-    with changed_variables({SAFE_PATH: "1", "PYTHONPATH": os.pathsep.join(folders)}):
+    variables = {SAFE_PATH: "1", "PYTHONPATH": os.pathsep.join(folders), SOCKET_FOLDER: get_temp_dir()}
+    with changed_variables(variables):
         forkserver.ensure_running()
 
 

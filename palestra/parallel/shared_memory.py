@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from palestra.core.failures import RunFailed, is_out_of_memory
 from palestra.parallel.process_group import GradientSync
 from palestra.parallel.processes import exit_reason, join_or_kill, leave_signals_to_parent, start_process
 
 CHUNK_ELEMENTS = 1 << 18  # elements summed at a time
 COUNTER_STRIDE = 8  # int64 elements between two counters, so that no two processes write to the same cache line
+EXIT_DELAY_S = 2.0  # from the end of a process's connections to its exit code
 BUSY_WAIT_S = 2e-3  # seconds of busy waiting before a process begins to sleep between checks
 
 
@@ -86,7 +91,9 @@ class ProcessRank:
     all_reducer: SharedMemoryAllReduce | None = None
 
     def join(self) -> None:
-        """Joins the torch.distributed group (gloo); blocks until all processes have joined."""
+        """Joins the torch.distributed group (gloo); blocks until all processes have joined. Raises RuntimeError if
+        another process has ended."""
+        self.all_reduce(torch.zeros(1))  # the group's own start would wait half an hour for a process that died
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
         dist.init_process_group(
             "gloo", init_method=f"file://{self.rendezvous_file}", rank=self.rank, world_size=self.world_size
@@ -103,16 +110,19 @@ class ProcessRank:
 
 
 def all_gather(item: Any) -> list[Any]:
-    """Returns every process's `item`, in rank order. All processes must call it; `item` must be picklable."""
+    """Returns every process's `item`, in rank order. All processes must call it; `item` must be picklable. Raises
+    RunFailed if another process died."""
     things: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(things, item)
+    with explain_dead_process():
+        dist.all_gather_object(things, item)
     return things
 
 
 def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> ProcessRank:
     """Starts the processes of rank 1 and above and returns rank 0, which is this process.
 
-    Each new process calls `run_rank` with its rank. They end when this process ends.
+    Each new process calls `run_rank` with its rank. They end when this process ends. Raises RunFailed if one of them
+    dies at its start.
     """
     folder = tempfile.mkdtemp(prefix="palestra-")
     all_reducer = SharedMemoryAllReduce(processes)
@@ -120,7 +130,8 @@ def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> 
     weakref.finalize(ranks[0], shutil.rmtree, folder, ignore_errors=True)
     for rank in ranks[1:]:
         CHILD_PROCESSES.append(start_process(_run, (rank, run_rank, torch.get_num_threads()), daemon=True))
-    ranks[0].join()
+    with explain_dead_process():
+        ranks[0].join()
     return ranks[0]
 
 
@@ -130,8 +141,13 @@ CHILD_PROCESSES: list[BaseProcess] = []
 def _run(rank: ProcessRank, run_rank: Callable[[ProcessRank], None], threads: int) -> None:
     leave_signals_to_parent()
     torch.set_num_threads(threads)
-    rank.join()
-    run_rank(rank)
+    try:
+        rank.join()
+        run_rank(rank)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.exit(f"training process {rank.rank} is out of memory: {error}")
 
 
 def stop_processes() -> None:
@@ -142,6 +158,19 @@ def stop_processes() -> None:
     for worker in CHILD_PROCESSES:
         join_or_kill(worker, 5.0)
     CHILD_PROCESSES.clear()
+
+
+@contextmanager
+def explain_dead_process(resume: str = "palestra train --resume") -> Iterator[None]:
+    """Context that turns the error of a lost connection into RunFailed, which names the process that died and the
+    command `resume`."""
+    try:
+        yield
+    except RuntimeError as error:
+        wait([worker.sentinel for worker in CHILD_PROCESSES], EXIT_DELAY_S)
+        if not (what := dead_process_message()):
+            raise
+        raise RunFailed(f"{what}; resume from the last checkpoint: {resume}") from error
 
 
 def dead_process_message() -> str | None:

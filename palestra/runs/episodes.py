@@ -59,6 +59,7 @@ SCHEMA = pa.schema(
         ("mask_counts", pa.list_(pa.int32())),  # their numbers, by token
         ("experts", pa.list_(pa.int32())),  # of a sampler's routers, token after token; null if not recorded
         ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
+        ("thought", pa.string()),  # of a model that thinks before it answers; null if there is none
     ]
 )
 OPTIONAL_COLUMNS = (
@@ -70,6 +71,7 @@ OPTIONAL_COLUMNS = (
     "mask_counts",
     "experts",
     "experts_shape",
+    "thought",
 )  # optional columns
 
 
@@ -180,6 +182,7 @@ def _answer_row(answer: Answer) -> dict[str, Any]:
     columns = {
         "policy": answer.policy,
         "answer": answer.text,
+        "thought": answer.thought or None,
         "stop": answer.stop_reason,
         "temperature": answer.temperature,
     }
@@ -248,7 +251,7 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
         mask = SamplingMask(row["mask_ids"], row["mask_counts"]) if len(row["mask_counts"]) else None
         experts = row["experts"].reshape(row["experts_shape"]) if len(row["experts_shape"]) else None
         more = {"versions": row["versions"], "sampling_mask": mask, "routed_experts": experts}
-        node.answers[seat] = Answer(*values, **more)
+        node.answers[seat] = Answer(*values, **more, thought=row["thought"] or "")
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

@@ -54,8 +54,8 @@ from palestra.runs.checkpoints import (
 )
 from palestra.runs.episodes import to_table
 from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
-from palestra.runs.resource_usage import ResourceMeter
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
+from palestra.runs.system_metrics import ResourceMeter
 
 
 class Run:

@@ -43,7 +43,6 @@ STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successf
 RESTART = RetryPolicy(1.0, 30.0)  # pauses before a restart of a worker that died soon after its start
 WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
 DEFAULT_MAX_LENGTH = 32_768  # tokens of a sequence if the base's config names no limit (Mamba, Bloom)
-SIGNAL_DELAY_S = 1.0  # between the processes of a server that a service manager stops
 DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
 
 Say = Callable[[str], None]
@@ -151,16 +150,11 @@ def _context(options: ServeOptions, url: str) -> ServiceContext:
 async def _serve(
     options: ServeOptions, app: FastAPI, worker: WorkerProcess | None, listener: socket.socket, say: Say
 ) -> None:
-    def begin_shutdown() -> None:
-        app.state.waiter.close()  # clients repeat their polls to the next server
-        if worker:
-            worker.is_stopping = True
-
     server = build_server(
         app,
         drain=DRAIN_TIMEOUT_S,
         keep_alive=75,  # longer than clients keep connections: otherwise they would write to closed ones
-        on_shutdown=begin_shutdown,
+        on_shutdown=app.state.waiter.close,  # clients repeat their polls to the next server
         extra_s=WORKER_STOP_TIMEOUT_S if worker else 0.0,
         on_second_signal=worker.kill if worker else lambda: None,
     )
@@ -178,13 +172,11 @@ async def _serve(
 
 
 class WorkerProcess:
-    """The engine worker's process, restarted whenever it dies, unless the server `is_stopping`: a service manager sends
-    SIGTERM to the worker, too, which then completes its work and ends."""
+    """The engine worker's process, restarted whenever it dies."""
 
     def __init__(self, settings: WorkerSettings, context: ServiceContext, say: Say) -> None:
         self.settings, self.context, self.say = settings, context, say
         self.process: BaseProcess | None = None
-        self.is_stopping = False
 
     def start(self) -> BaseProcess:
         """Starts a new process with a new wake-up socket."""
@@ -201,10 +193,6 @@ class WorkerProcess:
             began, process = loop.time(), self.start()
             await _ended(process)
             process.join()
-            if process.exitcode == 0:  # SIGTERM ended it, which may reach the server a moment later
-                await asyncio.sleep(SIGNAL_DELAY_S)
-            if self.is_stopping:
-                return
             failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
             pause = RESTART.wait_s(failures)
             self.say(f"the engine's worker died ({exit_reason(process.exitcode)}); starting it again in {pause:.0f} s")
@@ -216,10 +204,15 @@ class WorkerProcess:
             self.process.kill()
 
     def stop(self) -> None:
-        """Lets the worker complete its work and save its models; kills it after `WORKER_STOP_TIMEOUT_S` seconds."""
+        """Lets the worker complete its work and save its models; kills it after `WORKER_STOP_TIMEOUT_S` seconds, or at
+        once while it still loads the base models."""
         if self.process is None or not self.process.is_alive():
             return
-        self.process.terminate()
+        wakeup = self.context.wakeup
+        wakeup.read()  # updates `has_heard`
+        if not wakeup.has_heard:
+            self.process.kill()
+        wakeup.ask_to_end()
         if join_or_kill(self.process, WORKER_STOP_TIMEOUT_S):
             self.say(f"the engine's worker has not ended within {WORKER_STOP_TIMEOUT_S:.0f} s: killed")
 

@@ -8,11 +8,10 @@ from typing import Any
 from palestra.core.lazy_names import load_name, public_names
 
 _MODULES = {
-    "algorithms.a2c": ["A2C"],
     "algorithms.ddpg": ["DDPG", "TD3"],
     "algorithms.dqn": ["DQN"],
     "algorithms.nfsp": ["NFSP"],
-    "algorithms.ppo": ["PPO"],
+    "algorithms.ppo": ["A2C", "PPO"],
     "algorithms.pqn": ["PQN"],
     "algorithms.qmix": ["QMIX"],
     "algorithms.sac": ["SAC"],

@@ -11,7 +11,6 @@ from palestra.core.config import StrictModel, check_policy_names
 from palestra.core.config.presets import expand_preset
 from palestra.core.types import Seat
 from palestra.runs.config import EvalConfig, PolicyRunConfig
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.dqn import DQN
 from palestra.vector.algorithms.experimental.coma import COMA
@@ -24,7 +23,7 @@ from palestra.vector.algorithms.experimental.mat import MAT
 from palestra.vector.algorithms.experimental.maven import MAVEN
 from palestra.vector.algorithms.experimental.trpo import TRPO
 from palestra.vector.algorithms.nfsp import NFSP
-from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.ppo import A2C, PPO
 from palestra.vector.algorithms.pqn import PQN
 from palestra.vector.algorithms.presets import VECTOR_PRESETS
 from palestra.vector.algorithms.qmix import QMIX

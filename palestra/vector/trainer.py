@@ -16,7 +16,7 @@ from palestra.core.files import read_arrays, write_arrays
 from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
 from palestra.envs.vector_base import GamesDiffer, VectorEnv
-from palestra.parallel.shared_memory import dead_process_message, stop_processes
+from palestra.parallel.shared_memory import explain_dead_process, stop_processes
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
@@ -148,11 +148,8 @@ class VectorTrainer:
         self.run, self.step = run, run.next_step - 1
         self._reset_metrics()
         try:
-            yield
-        except RuntimeError as error:  # raised by torch.distributed when a peer is gone
-            if not (what := dead_process_message()):
-                raise
-            raise RunFailed(f"{what}; resume from the last checkpoint: palestra train --resume {run.path}") from error
+            with explain_dead_process(f"palestra train --resume {run.path}"):
+                yield
         finally:
             self.close()
             stop_processes()

@@ -1,7 +1,5 @@
 """The terminal shows the texts of models, envs and configs without executing their control characters."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

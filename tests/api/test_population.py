@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 import yaml
 from helpers.command_line import invoke
 from helpers.terminal_text import plain
+from helpers.warm_processes import start_palestra
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +26,6 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, read_lines
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(sys.executable).parent / "palestra"
 EXACT = {
     "name": "small",
     "env": {"type": "kuhn_poker"},
@@ -100,7 +98,8 @@ def test_fictitious_play_by_networks_approaches_an_equilibrium(tmp_path):
     assert plan.nash_convs[12] < 1.0 and plan.nash_convs[12] < plan.nash_convs[6]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# the other plans with networks are fast tests
+@pytest.mark.parametrize("plan", ["psro", *(pytest.param(p, marks=pytest.mark.slow) for p in PLANS if p != "psro")])
 def test_every_plan_trains_language_agents(plan, tmp_path):
     """The same plans with LoRA adapters on one base that play poker in words: a member is a name and its weights."""
     env = {"type": "text_kuhn", "vocabulary": VOCABULARY}
@@ -255,15 +254,7 @@ def test_eval_refuses_populations(tmp_path):
 
 
 def start(folder, *arguments):
-    return subprocess.Popen(
-        [SCRIPT, "train", *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start_palestra("train", *arguments, cwd=folder, with_stderr=False)
 
 
 def wait_for_tasks(process, run, tasks):

@@ -1,7 +1,5 @@
 """Interrupts of a run: the first Ctrl-C requests a stop, the second ends the pass in progress."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,15 +1,10 @@
 """A run leaves no files in the temporary directory."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from helpers.warm_processes import run_palestra
 
-ROOT = Path(__file__).parents[2]
 VECTOR = ("games/kuhn_ppo.yaml", "env_steps=8192", "evals.held_out.episodes=8")
 PSRO = ("populations/kuhn_psro.yaml", "population.iterations=1", "population.env_steps=2000")
 TEXT = ("demo.yaml", "steps=1", "episodes=2", "evals={}")
@@ -29,12 +24,10 @@ def test_a_run_leaves_no_temporary_files(name, tmp_path):
     config, *changes = RUNS[name]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "palestra", "train", f"configs/{config}", "--root", str(tmp_path)]
-    command += [part for change in changes for part in ("--set", change)]
-    command += ["--workers", str(WORKERS[name])] if name in WORKERS else []
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    words = ["train", f"configs/{config}", "--root", str(tmp_path)]
+    words += [part for change in changes for part in ("--set", change)]
+    words += ["--workers", str(WORKERS[name])] if name in WORKERS else []
+    done = run_palestra(*words, env=os.environ | {"TMPDIR": str(temporary)}, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     left = [path.name for path in temporary.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # PyTorch's cache of compiled kernels

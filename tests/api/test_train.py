@@ -1,7 +1,5 @@
 """The Python API, with short runs of every kind."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A run in a notebook: its tables, trees and HTML."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

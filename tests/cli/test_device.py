@@ -1,7 +1,5 @@
 """`device` of a run of small networks on a machine without a GPU: cpu, auto, and error messages for missing devices."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

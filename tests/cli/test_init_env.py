@@ -1,7 +1,5 @@
 """`palestra init env`: the package that it writes is installed, passes its own test, and trains by its entry point."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Evaluation with any assignment of policies to seats, recording of episodes, and play at the terminal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

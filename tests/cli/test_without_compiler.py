@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # test_wheel.py asks the same in an environment without numba
+
 SCRIPT = """
 import json, sys
 sys.modules["numba"] = None  # as if it were not installed

@@ -1,7 +1,5 @@
 """Modules that lie in the working folder: never run by commands that look, never instead of an installed package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One server for all official clients. These tests are run by `make test-clients` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The cookbook's recipes, unmodified and offline: 0.5.8 on tinker 0.38, and 0.4.0 on tinker 0.15."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

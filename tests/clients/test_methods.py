@@ -1,8 +1,6 @@
 """Every public method of every generation's clients: whether it works, or the message with which it is refused. The
 table is docs/clients.md; `git diff` shows what changed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

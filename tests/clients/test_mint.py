@@ -1,7 +1,5 @@
 """MinT's recipes with both published toolkits: 0.1.0 on tinker 0.15 and 0.2.0 on tinker 0.22."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.official import Official
 

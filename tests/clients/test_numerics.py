@@ -1,7 +1,5 @@
 """Trainer, sampler and scoring return the same log-probabilities for one base and one adapter."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.official import Official
 

@@ -4,8 +4,6 @@
 which starts SkyRL's server, starts palestra's, on a random base that, like SkyRL's, seldom ends an answer.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

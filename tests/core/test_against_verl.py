@@ -5,8 +5,6 @@ gradients.
 tests/text/credit/test_credit_against_verl.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

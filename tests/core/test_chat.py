@@ -1,7 +1,5 @@
 """Conversations and tool calls: answers are parsed, and messages of a program are recognised."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces: one trace follows an episode from its group or task to the weight update, over all processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json

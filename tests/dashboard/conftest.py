@@ -1,7 +1,5 @@
 """A folder of runs, and a client of the dashboard over it in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Screenshots are kept in .cache/screenshots. Any error in the console fails the t
 request to anywhere but the dashboard.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

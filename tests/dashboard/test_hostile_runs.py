@@ -1,7 +1,5 @@
 """Runs with hostile files: they never hide other runs, block the server or fill its memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

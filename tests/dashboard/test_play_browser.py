@@ -1,7 +1,5 @@
 """Games played by a person in a real browser, by keyboard and by touch. Screenshots are kept in .cache/screenshots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`palestra play --browser` over HTTP: whole games, and requests that its server refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """The API of recorded games, and of files that are not replays."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands of the Kubernetes manifests, run here with files in place of volumes and secrets, and their probes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,8 +1,6 @@
 """The recipes of deploy/: each file is checked by the linter or schema of the program that reads it, and each palestra
 command in them by palestra's own command line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The Slurm scripts, run to the end: a fake `srun` starts each node's processes on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

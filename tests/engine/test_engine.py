@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.small_models import random_adapter
 from helpers.tolerances import GRADIENTS, LOGPROB_ATOL
 
 from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
@@ -21,16 +22,6 @@ from palestra.engine.sampling.token_sampling import SamplingConfig, counter_unif
 from palestra.engine.training.micro_batch import pack_samples
 from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
-
-
-def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
-    """An adapter whose B is not zero, so that it changes the outputs of the base."""
-    adapter = Adapter(engine.linear_layers, config, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, 0.05, generator=generator)
-    return adapter
 
 
 def sample(prompt, answer, logprobs=None, advantage=1.0):
@@ -79,8 +70,8 @@ def test_packed_logprobs_equal_transformers():
 def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
     engine = tiny_lm(2)
     adapters = [
-        randomised(engine, LoraConfig(rank=4), 1),
-        randomised(engine, LoraConfig(rank=9, alpha=3, target_modules=["q_proj", "down_proj"]), 2),
+        random_adapter(engine, LoraConfig(rank=4), 1),
+        random_adapter(engine, LoraConfig(rank=9, alpha=3, target_modules=["q_proj", "down_proj"]), 2),
         None,
     ]
     rng = np.random.default_rng(1)
@@ -110,7 +101,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
 
 def test_snapshot_is_frozen_while_its_adapter_trains():
     engine = tiny_lm(3)
-    adapter = randomised(engine, LoraConfig(), 0)
+    adapter = random_adapter(engine, LoraConfig(), 0)
     snapshot = adapter.snapshot()
     before = {k: (a.clone(), b.clone()) for k, (a, b) in snapshot.weights.items()}
     with torch.no_grad():
@@ -162,7 +153,7 @@ def gradients(engine, adapter, samples, **options):
 @pytest.mark.parametrize("options", [{}, {"kl": 0.1, "entropy": 0.01}, {"pack_tokens": 40}])
 def test_packed_gradients_equal_unpacked_ones(options):
     engine = tiny_lm(6)
-    adapter = randomised(engine, LoraConfig(rank=3), 4)
+    adapter = random_adapter(engine, LoraConfig(rank=3), 4)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(5, 250, 20).tolist() for _ in range(3)]
     samples = [
@@ -189,7 +180,7 @@ def test_samples_without_gradient_count_in_the_mean_without_a_pass():
     marked = [replace(s, has_gradient=bool(s.advantages.any())) for s in samples]
     found = []
     for batch in (samples, marked, [marked[0], marked[2]]):
-        trainer = Trainer(engine := tiny_lm(3), randomised(engine, LoraConfig(), 1))
+        trainer = Trainer(engine := tiny_lm(3), random_adapter(engine, LoraConfig(), 1))
         metrics = trainer.forward_backward(batch, clipped_policy_loss)
         found.append((torch.cat([p.grad.flatten() for p in trainer.parameters]), metrics))
     (whole, one), (skipped, other), (alone, third) = found

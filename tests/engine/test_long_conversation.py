@@ -1,7 +1,5 @@
 """A GRPO update on conversations of many turns: it equals a plain computation, and its memory is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

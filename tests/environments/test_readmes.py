@@ -1,8 +1,6 @@
 """README.md of every environment: headings, options with their defaults, a transcript that its command prints, and
 baselines that its commands measure. It ships in the wheel with the environment's code."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

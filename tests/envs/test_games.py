@@ -1,7 +1,5 @@
 """Text games: they pass the env check, pay by their rules, and their observations are the information states."""
 
-from __future__ import annotations
-
 import pytest
 
 from palestra.envs import TEXT_ENVS, check_env, make_env

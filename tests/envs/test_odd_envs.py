@@ -15,7 +15,7 @@ from helpers.vector_toys import Countdown
 import palestra as pl
 from palestra.core.failures import RunFailed
 from palestra.envs.vector_base import GamesDiffer
-from palestra.populations.workers.payoff_games import play_cells
+from palestra.populations.workers.net_oracle import play_cells
 from palestra.testing import ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.vector.build.envs import make_vector_env, seed_notes

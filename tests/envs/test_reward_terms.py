@@ -4,8 +4,6 @@ For each env with a reward for form, a policy with the right form alone earns le
 episodes and earns nothing in the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random

@@ -1,8 +1,6 @@
 """Learned responses: mean returns with their standard errors against exact values, and the algorithm that trains a
 response."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -50,11 +48,11 @@ def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path:
 @pytest.mark.parametrize(
     ("env", "algorithm", "response"),
     [
-        ("kuhn_poker", {"type": "trpo"}, "trpo"),
-        ("kuhn_poker", {"type": "pqn"}, "pqn"),
+        pytest.param("kuhn_poker", {"type": "trpo"}, "trpo", marks=pytest.mark.slow),
+        pytest.param("kuhn_poker", {"type": "pqn"}, "pqn", marks=pytest.mark.slow),
         ("two_step", {"type": "pqn", "mixer": "vdn"}, "pqn"),
         ("two_step", {"type": "qmix"}, "ppo"),
-        ("kuhn_poker", {"type": "nfsp"}, "ppo"),
+        pytest.param("kuhn_poker", {"type": "nfsp"}, "ppo", marks=pytest.mark.slow),
     ],
 )
 def test_response_is_trained_by_the_algorithm_of_the_run(

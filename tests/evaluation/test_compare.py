@@ -1,7 +1,5 @@
 """The comparison of two populations: its value, its error under noise, and the runs that it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One evaluation for language agents and networks: the same names of targets and policies, the same form of result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The final strategies of a run of each kind of population, and what `publish` and `league exploit` make of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparisons by a judge: verdicts by hand, both orders, and `palestra eval --judge` with judges of known habits."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies whose network plays all seats of a team: runs, evaluations, opponents, and loading from files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path

@@ -3,8 +3,6 @@
 `pytest -m gpu tests/gpu` runs these, on a machine with CUDA, in less than a minute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

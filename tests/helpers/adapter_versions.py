@@ -1,7 +1,5 @@
 """Versions of an adapter as in training, for tests of updates while answers are sampled."""
 
-from __future__ import annotations
-
 import torch
 
 from palestra.engine.bases.model import Engine

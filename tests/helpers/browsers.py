@@ -1,7 +1,5 @@
 """A headless Chromium, and helpers for its pages. Screenshots are kept in .cache/screenshots."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

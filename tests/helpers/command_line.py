@@ -1,8 +1,6 @@
 """Runs the command line in this process, so that torch is loaded once for all tests, and checks whether it accepts a
 command written in a document or a script."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

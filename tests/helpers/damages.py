@@ -1,7 +1,5 @@
 """Ways to damage a run: each returns a function of the run's folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Env servers in processes of their own, which tests start, kill and restart."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

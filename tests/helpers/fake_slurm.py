@@ -4,8 +4,6 @@
 the call's line: killing that session simulates the loss of the node.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

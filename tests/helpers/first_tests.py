@@ -1,7 +1,5 @@
 """A plugin of pytest for `make check`: `--first` runs the first test of every file, and so touches every part once."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """A service front end without an engine's worker: tests read the requests for the worker, and answer them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@
 A processor that rounds otherwise is another seed, so that a bar near the mean fails on some machines.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Long runs written through palestra's own `Run`, with which the dashboard is timed."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

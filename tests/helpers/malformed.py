@@ -1,7 +1,5 @@
 """Malformed configs, made systematically: each kind of config with each key changed to hostile values, and raw YAML."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Games of PettingZoo and Gymnasium whose agents end at different times, with values known by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

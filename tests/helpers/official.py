@@ -1,7 +1,5 @@
 """The official clients, each set of versions in its own venv, made by `make test-clients`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

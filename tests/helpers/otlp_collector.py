@@ -1,7 +1,5 @@
 """A collector of traces over OTLP/HTTP in this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

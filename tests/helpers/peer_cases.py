@@ -4,8 +4,6 @@ The other package runs in its own virtual environment, in a script that reads a 
 of results. The result of a loss has its value, `loss`, and its gradient with respect to `logp` [B, T], `slopes`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from helpers.warm_processes import start_palestra
 
 PUBLIC = "Qwen/Qwen3-0.6B"
@@ -71,6 +72,24 @@ def workers_of(pid: int) -> list[int]:
         elif "resource_tracker" not in command:
             found += children_of(child)
     return found
+
+
+def signal_all(pid: int, number: int) -> list[psutil.Process]:
+    """Sends a signal to a process and all its descendants, children first, as a service manager may; returns the
+    descendants."""
+    first = psutil.Process(pid)
+    children = first.children(recursive=True)
+    for child in [*reversed(children), first]:
+        try:
+            child.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+    return children
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """The processes that have not ended within 20 seconds."""
+    return psutil.wait_procs(processes, timeout=20)[1]
 
 
 @contextmanager

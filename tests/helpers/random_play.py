@@ -1,7 +1,5 @@
 """Random play of vector envs that `check_vector_env` refuses because they do not repeat exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from palestra.envs.vector_base import VectorEnv, VectorStep

@@ -1,7 +1,5 @@
 """Training on several ranks: the work of each rank, and starting ranks as processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

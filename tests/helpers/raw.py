@@ -1,7 +1,5 @@
 """Raw HTTP requests to servers on this machine, as browsers and attackers send them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Ray clusters whose nodes are all on this machine, each a group of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 On a CPU nothing is recorded: instead of a replay, a step is computed again on the same tensors.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from helpers.tolerances import LOGPROB_ATOL

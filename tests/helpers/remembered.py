@@ -1,7 +1,5 @@
 """Off-policy learners, and transitions made by hand for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

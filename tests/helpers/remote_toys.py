@@ -1,7 +1,5 @@
 """Envs that env servers play in tests, such as "helpers.remote_toys:Waits"."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Samplers in their own processes, as users start them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

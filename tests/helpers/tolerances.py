@@ -3,7 +3,5 @@
 README.md in this folder explains the tolerances.
 """
 
-from __future__ import annotations
-
 LOGPROB_ATOL = 1e-4  # nats, of log-probabilities, logits and values of a model; the engine's own promise
 GRADIENTS = {"rtol": 1e-3, "atol": 1e-5}  # of a whole pass through a model

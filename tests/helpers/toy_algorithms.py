@@ -1,8 +1,6 @@
 """An algorithm as a user writes one: every answer has the advantage of its team's final return minus a fixed
 baseline."""
 
-from __future__ import annotations
-
 import numpy as np
 from pydantic import Field
 

@@ -1,8 +1,6 @@
 """An env whose every step runs a program in the sandbox and asks the judge of mathematics, and fails unless both do
 what they always do."""
 
-from __future__ import annotations
-
 from palestra.core.types import Step
 from palestra.environments.math.grading import grade_answer
 from palestra.envs.base import Env

@@ -1,7 +1,5 @@
 """Small programming problems, and episodes of their env."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers for tests of debates: playing one to its end, and a local endpoint with scripted verdicts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 """Runs of `toy_tasks`. As a program it resumes such a run, in a process that tests kill:
 python -m toy_follow RUN BACKEND LEAVES N SECONDS"""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Single-game envs that several tests play in this process and in others, which must be able to import them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Small runs that several backends execute, and their comparison."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

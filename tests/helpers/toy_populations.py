@@ -1,7 +1,5 @@
 """Runs a plan in memory with exact workers; open tasks may be done in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

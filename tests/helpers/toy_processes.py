@@ -1,7 +1,5 @@
 """Functions that child processes run in tests of palestra.parallel.processes."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

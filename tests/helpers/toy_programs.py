@@ -1,7 +1,5 @@
 """Runs programs in the sandbox, for tests of programming problems."""
 
-from __future__ import annotations
-
 import asyncio
 
 from palestra.environments.code.programs import ProgramProblem

@@ -5,8 +5,6 @@ Every member is read by a `play` task once it exists; the last is assessed. The 
 order in which they finish.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A task set for verifiers: repeat a word; three turns if it is asked to be kind."""
 
-from __future__ import annotations
-
 import itertools
 
 import verifiers.v1 as vf

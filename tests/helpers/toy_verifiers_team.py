@@ -1,7 +1,5 @@
 """An env for verifiers with two agents: a guide names a word that only it observes, a walker repeats it."""
 
-from __future__ import annotations
-
 import verifiers.v1 as vf
 
 __all__ = ["Pair"]

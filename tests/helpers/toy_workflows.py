@@ -1,7 +1,5 @@
 """Agent programs as users write them, for tests: configs name them as "helpers.toy_workflows:relay"."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random

@@ -1,7 +1,5 @@
 """A toy world whose next observation follows from this one and the answer, so that it can be predicted."""
 
-from __future__ import annotations
-
 from helpers.toys import bit
 
 from palestra.core.types import Step

@@ -1,7 +1,5 @@
 """Small envs and policies that several tests play with. Configs name them as "helpers.toys:Whisper"."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Envs that fail, for text and for arrays. Configs name them as "helpers.toys_failing:Cracks"."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An env whose process dies in the middle of an episode, once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Gymnasium env that raises in the middle of an episode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small trained runs, for tests of commands and pages that read runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

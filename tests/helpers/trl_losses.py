@@ -7,8 +7,6 @@ A case has its `trainer` (a key of `TRAINERS`), the trainer's `config`, and arra
 trainers' own loss methods run on objects with only the attributes that they read; no trainer or model is built.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

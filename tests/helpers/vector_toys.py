@@ -1,7 +1,5 @@
 """Small vector envs for tests, and training in them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ A case has its `kind` (a key of `KINDS`) and arrays of B sequences padded to T t
 of the policy, 0 for those of the env and for padding. The package's own functions run on them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The asynchronous front of a backend: concurrent tasks, and errors that reach every waiting coroutine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

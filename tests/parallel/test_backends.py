@@ -1,7 +1,5 @@
 """Conformance tests of all backends through the scheduler's interface, and recovery from lost workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Local workers: they end with their parent, however it ends, and leave no files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,11 +1,10 @@
 """Child processes end when they should, and report how they ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +119,7 @@ def describe_child() -> tuple[int, dict[str, str], float]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
 def test_the_fork_server_survives_sigterm_and_ends_with_its_parent():
+    """It leaves nothing in the folder of temporary files."""
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -130,8 +130,13 @@ for line in sys.stdin:
     child = PipeProcess(sleep_with)
     print(child.pipe.recv(), child.process.exitcode, flush=True)
 """
-    pipe = subprocess.PIPE
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose name is too long for sockets
+        end_fork_server(code, Path(folder))
+
+
+def end_fork_server(code: str, folder: Path) -> None:
+    pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(folder)}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, env=environment)
     assert parent.stdin and parent.stdout
     server = int(parent.stdout.readline())
     os.kill(server, signal.SIGTERM)  # as a cluster sends it to all processes
@@ -140,9 +145,11 @@ for line in sys.stdin:
     parent.stdin.flush()
     child, forked_by, exit_code = parent.stdout.readline().split()
     assert int(forked_by) == server and exit_code == "None"
+    assert list(folder.iterdir())
     parent.kill()
     parent.communicate()
     wait_until(lambda: not is_running(server))  # although its fork still runs
+    assert not list(folder.iterdir())
     os.kill(int(child), signal.SIGTERM)
     wait_until(lambda: not is_running(int(child)))
 

@@ -1,7 +1,5 @@
 """The Ray backend on a cluster of two nodes: placement of tasks, and recovery from the loss of a node."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A population's run with damaged files ends as the undamaged run, or is refused with one line and not changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The scheduler: every finished task counts once, and a resume after any kill is exact."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

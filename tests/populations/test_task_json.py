@@ -1,7 +1,5 @@
 """Tasks and results survive JSON bit for bit, and invalid records are named."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The simulated cluster: its clock by hand, nodes that are lost, and the real scheduler and league on it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

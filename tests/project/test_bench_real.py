@@ -1,7 +1,5 @@
 """results/real/compare.py with few steps: its own runs, TRL's in a process of TRL's venv, and its figures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

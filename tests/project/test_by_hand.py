@@ -1,7 +1,5 @@
 """The scripts examples/*_by_hand.py compute what the library computes: the same trees, advantages, losses and gradients
-from the same data, and the same updates. Each also runs as a program."""
-
-from __future__ import annotations
+from the same data, and the same updates. Each also runs whole."""
 
 import asyncio
 import importlib.util
@@ -50,13 +48,6 @@ def load_script(name: str) -> ModuleType:
 
 grpo = load_script("grpo_by_hand")
 ppo = load_script("ppo_by_hand")
-
-
-def run(script: str, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ---- grpo_by_hand.py
@@ -191,8 +182,11 @@ def test_grpo_by_hand_makes_the_updates_of_the_library(
 
 
 def test_grpo_by_hand_runs_as_a_program() -> None:
-    out = run("grpo_by_hand.py", "--steps", "1", "--episodes", "2", "--eval-episodes", "4", "--seed", "3")
-    lines = out.splitlines()
+    options = ["--steps", "1", "--episodes", "2", "--eval-episodes", "4", "--seed", "3"]
+    command = [sys.executable, str(EXAMPLES / "grpo_by_hand.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert lines[0].startswith("solved before training") and lines[-1].startswith("solved after training")
     assert len(lines) == 3 and "step   1   planner value" in lines[1]
 
@@ -299,7 +293,9 @@ def test_ppo_by_hand_records_env_transitions() -> None:
     np.testing.assert_array_equal(after, frame.obs)
 
 
-def test_ppo_by_hand_runs_as_a_program() -> None:
-    lines = run("ppo_by_hand.py", "--steps", "2", "--seed", "1").splitlines()
+def test_ppo_by_hand_prints_each_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ppo_by_hand.py", "--steps", "2", "--seed", "1"])
+    ppo.main()
+    lines = capsys.readouterr().out.splitlines()
     assert [line[:11] for line in lines] == ["step    1  ", "step    2  "]
     assert all("return" in line and "value loss" in line for line in lines)

@@ -1,8 +1,6 @@
 """A clock that jumps an hour forward and back while a run trains: `time.time` is shifted in the real process, as the
 system's clock is when it is set."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -37,8 +37,9 @@ CONFIGS = sorted(
     {*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
-SLOW = {"pong"}  # its rules are compiled in half a minute
+SLOW = {"pong", "overcooked"}  # rules that are compiled in half a minute, and long games; each has tests of its own
 ABSENT_GRIDS = {"smax"}  # grids with such an env
+NUM_ENVS = 8  # as many as a config has minibatches
 SHORT = {  # the smallest settings that exercise every part of a plan
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games_per_cell": 8, "adaptive_games": 0},
     "xdo": {"iterations": 2, "env_steps": 1, "cfr_iterations": 10, "stop_nash_conv": 0.0},
@@ -115,11 +116,15 @@ def demonstration_settings(path, folder, monkeypatch):
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_vector_config_trains(path, tmp_path, monkeypatch):
-    """Two rollouts with their updates, and the evaluations before and after."""
+    """Two rollouts of few games with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))
     settings = demonstration_settings(path, tmp_path, monkeypatch)
-    sweep = config.algorithm.rollout_length * config.env["num_envs"]
-    settings += [f"env_steps={2 * sweep}", *(f"evals.{name}.episodes=4" for name in config.evals)]
+    sweep = config.algorithm.rollout_length * NUM_ENVS
+    settings += [
+        f"env.num_envs={NUM_ENVS}",
+        f"env_steps={2 * sweep}",
+        *(f"evals.{name}.episodes=4" for name in config.evals),
+    ]
     settings += ["algorithm.learning_starts=1"] if hasattr(config.algorithm, "learning_starts") else []
     changed = validate(VectorConfig, override(load(path), settings))
     setup = build_vector_run(changed)

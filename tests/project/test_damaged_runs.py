@@ -4,8 +4,6 @@ Each case damages a copy of one stopped run and resumes it. Those of SAME must e
 those of REFUSED must raise one ValueError of one line, and change nothing outside the run.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,8 +1,6 @@
 """Every file of a text run, damaged in every way: resume, report and eval end as with the undamaged run, or say in one
 line what is wrong."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

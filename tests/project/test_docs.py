@@ -14,8 +14,6 @@ All runnable blocks of one document run in order, in one temporary folder that h
 `configs`, `examples` and `scripts`, with the virtual environment first on the path; each must end with exit code 0.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

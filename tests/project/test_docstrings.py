@@ -1,7 +1,5 @@
 """Docstrings name exceptions that exist."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

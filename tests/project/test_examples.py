@@ -1,7 +1,5 @@
 """The examples are run as their own comments state: configs are trained, programs run against a server."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """Failing runs: exit code 1, one line with the reason, the traceback of the first failure, and a run that resumes once
 the cause is fixed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

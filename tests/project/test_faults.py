@@ -3,6 +3,7 @@ folder that is full, read-only or moved, a suspended process, and too little mem
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -14,15 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
-from helpers.processes import Server, finish, start
+from helpers.processes import Server, finish, left, start
 
 from palestra.core.files import TEMPORARY_PREFIX
 from palestra.runs import list_checkpoints, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+TESTS = Path(__file__).parents[1]
 KILLS = 4  # of each kind of run
 NET = {"type": "net", "hidden": [8]}
 SPREAD = {"type": "simple_spread", "num_envs": 4, "max_cycles": 7}
@@ -228,6 +231,46 @@ def test_too_little_memory_is_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "a", preexec_fn=limit, timeout=300)
     print(done.returncode, done.stderr[-1500:])
     assert done.returncode == 1 and "error: out of memory" in done.stderr and "Traceback" not in done.stderr
+
+
+MEMORY = {  # bytes of address space with which a run of large batches starts, and does not get through
+    "ppo": 1200 << 20,
+    "two processes": 1330 << 20,
+    "text": 1230 << 20,
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_runs_out_is_one_line_and_the_run_can_be_resumed(tmp_path: Path, kind: str) -> None:
+    tree = tree_of(kind, Path("tiny")) | {"evals": {}}
+    if kind == "text":
+        speech = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 200}}
+        tree |= {"steps": 1, "episodes": 256, "policies": {"guide": speech, "walker": speech}}
+    else:
+        nets = {"env": SPREAD | {"num_envs": 2000}, "policies": {"agent": NET | {"hidden": [1024]}}}
+        tree |= nets | {"env_steps": 20_000}
+    run, limit = write(tmp_path / "a", tree), (MEMORY[kind],) * 2
+    words = [sys.executable, "-m", "palestra", "train", "run.yaml"]
+    process = psutil.Popen(
+        words,
+        cwd=run.parents[1],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+    )
+    children: set[psutil.Process] = set()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children.update(process.children(recursive=True))
+        time.sleep(0.1)
+    out, err = process.communicate()
+    print(process.returncode, out[-500:], err[-1500:])
+    assert process.returncode == 1 and "Traceback" not in out + err and not left([*children])
+    *others, last = err.splitlines()
+    assert "out of memory" in err and last.startswith("error:") and len(others) <= (kind == "two processes")
+    finish(start(run.parents[1], *(("--resume", run) if (run / "config.yaml").exists() else ("run.yaml",))))
 
 
 @pytest.mark.parametrize("what", ["worker", "front", "all"])

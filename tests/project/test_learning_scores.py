@@ -1,7 +1,5 @@
 """The table of learning tests: bars far from what other seeds reach, and no entry without its test."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of small networks start without importing the packages of language models, which takes seconds and memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Malformed configs (malformed.py): each is refused with exit code 2 and one line per error, or is valid; none gives a
 traceback, and none takes long. `pytest -s` prints a table of them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -4,8 +4,6 @@ The commands are those of the documentation, run in an empty folder, in a new ve
 downloads, the packages of this venv.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

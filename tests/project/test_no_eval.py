@@ -65,7 +65,7 @@ REVIEWED = {
     ("sandbox/program.py", "compile"): (1, "compiles our own file boot.py and runs nothing"),
 }
 # Programs kept as text, which `ast` parses as strings: all of them run in the sandbox.
-PROGRAMS = {"environments/math/tool.py": 2, "sandbox/program.py": 1, "environments/code/test_runner.py": 1}
+PROGRAMS = {"environments/math/env.py": 2, "sandbox/program.py": 1, "environments/code/test_runner.py": 1}
 
 
 def evaluating_call(node: ast.AST) -> str | None:

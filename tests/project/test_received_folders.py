@@ -553,7 +553,6 @@ OWN_FILES = {
     "api/agents/serve.py": "the key of the operator",
     "api/agents/model_files.py": "the standard input of a process",
     "runs/run.py": "after `Run` has checked the folder",
-    "runs/resource_usage.py": "the system's",
     "runs/system_metrics.py": "the system's",
 }
 RECEIVING = ("api/agents", "cli", "dashboard", "evaluation", "populations", "runs")

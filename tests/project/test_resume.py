@@ -14,7 +14,7 @@ from helpers.processes import finish, start
 from palestra.runs import list_checkpoints, read_lines
 
 LOGS = ("metrics.jsonl", "evals.jsonl")
-STEPS = 20
+STEPS = 12
 
 
 def config(base, steps):
@@ -111,11 +111,11 @@ def contents(run):
 def test_uninterrupted_run_has_all_compared_files(uninterrupted):
     run = uninterrupted(STEPS)
     assert len(read_lines(run / "metrics.jsonl")) == 3 * STEPS
-    assert [line["step"] for line in read_lines(run / "evals.jsonl")] == [-1, 2, 5, 8, 11, 14, 17, 19]
+    assert [line["step"] for line in read_lines(run / "evals.jsonl")] == [-1, 2, 5, 8, 11]
     names = {str(f.relative_to(run)) for f in contents(run)}
     for name in ("guide", "walker"):
         for file in ("adapter_model.safetensors", "optimizer.safetensors", "member.json"):
-            assert f"checkpoints/step-000019/{name}/{file}" in names
+            assert f"checkpoints/step-000011/{name}/{file}" in names
     updates = [line["updates"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "walker"]
     assert max(updates) > 1  # several optimizer steps in a training step
 
@@ -130,7 +130,8 @@ def test_resume_after_twenty_kills_is_bit_identical(base, uninterrupted, tmp_pat
     assert_same(kill_repeatedly(tmp_path / "a", base, uninterrupted(70), kills=20), uninterrupted(70))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# a population's Ctrl-C is a fast test: test_run_can_be_resumed_after_ctrl_c
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_writes_a_checkpoint_and_prints_the_resume_command(base, uninterrupted, tmp_path, number):
     process, run = new_run(tmp_path / "a folder", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:

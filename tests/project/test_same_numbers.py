@@ -6,8 +6,6 @@ processor, and the test is skipped on others. To add one, run an old commit on i
 `python tests/project/test_same_numbers.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

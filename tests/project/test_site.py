@@ -1,7 +1,5 @@
 """The site as `make docs` builds it: without warnings, without other hosts, and with resolving links."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

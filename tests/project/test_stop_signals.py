@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from helpers.processes import Server, finish, start
+from helpers.processes import Server, finish, left, signal_all, start
 
 from palestra.runs import list_checkpoints, load_episodes, read_lines
 
@@ -59,22 +59,6 @@ def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 150
     while not condition():
         assert process.poll() is None and time.monotonic() < until, process.communicate(timeout=20)
         time.sleep(0.02)
-
-
-def signal_all(pid: int, number: int) -> list[psutil.Process]:
-    """Sends a signal to a process and all its descendants, children first, as a service manager may."""
-    first = psutil.Process(pid)
-    children = first.children(recursive=True)
-    for child in [*reversed(children), first]:
-        try:
-            child.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
-    return children
-
-
-def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return psutil.wait_procs(processes, timeout=20)[1]
 
 
 @pytest.mark.parametrize("kind", ["judges", "samplers", "workers", "two processes", "actors", "population"])

@@ -1,7 +1,5 @@
 """The wheel with its core dependencies alone, outside the checkout: `make test-wheel` installs it in .cache/wheel."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from importlib.metadata import distribution

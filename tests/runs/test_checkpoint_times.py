@@ -1,7 +1,5 @@
 """When checkpoints are written: after a tenth of a run, and by the clock, which changes no result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -529,7 +529,7 @@ def test_evaluation_may_assign_other_policies_to_seats(base, tmp_path):
     }
     path, _ = run_of(whisper(base, "policies.expert.type=expert", steps=1, evals=evals), tmp_path)
     success = {line["name"]: line["success"] for line in read_lines(path / "evals.jsonl") if line["step"] == -1}
-    assert success["both"] == 1.0 and 0.2 < success["one"] < 0.8 and success["none"] < success["both"]
+    assert success["both"] == 1.0 and 0 < success["one"] < 1 and success["none"] < 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every method that training calls on a run exists on the no-op runs of other ranks."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from palestra.runs import Run, read_lines
-from palestra.runs.resource_usage import STATM, ResourceMeter
+from palestra.runs.system_metrics import STATM, ResourceMeter
 
 needs_proc = pytest.mark.skipif(not STATM.exists(), reason="this system has no /proc")
 

@@ -1,7 +1,5 @@
 """Runs: what is written is read back, and a process killed at any moment loses no recorded data."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

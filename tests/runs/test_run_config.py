@@ -1,7 +1,5 @@
 """Settings shared by the configs of all kinds of runs, and by those of language agents and of vectorised envs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

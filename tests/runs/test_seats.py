@@ -1,7 +1,5 @@
 """Which policy plays each seat: the same rules for text and vectorised envs."""
 
-from __future__ import annotations
-
 import pytest
 
 from palestra.core.config import validate

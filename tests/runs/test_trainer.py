@@ -1,7 +1,5 @@
 """The training loop over any trainer: logging, evaluation, checkpoints, stopping and resuming."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Each prints ESCAPED if it succeeds. They run after the prelude of `attempts.py` 
 100 MiB of memory, 1 MiB of disk and 1.5 seconds of processor time. Numbers of system calls are those of x86-64.
 """
 
-from __future__ import annotations
-
 HELPERS = r"""
 import array, errno, fcntl, struct, threading
 libc.mmap.restype = ctypes.c_void_p

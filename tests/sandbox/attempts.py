@@ -4,8 +4,6 @@ Their variables: SECRET is the path of a file, OUTSIDE of a folder; PORT, UDP, A
 servers; VICTIM is a process, TOKEN a process name, LIBRARY a file that they may read, PACKAGES installed packages.
 """
 
-from __future__ import annotations
-
 PRELUDE = """
 import ctypes, mmap, os, pwd, resource, signal, socket, struct, sys, time
 libc = ctypes.CDLL(None, use_errno=True)

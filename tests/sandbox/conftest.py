@@ -1,7 +1,5 @@
 """The state outside the sandbox, which no program may change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

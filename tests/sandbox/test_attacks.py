@@ -3,8 +3,6 @@
 The table of docs/sandbox.md counts these. Control tests show that many of them succeed without a sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Cgroups of runs: what is written where, in a tree of plain files, and real cgroups if the kernel allows them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

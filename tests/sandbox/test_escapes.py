@@ -4,8 +4,6 @@ The attempts (`attempts.py`) print whether they succeed, and the state outside i
 show that they are real: without a sandbox they succeed.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A thousand runs, some of them hostile, leave no processes, files or folders."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """The environment in a sandbox, its limits, and the results that it reports."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

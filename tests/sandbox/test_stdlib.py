@@ -1,7 +1,5 @@
 """Programs can use the standard library, although system calls that are not on the filter's list are refused."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The state outside a sandbox while hostile programs run in it, and a way to run them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

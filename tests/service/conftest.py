@@ -1,7 +1,5 @@
 """Front ends over a real store and weight store."""
 
-from __future__ import annotations
-
 import tempfile
 import uuid
 import warnings

@@ -10,8 +10,6 @@ Nothing is sent anywhere. `<generation>.json` holds the JSON bodies by endpoint;
 protobuf that 0.38 sends for gradients. The data are those of `test_codec.py`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 running. The front end has a real store and weight store, and a real worker takes the requests that pass validation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -230,6 +228,7 @@ def with_real_ids(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
     return tree
 
 
+@pytest.mark.slow  # bad bodies by hand, here and in test_app.py, are fast tests
 @amounts
 def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -> None:
     """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly fit."""

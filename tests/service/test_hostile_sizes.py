@@ -1,7 +1,5 @@
 """Bodies as large or as nested as allowed: refused at once, or read while other clients are still answered."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket

@@ -10,20 +10,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
-from helpers.processes import Server
+from helpers.processes import Server, left, signal_all
 
+from palestra.core.files import acquire_lock
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import checkpoints, models
+from palestra.service.storage.tables import checkpoints, models, requests
 from palestra.service.storage.weight_store import WeightStore
 
 SILENCE = 150.0  # seconds without an answer that count as a fault on a busy machine
@@ -126,11 +129,11 @@ class Client(threading.Thread):
         if refused:
             raise refused[0]
 
-    def datum(self, seed: int) -> dict[str, Any]:
-        ids = np.random.default_rng(seed).integers(5, 200, 9).tolist()
+    def datum(self, seed: int, length: int = 8) -> dict[str, Any]:
+        ids = np.random.default_rng(seed).integers(5, 200, length + 1).tolist()
         inputs = {
             "target_tokens": {"data": ids[1:], "dtype": "int64"},
-            "weights": {"data": [1.0] * 8, "dtype": "float32"},
+            "weights": {"data": [1.0] * length, "dtype": "float32"},
         }
         return {"model_input": {"chunks": [{"tokens": ids[:-1]}]}, "loss_fn_inputs": inputs}
 
@@ -309,3 +312,99 @@ def test_resume_after_server_restart_is_bit_identical(server: Server) -> None:
         probes.append(client.probe())
         client.http.close()
     assert probes[0] == probes[1]
+
+
+class Waiting(threading.Thread):
+    """Calls a function and keeps what it returns, or its error."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.call, self.result = call, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except BaseException as fault:
+            self.result = fault
+
+
+def complete(server: Server) -> str:
+    """The text of a completion, requested again while the server refuses or is gone."""
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 400, "temperature": 0}
+    until = time.monotonic() + SILENCE
+    while time.monotonic() < until:
+        try:
+            reply = httpx.post(f"{server.url}/oai/api/v1/completions", json=body, timeout=60)
+        except httpx.TransportError:
+            time.sleep(0.1)
+            continue
+        if reply.status_code == 200:
+            return str(reply.json()["choices"][0]["text"])
+        assert reply.status_code == 503 and "send the request again" in reply.text, reply.text
+    raise AssertionError("no answer")
+
+
+def in_flight(data: Path, ids: list[str]) -> bool:
+    store = Store.open(f"sqlite:///{data / 'store.sqlite'}")
+    rows = store.find(requests, requests.c.id.in_(ids))
+    store.close()
+    assert all(row.finished is None for row in rows), "answered before the signal"
+    return all(row.state == "taken" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["front", "all"])
+def test_sigterm_with_requests_in_flight_loses_nothing(server: Server, whom: str) -> None:
+    """The clients' polls and requests are repeated, and what was asked before the signal ends as without it."""
+    results = []
+    for number, is_stopped in enumerate((False, True)):
+        client = Client(server, number, threading.Event())
+        client.dice = random.Random(0)
+        client.create()
+        client.step()
+        given = {"data": [client.datum(seed, 900) for seed in range(20)], "loss_fn": "cross_entropy"}
+        fields = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "num_samples": 2}
+        asked = [
+            client.train("forward_backward", forward_backward_input=given),
+            client.ask("asample", **fields, sampling_params={"max_tokens": 400, "seed": 3, "stop": []}),
+        ]
+        waiting = [Waiting(partial(client.answer, request)) for request in asked]
+        waiting.append(Waiting(partial(complete, server)))
+        if is_stopped:
+            while not in_flight(server.data, asked):
+                time.sleep(0.01)
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            began = time.monotonic()
+            if whom == "all":
+                signal_all(server.process.pid, signal.SIGTERM)
+            else:
+                server.process.terminate()
+            out, _ = server.process.communicate(timeout=90)
+            print(f"stopped after {time.monotonic() - began:.1f} s")
+            assert server.process.returncode == 0 and out == "", out
+            assert time.monotonic() - began < 90 and not left(children)
+            server.start()
+        for thread in waiting:
+            thread.join(SILENCE)
+        results.append([thread.result for thread in waiting])
+        client.answer(client.train("optim_step", adam_params={"learning_rate": 0.02}))
+        results[-1].append(client.probe())
+        client.http.close()
+    assert not any(isinstance(result, BaseException) for result in results[1]), results[1]
+    answered, sampled = zip(*((result[0], result[1]["sequences"]) for result in results), strict=True)
+    assert answered[0] == answered[1] and results[0][2:] == results[1][2:]
+    for expected, sequence in zip(*sampled, strict=True):  # batches differ, and with them the rounding
+        assert sequence["tokens"] == expected["tokens"] and len(sequence["tokens"]) == 400
+        np.testing.assert_allclose(sequence["logprobs"], expected["logprobs"], atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_server_that_still_loads_its_models_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with acquire_lock(tmp_path / "data/worker.lock", "the data"):  # its worker waits, as while it loads
+        server = Server(tmp_path / "data")
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        began = time.monotonic()
+        assert server.stop() == 0 and not left(children)
+        assert time.monotonic() - began < 20

@@ -1,7 +1,5 @@
 """A server on PostgreSQL with a second front end: requests to one are answered at the other."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`palestra train --engine URL` equals `palestra train`: the same metrics and checkpoints, and equally clear errors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -39,7 +37,7 @@ from palestra.text.tinker.connection import RequestRefused, ServiceConnection
 from palestra.text.tinker.remote_weights import WireLoss, to_wire_loss
 from palestra.text.training.trainer import TextTrainer, update_learner
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,7 @@ def config(folder: Path, name: str, **changes: Any) -> Path:
         "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "max_turns": 2, "reward": "dense"},
         "policies": {"planner": speech, "executor": speech | {"batch_size": 8}},
         "algorithm": {"type": "grpo", "group_size": 4, "entropy_coef": 0.05},
-        "evals": {"dev": {"episodes": 4, "every": 3}},
+        "evals": {"dev": {"episodes": 4, "every": 2}},
         "checkpoint_every": 2,
     }
     for path, value in changes.items():
@@ -170,6 +168,9 @@ ELSEWHERE = {  # algorithms that need only log-probabilities
 }
 
 
+FAST = ("dpo", "kl", "gspo", "sft")  # that the others map to other losses is test_losses_map_to_wire_losses
+
+
 def assert_the_same(here: Path, there: Path) -> None:
     """Except for the entropy, which is not requested, and for the accuracy on pairs, which depends on rounding while
     the policy equals its reference."""
@@ -179,7 +180,7 @@ def assert_the_same(here: Path, there: Path) -> None:
     assert_alike(*([{k: v for k, v in line.items() if k not in vague} for line in lines] for lines in (theirs, ours)))
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in ELSEWHERE])
 def test_algorithm_trains_remotely_as_locally(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +189,7 @@ def test_algorithm_trains_remotely_as_locally(
     assert_the_same(train_run(tmp_path, tree), train_run(tmp_path, tree, server.url))
 
 
-@pytest.mark.parametrize("name", ["clipped", "gspo", "dpo"])
+@pytest.mark.parametrize("name", ["clipped", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gspo", "dpo"))])
 def test_only_standard_requests_are_sent_to_other_servers(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """MinT's older sample, as a program against a running server."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 TRL has its own virtual environment, that of bench/lm.py; `make test-trl` installs it there and runs this.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.peer_cases import LENGTHS, LONGEST, TRL, assert_equal_loss, draw, run_cases, scored, shares, trained_tokens

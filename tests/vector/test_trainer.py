@@ -1,7 +1,5 @@
 """Runs in vector envs from the command line: they learn, resume exactly, and explain errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -78,7 +76,8 @@ def contents(run: Path) -> dict[str, bytes]:
 
 
 def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
-    """A run that is killed `kills` times, each at a random moment after its first checkpoint, and resumed."""
+    """A run that is killed `kills` times, each at a random moment after its first checkpoint, and resumed; of several,
+    the last time with another hash seed."""
     rng = random.Random(kills)
     run = folder / "runs" / str(tree["name"])
     process = launch(folder, write(folder, tree))
@@ -93,7 +92,7 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
         time.sleep(rng.uniform(0, 0.2))
         process.kill()
         process.communicate()
-        process = launch(folder, "--resume", run, forked=kill < kills - 1)
+        process = launch(folder, "--resume", run, forked=kills == 1 or kill < kills - 1)
     finish(process)
     return run
 

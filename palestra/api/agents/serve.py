@@ -27,7 +27,7 @@ from palestra.engine.sampling.request import Request, max_chars_per_token, max_p
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.text.build.engines import Engines
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 
 MAX_REQUESTS = 512  # concurrent requests
 CACHED_CHATS = 256  # conversations whose tokens are cached
@@ -103,8 +103,8 @@ class ServedAgent:
         encoder = self.policy.encoder
         assert isinstance(self.policy.sampler, Sampler)  # agents are sampled in this process only
         self.context_limit = ContextLimit(encoder.tokenizer, self.policy.sampler.engine)
-        self.caching_encoder = ChatEncoder(encoder.tokenizer, encoder.options, cache_size=CACHED_CHATS)
-        self.plain_encoder = ChatEncoder(encoder.tokenizer, encoder.options, cache_size=0)
+        self.caching_encoder = encoder.with_cache(CACHED_CHATS)
+        self.plain_encoder = encoder.with_cache(0)
 
     async def answer(self, asked: ChatCall) -> ChatReply:
         """Samples one completion. Raises ValueError for invalid sampling settings and for a conversation that is too
@@ -116,8 +116,9 @@ class ServedAgent:
         prompt_ids = await self._fitting_prompt(asked.chat)
         request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
         (sampled,) = await policy.sampler.sample(request)
-        (text,) = policy.decode_completions([sampled])
-        return ChatReply(text, sampled.stop_reason == "length", (len(prompt_ids), len(sampled.token_ids)))
+        read = policy.read(sampled, prompt_ids, asked.chat.tools)
+        counts = (len(prompt_ids), len(sampled.token_ids))
+        return ChatReply(read.text, sampled.stop_reason == "length", counts, read.thought)
 
     async def _fitting_prompt(self, chat: Chat) -> np.ndarray:
         """Returns the prompt tokens [P] of a conversation, rewritten if it exceeds the policy's `context.max_tokens`.
@@ -158,7 +159,7 @@ class ServedAgent:
         fails."""
         with _template_errors():
             encoder = self.plain_encoder if self.context_limit.check(chat) > MAX_CACHED_CHARS else self.caching_encoder
-            return encoder.encode_conversation(chat, None)
+            return encoder.encode_conversation(chat)
 
     def _framed(self, chat: Chat) -> Chat:
         """Returns the conversation with the agent's role as system message, if it has none."""

@@ -21,12 +21,13 @@ class CallRefused(Exception):
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A completion: whether it was cut off at its length limit, and the number of (prompt, completion) tokens, None if
-    unknown."""
+    """A completion: whether it was cut off at its length limit, the number of (prompt, completion) tokens, None if
+    unknown, and the model's thought."""
 
     text: str
     hit_length_limit: bool = False
     token_counts: tuple[int, int] | None = None
+    thought: str = ""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ class ChatServer:
             raise HTTPException(400, str(error)) from None
         reply = ChatReply(answer) if isinstance(answer, str) else answer
         message = parse_assistant_message(reply.text)
+        if reply.thought:
+            message["reasoning_content"] = reply.thought
         finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if stream:

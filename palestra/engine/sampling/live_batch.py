@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from palestra.core.chat import template_turn_end
 from palestra.engine.bases.model import Engine
+from palestra.engine.conversation.answers import end_tokens
 from palestra.engine.sampling.request import LiveSequence, SequenceGroup
 from palestra.engine.sampling.token_sampling import StopStringMatcher, counter_uniform, sample_tokens, top_tokens
 
@@ -170,7 +170,6 @@ def without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> lis
 def end_token_ids(engine: Engine) -> np.ndarray:
     """Returns the tokens that end an answer, int64, sorted: those of the tokenizer, of its chat template and of the
     generation config."""
-    ends = {engine.tokenizer.eos_token_id, template_turn_end(engine.tokenizer)}
     config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
-    ends |= set(config if isinstance(config, list) else [config])
+    ends = end_tokens(engine.tokenizer) | set(config if isinstance(config, list) else [config])
     return np.array(sorted(e for e in ends if e is not None), np.int64)

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from palestra.core.accel.malloc import free_memory
+from palestra.core.failures import is_out_of_memory
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import MAX_PREFILL_TOKENS, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.engine.cache.kv_pages import CacheFull
@@ -300,7 +301,7 @@ class Sampler:
                 self.batch.grow(live)
                 return True
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not does_not_fit(error):
                     return True  # the pass will fail for the groups that cause it
                 self._preempt_some(error)
         return False
@@ -327,7 +328,7 @@ class Sampler:
         try:
             compute(groups)
         except Exception as error:
-            if is_out_of_memory(error):
+            if does_not_fit(error):
                 raise OutOfMemory(error) from error
             if len(groups) == 1:
                 self._drop(groups[0], error)
@@ -351,11 +352,9 @@ class OutOfMemory(Exception):
         self.reason = reason
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether `error` means that memory ran out: the cache's budget, the GPU's or the machine's memory."""
-    if isinstance(error, (CacheFull, MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's message on CPU
+def does_not_fit(error: Exception) -> bool:
+    """Returns whether `error` means that the cache's budget, or memory, ran out."""
+    return isinstance(error, CacheFull) or is_out_of_memory(error)
 
 
 def _default_prefill_tokens(engine: Engine, cache_bytes: int) -> int:

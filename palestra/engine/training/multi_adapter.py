@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,7 @@ from palestra.engine.lora.routes import SingleAdapterRoute, count_kept_rows
 from palestra.engine.training.head import LMHead, ScoredTokens, score_tokens
 from palestra.engine.training.trainer import Trainer
 
-
-class LogitsMap(Protocol):
-    """Reads the logits of a job's targets."""
-
-    def __call__(self, read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor: ...
+ReadLogits = Callable[[Tensor, slice], Tensor]
 
 
 class JobLossInputs(NamedTuple):
@@ -48,7 +44,7 @@ class JobLossInputs(NamedTuple):
     logp_M: Tensor
     inputs: dict[str, Tensor]
     sequence_M: Tensor
-    map_logits: LogitsMap
+    map_logits: Callable[[ReadLogits, Tensor | None], Tensor]
 
 
 JobLossFunction = Callable[[JobLossInputs], tuple[Tensor, TensorMetrics]]
@@ -237,20 +233,10 @@ def _rows(parts: Sequence[JobSlice], forests: Sequence[Forest]) -> list[list[np.
     ]
 
 
-class TargetHead(Protocol):
-    """The output head over a job's rows, for targets in the rows `row_M` of a pass."""
-
-    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
-        """Returns the log-probabilities [M] float32 of the tokens `token_M`."""
-        ...
-
-    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Returns `read(logits_CV, rows)` of all rows, concatenated."""
-        ...
-
-
 class WholeHead:
-    """The head of a pass whose logits fit at once: those of all jobs are computed together."""
+    """The head of a pass whose logits fit at once: those of all jobs are computed together. `logprobs` returns those
+    of the tokens `token_M` in the rows `row_M` of the pass [M] float32, `map_logits` the results of `read(logits_CV,
+    rows)` for its rows `row_A`."""
 
     def __init__(self, engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> None:
         self.logits_CV = widen(engine.head_logits(hidden_CH, route))
@@ -259,12 +245,12 @@ class WholeHead:
     def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
         return self.logits_CV[row_M, token_M] - self.norm_C[row_M]
 
-    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def map_logits(self, row_A: Tensor, read: ReadLogits) -> Tensor:
         return read(self.logits_CV.index_select(0, row_A), slice(0, len(row_A)))
 
 
 class ChunkedHead:
-    """The head of one job in a pass whose logits do not fit at once."""
+    """The head of one job in a pass whose logits do not fit at once, with the methods of `WholeHead`."""
 
     def __init__(self, engine: Engine, adapter: Adapter, hidden_CH: Tensor) -> None:
         self.head, self.hidden_CH = LMHead(engine, SingleAdapterRoute(adapter)), hidden_CH
@@ -274,8 +260,11 @@ class ChunkedHead:
         wanted = ScoredTokens(row_M, token_M, None)
         return score_tokens(self.head, self.hidden_CH.index_select(0, rows), wanted, entropy_grad=False)[0]
 
-    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def map_logits(self, row_A: Tensor, read: ReadLogits) -> Tensor:
         return self.head.map_chunks(self.hidden_CH.index_select(0, row_A), read)
+
+
+TargetHead = WholeHead | ChunkedHead
 
 
 def _heads(engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> Callable[[JobSlice], TargetHead]:
@@ -301,7 +290,7 @@ def _loss_inputs(engine: Engine, part: JobSlice, at: Sequence[np.ndarray], head:
     sequence_M = engine.tensor(np.repeat(np.arange(len(data)), [target.size for target in targets]))
     token_M = engine.tensor(np.concatenate([t.ravel() for t in targets]))
 
-    def map_logits(read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor:
+    def map_logits(read: ReadLogits, index_A: Tensor | None) -> Tensor:
         return head.map_logits(row_M if index_A is None else row_M[index_A], read)
 
     return JobLossInputs(head.logprobs(row_M, token_M), inputs, sequence_M, map_logits)

@@ -9,13 +9,19 @@ Shapes: `S` tokens of a forest, `M` trained tokens, `H` width of the model, `V` 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
@@ -26,7 +32,6 @@ from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.variants import Dropout
-from palestra.engine.training.loss_scale import LossScale
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,
@@ -39,8 +44,33 @@ from palestra.engine.training.micro_batch import (
     with_gradient,
 )
 from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
-from palestra.engine.training.reference_weights import ReferenceWeights
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+
+
+class LossScale:
+    """Dynamic loss scale for float16 gradients (Micikevicius et al., 2018, section 3.2): halved when one overflows,
+    doubled after `growth_interval` consecutive steps without overflow.
+
+    Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
+    is equal on all ranks, decides.
+    """
+
+    def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value, self.growth_interval, self.good_steps = value, growth_interval, 0
+
+    def update(self, finite: bool) -> Metrics:
+        """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
+        ValueError if the scale falls below 2**-14, because gradients are never finite."""
+        metrics = {"loss_scale": self.value, "skipped": float(not finite)}
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = 2 * self.value, 0
+        if self.value < 2.0**-14:
+            raise ValueError("the gradient is not finite in float16, however small the loss: use precision: bfloat16")
+        return metrics
+
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -331,3 +361,65 @@ def value_head(engine: Engine) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
+
+
+REFERENCE_FILE = "weights.safetensors"
+
+
+class ReferenceWeights:
+    """A copy of `parameters` as they are now, in their own dtype: in the memory of their device, or with `on_disk` in a
+    temporary folder, read whole for every pass. For a pass of the reference the model's parameters point to the frozen
+    tensors, without copying. `is_base` is True until the base's weights are replaced."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, on_disk: bool) -> None:
+        self.parameters, self.on_disk, self.is_base = list(parameters), on_disk, True
+        self._folder = Path(tempfile.mkdtemp(prefix="palestra-reference-")) if on_disk else None
+        if self._folder:
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._tensors: list[Tensor] = []
+        self._store([parameter.detach() for parameter in self.parameters])
+
+    def replace(self) -> None:
+        """Replaces the reference by a copy of the current parameters."""
+        self._store([parameter.detach() for parameter in self.parameters])
+        self.is_base = False
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the model has the frozen weights."""
+        own = [parameter.data for parameter in self.parameters]
+        for parameter, tensor in zip(self.parameters, self._load(), strict=True):
+            parameter.data = tensor
+        try:
+            yield
+        finally:
+            for parameter, tensor in zip(self.parameters, own, strict=True):
+                parameter.data = tensor
+
+    def save(self, path: Path) -> None:
+        """Writes the frozen weights to `path`."""
+        tensors = {str(i): tensor.cpu().contiguous() for i, tensor in enumerate(self._load())}
+        save_file(tensors, path)
+
+    def load(self, path: Path) -> None:
+        """Reads the weights that `save` wrote. Raises ValueError if they are of another model."""
+        stored = load_file(path)
+        shapes = [tuple(parameter.shape) for parameter in self.parameters]
+        if [tuple(stored[str(i)].shape) for i in range(len(stored))] != shapes:
+            raise ValueError(f"the reference at {path} is of another model")
+        self._store([stored[str(i)] for i in range(len(stored))])
+        self.is_base = False
+
+    def _store(self, tensors: Sequence[Tensor]) -> None:
+        if self._folder:
+            kept = {str(i): tensor.cpu().contiguous() for i, tensor in enumerate(tensors)}
+            save_file(kept, self._folder / REFERENCE_FILE)
+            return
+        places = zip(tensors, self.parameters, strict=True)
+        self._tensors = [torch.empty_like(p, requires_grad=False).copy_(tensor) for tensor, p in places]
+
+    def _load(self) -> list[Tensor]:
+        if not self._folder:
+            return self._tensors
+        stored = load_file(self._folder / REFERENCE_FILE)
+        return [stored[str(i)].to(parameter.device) for i, parameter in enumerate(self.parameters)]

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.core.types import Seat, Step
 from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
+from palestra.environments.math.expressions import evaluate
 from palestra.environments.math.grader_client import MATH_GRADER
 from palestra.environments.math.grading import INCORRECT, AnswerGrade, grade_answer, grade_directly
-from palestra.environments.math.problem import ProblemKind
+from palestra.environments.math.problem import Problem, ProblemKind
 from palestra.environments.math.problem_source import ProblemSource
-from palestra.environments.math.prompts import (
-    EXACT_NUMBER_FORMAT,
-    NUMBER_FORMAT,
-    MathTurn,
-    Reply,
-    format_observation,
-    role_prompts,
-)
 from palestra.environments.math.reasoning import grade_reasoning
-from palestra.environments.math.tool import extract_program, run_program
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
-from palestra.sandbox import open_sandbox
+from palestra.sandbox import ResourceLimits, RunResult, Sandbox, open_sandbox
 
 CORRECT_REWARD = 1.0  # local reward, times the grade
 UNREADABLE_PENALTY = 0.1  # local penalty of the reasoner for an answer that cannot be read
@@ -223,3 +218,173 @@ def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:
     if seat == "tool":
         cost = NO_RUN_PENALTY * (reply.error is not None) + UNREADABLE_OUTPUT_PENALTY * unreadable
     return {FORM_TERM: -cost if cost else 0.0, "correct": CORRECT_REWARD * reply.verdict.score}
+
+
+# ---- prompts and observations: full ones for language models, compact ones for tiny models
+
+
+MAX_QUOTE_CHARS = 2000  # maximum characters of a quoted reply
+MAX_COMPACT_QUOTE_CHARS = 24  # maximum characters of an answer in the compact rendering
+
+ANSWER_FORMAT = "End with #### and the final answer alone, for example #### 42, or put it in \\boxed{}."
+EXACT_NUMBER_FORMAT = "A number is an integer or a fraction in lowest terms, such as 7/2."
+NUMBER_FORMAT = "Work the answer out: a number is an integer, a decimal or a fraction in lowest terms, such as 7/2."
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A seat's reply in one turn, the answer extracted from it, and the grader's verdict.
+
+    For the tool seat, `text` is the program and `error` a one-line description of its failure.
+    """
+
+    text: str
+    answer: str | None
+    verdict: AnswerGrade
+    error: str | None = None
+
+
+MathTurn = Mapping[Seat, Reply]
+
+
+def role_prompts(seats: Sequence[Seat], turns: int, seconds: float, exact: str, compact: bool) -> dict[Seat, str]:
+    """Returns the system message of each seat; `exact` is a sentence about the form of answers, or ""."""
+    if compact:
+        return {seat: f"math {seat}" for seat in seats}
+    numbers = f" {exact}" if exact else ""
+    if len(seats) == 1:
+        again = f" You are asked up to {turns} times, until your answer stays the same." if turns > 1 else ""
+        return {
+            "reasoner": f"You solve a mathematics problem.{again}\n"
+            f"Think it through step by step. {ANSWER_FORMAT}{numbers}"
+        }
+    together = (
+        "You and a partner solve the same mathematics problem at the same time. After each turn both of you see what "
+        f"both answered. It is over when your two answers agree, after {turns} turns at the latest; the reasoner's "
+        "last answer is the team's."
+    )
+    reasoner = f"You are the reasoner; your partner writes programs. Think step by step. {ANSWER_FORMAT}"
+    tool = (
+        "You are the tool user; your partner reasons. Write one Python program that prints the answer on its last "
+        f"line, in a ```python block. It runs alone, without network, for at most {seconds:g} seconds."
+    )
+    return {"reasoner": f"{together}\n{reasoner}{numbers}", "tool": f"{together}\n{tool}{numbers}"}
+
+
+def format_observation(problem: Problem, seat: Seat, turns: Sequence[MathTurn], max_turns: int, compact: bool) -> str:
+    """Returns the observation of a seat: the problem and the replies so far."""
+    if compact:
+        return " ".join([problem.short_question, *(_compact(turn, seat) for turn in turns)])
+    parts = [f"Problem: {problem.question}"]
+    parts += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
+    if max_turns > 1:
+        parts.append(
+            f"This is turn {len(turns) + 1} of {max_turns}.{' Check, and correct what is wrong.' if turns else ''}"
+        )
+    return "\n\n".join(parts)
+
+
+def _compact(turn: MathTurn, seat: Seat) -> str:
+    """Returns one turn in compact form, the seat's own answer last: "tool 26 you 24"."""
+    ordered = sorted(turn, key=lambda who: who == seat)
+    return " ".join(f"{'you' if who == seat else who} {_brief(turn[who])}" for who in ordered)
+
+
+def _brief(reply: Reply) -> str:
+    if reply.error:
+        return "error"
+    return " ".join(reply.answer.split())[:MAX_COMPACT_QUOTE_CHARS] if reply.answer else "none"
+
+
+def _full(turn: MathTurn, seat: Seat) -> str:
+    return "\n".join(_quoted(who, reply, who == seat) for who, reply in turn.items())
+
+
+def _quoted(who: Seat, reply: Reply, own: bool) -> str:
+    if who == "tool":
+        came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
+        whose = "Your" if own else "The tool user's"
+        return f"{whose} program:\n```python\n{reply.text[-MAX_QUOTE_CHARS:]}\n```\n{came}"
+    answer = reply.answer or "none was found: end with #### and the answer"
+    return f"{'You' if own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
+
+
+# ---- the tool seat's Python: a program that prints an answer, or a single expression
+
+
+MAX_PROGRAM_CHARS = 20_000  # maximum characters of a program
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PLAIN = re.compile(r"[0-9+\-*/%(). ]{1,200}")
+
+# Like Python's interactive prompt: the value of a single expression is printed.
+RUNNER_SOURCE = """
+source = open("program.py", encoding="utf-8").read().strip()
+names = {"__name__": "__main__"}
+try:
+    code = compile(source, "program.py", "eval")
+except SyntaxError:
+    exec(compile(source, "program.py", "exec"), names)
+else:
+    shown = eval(code, names)
+    if shown is not None:
+        print(shown)
+"""
+
+
+@dataclass(frozen=True)
+class ProgramOutput:
+    """Output of a program, and a one-line error, None on success."""
+
+    text: str
+    error: str | None = None
+
+
+def extract_program(text: str) -> str:
+    """Returns the last fenced Python block of a text, or the whole text without one."""
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1] if blocks else text).strip()
+
+
+async def run_program(source: str, sandbox: Sandbox, seconds: float) -> ProgramOutput:
+    """Runs `source` in the sandbox for at most `seconds` of wall and CPU time. Arithmetic is evaluated in process."""
+    if len(source) > MAX_PROGRAM_CHARS:
+        return ProgramOutput("", f"the program is longer than {MAX_PROGRAM_CHARS} characters")
+    if plain := arithmetic_output(source):
+        return plain
+    limits = ResourceLimits(wall=seconds, cpu=seconds)
+    outcome = await sandbox.run_python(
+        RUNNER_SOURCE, files={"program.py": source.encode("utf-8", "replace")}, limits=limits
+    )
+    return ProgramOutput(outcome.stdout.strip(), _error(outcome))
+
+
+def arithmetic_output(source: str) -> ProgramOutput | None:
+    """Returns the output or error of an arithmetic expression, or of `print` of one; None for any other program."""
+    text = source.strip()
+    inner = text[len("print(") : -1] if text.startswith("print(") and text.endswith(")") else text
+    if not _PLAIN.fullmatch(inner):
+        return None
+    try:
+        return ProgramOutput(str(evaluate(inner)))
+    except ZeroDivisionError as error:
+        return ProgramOutput("", f"ZeroDivisionError: {error}")
+    except SyntaxError as error:
+        return (
+            ProgramOutput("", f"SyntaxError: {error.msg}") if inner is text else None
+        )  # "print(1)(2)" fails differently
+    except ValueError:
+        return None
+
+
+def _error(outcome: RunResult) -> str | None:
+    if outcome.ended == "exit":
+        if outcome.code:
+            return (outcome.stderr.strip().splitlines() or [f"exit status {outcome.code}"])[-1][:200]
+        return None if outcome.stdout.strip() else "nothing was printed"
+    return {
+        "signal": "it was killed",
+        "wall": "it ran out of time",
+        "cpu": "it ran out of time",
+        "memory": "it ran out of memory",
+        "output": "it printed too much",
+    }[outcome.ended]

@@ -21,7 +21,6 @@ from palestra.core.chat import (
     tool_calls_of,
 )
 from palestra.core.types import Seat, Step
-from palestra.environments.tools import prompts
 from palestra.environments.tools.builtin_tools import (
     TOOLS_BY_WORLD,
     BuiltInTool,
@@ -30,13 +29,54 @@ from palestra.environments.tools.builtin_tools import (
     tools_of_seat,
 )
 from palestra.environments.tools.task_source import WorldName, open_task_source
-from palestra.environments.tools.tasks import TaskKind, ToolRequirement
+from palestra.environments.tools.tasks import TaskKind, ToolRequirement, ToolTask
 from palestra.environments.tools.tool_state import ToolState
 from palestra.environments.tools.toolbox import Toolbox, ToolResult, load_tool
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
+
+SEAT_PROMPTS = {
+    "agent": "You answer a question with the help of tools.",
+    "researcher": (
+        "You and a partner answer a question together. You alone can search the documents; your partner, the solver, "
+        "can work with files, calculate and run programs, but knows of the documents only what you write."
+    ),
+    "solver": (
+        "You and a partner answer a question together. Your partner, the researcher, has searched the documents and "
+        "left you a note; you have the other tools, and give the answer."
+    ),
+}
+REPLY_INSTRUCTIONS = {
+    "agent": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
+    "researcher": "When you have found what the question needs, reply without a call: your reply is the note",
+    "solver": "When you know the answer, reply without a call, and end your reply with #### and nothing but the answer",
+}
+ANSWER_EXAMPLE = ", for example: #### 1204"
+LOOKUP_HINT = "Facts that it asks for are in the documents, and nowhere else: look them up."
+CALCULATE_HINT = "Numbers are too large for the head: have a tool do the sums."
+HINTS = {"agent": f"{LOOKUP_HINT} {CALCULATE_HINT}", "researcher": LOOKUP_HINT, "solver": CALCULATE_HINT}
+MAX_NOTE_CHARS = 2000  # characters of the researcher's note that the solver receives
+
+
+def system_prompt(seat: Seat, turns: int, is_compact: bool) -> str:
+    """Returns the system message of a seat; in the compact rendering only the env and seat names."""
+    if is_compact:
+        return f"tools {seat}"
+    end = REPLY_INSTRUCTIONS[seat] + ("" if seat == "researcher" else ANSWER_EXAMPLE)
+    replies = f"One reply may hold several calls, and you have {turns} replies in all."
+    return f"{SEAT_PROMPTS[seat]} {HINTS[seat]} {replies} {end}."
+
+
+def task_prompt(task: ToolTask, note: str | None, is_compact: bool) -> str:
+    """Returns the first user message of a seat; for a solver it includes the researcher's note."""
+    if is_compact:
+        return task.short_question if note is None else f"{task.short_question} note {note or 'none'}"
+    files = f"\nFiles in the scratch folder: {', '.join(sorted(task.files))}" if task.files else ""
+    note_text = "" if note is None else f"\nYour partner's note:\n{note or '(there is none)'}"
+    return f"{task.question}{files}{note_text}"
+
 
 ToolsTeam = Literal["single", "researcher_solver"]
 SEATS: dict[ToolsTeam, tuple[Seat, ...]] = {"single": ("agent",), "researcher_solver": ("researcher", "solver")}
@@ -111,7 +151,7 @@ class Tools(Env):
         self.tool_schemas = {
             seat: () if self.is_compact else box.openai_schemas() for seat, box in self.toolboxes.items()
         }
-        self.roles = {seat: prompts.system_prompt(seat, max_turns, self.is_compact) for seat in self.seats}
+        self.roles = {seat: system_prompt(seat, max_turns, self.is_compact) for seat in self.seats}
         self._over = True
 
     # ---- env interface
@@ -147,7 +187,7 @@ class Tools(Env):
         for stage in self.task.requirements if left else ():
             missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
             if calls := [call for need in missing for call in self._untried(need)[:1]]:
-                return "\n".join(render_tool_call(call.name, call.arguments) for call in calls)
+                return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
             return " ".join(need.note for need in self.needs if need.note) or "none"
         if not self.task.output_file:
@@ -198,7 +238,7 @@ class Tools(Env):
     def _receive_text(self, seat: Seat, text: str, *, late: bool = False) -> Step:
         """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
         if seat == "researcher":
-            note = text[: prompts.MAX_NOTE_CHARS]
+            note = text[:MAX_NOTE_CHARS]
             facts = [need for need in self.needs if need.note]
             passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / len(facts) if facts else 0.0
             self._begin("solver", note)
@@ -218,7 +258,7 @@ class Tools(Env):
 
     def _begin(self, seat: Seat, note: str | None) -> None:
         system = [] if self.is_compact else [{"role": "system", "content": self.roles[seat]}]
-        asked = {"role": "user", "content": prompts.task_prompt(self.task, note, self.is_compact)}
+        asked = {"role": "user", "content": task_prompt(self.task, note, self.is_compact)}
         self._acting, self._turn, self.messages = seat, 0, (*system, asked)
 
     def _step(

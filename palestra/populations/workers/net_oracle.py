@@ -6,7 +6,7 @@ Shapes: `N` seats, `F` finished games.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +20,16 @@ from palestra.core.failures import RunFailed
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
+from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.parallel.tasks import Result, Task
+from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Player
 from palestra.populations.tabular.game_tree import GameTree
-from palestra.populations.tasks import PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.populations.workers.exact import ExactSolver, seats_by_player
+from palestra.populations.workers.game_results import check_cells, mean_return, opponent_results, payoff_cell
 from palestra.populations.workers.member_loader import MemberLoader, tree_of_env
-from palestra.populations.workers.opponent_sampling import MemberRegistry, OpponentStats, opponent_sampler
-from palestra.populations.workers.payoff_games import play_cells
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.algorithms.q_learning import ValueHead
 from palestra.vector.build.envs import make_vector_env
@@ -36,9 +37,135 @@ from palestra.vector.config import VectorAlgorithmConfig
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.policies import base as vector
-from palestra.vector.policies.frozen import NetMember
-from palestra.vector.policies.mixture import Mixture, SelfPlaySampler
+from palestra.vector.policies.frozen import FrozenMember, NetMember
+from palestra.vector.policies.mixture import (
+    IndependentSampler,
+    JointSampler,
+    LineupSchedule,
+    Mixture,
+    OpponentSampler,
+    SelfPlaySampler,
+)
+from palestra.vector.rollouts.metrics import mean_metrics
 from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
+
+
+class MemberRegistry:
+    """Frozen members by key (`player/name`), numbered in the order in which they are added; `load` loads one."""
+
+    def __init__(self, load: Callable[[Player, str], FrozenMember]) -> None:
+        self.load = load
+        self.members: dict[str, FrozenMember] = {}
+        self.names: list[str] = []
+
+    def index(self, player: Player, name: str) -> int:
+        """Returns a member's number; loads the member first if needed."""
+        key = self.key(player, name)
+        return list(self.members).index(key)
+
+    def key(self, player: Player, name: str) -> str:
+        """Returns a member's key, `player/name`; loads the member first if needed."""
+        key = f"{player}/{name}"
+        if key not in self.members:
+            self.add(key, name, self.load(player, name))
+        return key
+
+    def add(self, key: str, name: str, member: FrozenMember) -> int:
+        """Adds a loaded member and returns its number."""
+        self.members[key] = member
+        self.names.append(name)
+        return len(self.names) - 1
+
+
+def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Sequence[Player]) -> OpponentSampler:
+    """Returns the sampler of opponents for seats with these `players`."""
+    if opponents.joint:
+        lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
+        return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
+    mixes = [opponents.mixes[player] for player in players]
+    return IndependentSampler(
+        [
+            {registry.index(player, name): p for name, p in mix.items() if p > 0}
+            for player, mix in zip(players, mixes, strict=True)
+        ]
+    )
+
+
+class OpponentStats:
+    """Counts results of the learner at `seat` against the members at seats `opponent_seats`."""
+
+    def __init__(self, seat: int, others: Sequence[int], names: Sequence[str]) -> None:
+        self.seat, self.opponent_seats, self.names = seat, list(others), names
+        self.returns: list[np.ndarray] = []
+        self.members: list[np.ndarray] = []
+        self.metrics: list[Metrics] = []
+
+    def add(self, batch: RolloutBatch, members: np.ndarray, metrics: Metrics) -> None:
+        """Adds a rollout's finished games, the members int [F, S] that played them, and the update's metrics."""
+        self.returns.append(batch.episode_stats["returns"])
+        self.members.append(members)
+        if metrics:
+            self.metrics.append(metrics)
+
+    def result(self, env_steps: int) -> TrainResult:
+        """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
+        returns, members = np.concatenate(self.returns), np.concatenate(self.members)
+        own, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
+        return TrainResult(
+            env_steps=env_steps,
+            mean_return=mean_return(own),
+            opponents=opponent_results(own, theirs, members, self.names),
+            metrics=dict(mean_metrics(self.metrics)),
+        )
+
+
+STEPS_PER_SWEEP = 16  # joint steps of each rollout
+
+
+def play_cells(
+    sweeper: VectorRollout,
+    members: Mapping[str, FrozenMember],
+    cells: Sequence[Sequence[str]],
+    games: int,
+    seed: int,
+    *,
+    rotate_seats: bool = False,
+) -> list[PayoffCell]:
+    """Plays `games` games of each cell and returns its statistics.
+
+    A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, so that each
+    member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
+    and counted. Raises ValueError for a cell without a member for each seat.
+    """
+    check_cells(cells, len(sweeper.env.seats))
+    N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
+    rotations = N if rotate_seats else 1
+    turned = [(names, r) for names in cells for r in range(rotations)]
+    lineups = np.array([[numbers[names[(seat + r) % N]] for seat in range(N)] for names, r in turned])
+    times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
+    mixture = Mixture(sweeper.env, range(N), members, LineupSchedule(lineups, times), "cells")
+    sweeper.restart(derive_seed(seed, "games") % 2**62 + np.arange(sweeper.env.num_envs))
+    tags, returns = _played(sweeper, mixture, int(times.sum()), seed)
+    by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
+    owners = tags // rotations
+    return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
+
+
+def _played(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Plays `count` games; returns the line-up's index int64 [count] and the returns [count, N] of each game."""
+    tags: list[np.ndarray] = []
+    returns: list[np.ndarray] = []
+    chunk, left = 0, count
+    while left:
+        batch = sweeper.collect([mixture], STEPS_PER_SWEEP, derive_seed(seed, chunk))
+        sweeper.check_episodes_end()
+        tag, _ = mixture.played_members(batch)
+        tags.append(tag[tag >= 0])
+        returns.append(batch.episode_stats["returns"][tag >= 0])
+        left -= len(tags[-1])
+        chunk += 1
+    return np.concatenate(tags), np.concatenate(returns)
+
 
 TRAINING_FILE = "training.safetensors"  # in a member's folder: training state from which a learner continues
 SELF_PLAY_NAME = "self"  # the learner as its own opponent

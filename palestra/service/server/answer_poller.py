@@ -25,11 +25,11 @@ class AnswerPoller:
         self.context = context
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._watch: asyncio.Task[None] | None = None
-        self._closed = False
+        self.is_closed = False
 
     def close(self) -> None:
         """Ends all polls without an answer; later ones return at once."""
-        self._closed = True
+        self.is_closed = True
         for events in self._waiting.values():
             for event in events:
                 event.set()
@@ -37,7 +37,7 @@ class AnswerPoller:
     async def wait(self, ids: Sequence[str], seconds: float) -> bool:
         """Waits up to `seconds` until one of the requests `ids` has an answer, and returns whether one has. Returns
         False at once after `close`."""
-        if self._closed:
+        if self.is_closed:
             return False
         answered = asyncio.Event()
         for id in ids:
@@ -51,7 +51,7 @@ class AnswerPoller:
             return False
         finally:
             self._forget(ids, answered)
-        return not self._closed
+        return not self.is_closed
 
     def _forget(self, ids: Sequence[str], answered: asyncio.Event) -> None:
         for id in ids:

@@ -1,7 +1,8 @@
 """Wake-up socket between two processes: one byte means "check the store". A lost byte delays an answer by milliseconds
 and loses nothing.
 
-Each end detects that the other process has exited, since the operating system closes its socket.
+Each end detects the end of what the other sends: the other process has exited, since the operating system closes its
+socket then, or it asks this one to end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class WakeupSocket:
 
     def __init__(self, end: socket.socket) -> None:
         self.sock = end
-        self.peer_gone = False  # the other process has exited
+        self.has_heard = False  # the other process was ready once
+        self.peer_gone = False  # the other process has exited, or asks this one to end
         end.setblocking(False)
 
     @classmethod
@@ -33,10 +35,15 @@ class WakeupSocket:
         with contextlib.suppress(OSError):
             self.sock.send(b"!")
 
+    def ask_to_end(self) -> None:
+        """Asks the other process to end. It can still wake this end."""
+        with contextlib.suppress(OSError):  # it has exited
+            self.sock.shutdown(socket.SHUT_WR)
+
     def wait(self, seconds: float) -> None:
         """Blocks until the other end wakes this one, it is gone, or `seconds` have passed."""
         if select.select([self.sock], [], [], seconds)[0]:
-            self._hush()
+            self.read()
 
     async def wait_async(self, seconds: float) -> None:
         """Asynchronous `wait`. If the other end is gone, sleeps for `seconds`."""
@@ -48,15 +55,17 @@ class WakeupSocket:
         try:
             async with asyncio.timeout(seconds):
                 await ringing.wait()
-                self._hush()
+                self.read()
         except TimeoutError:
             pass
         finally:
             loop.remove_reader(self.sock)
 
-    def _hush(self) -> None:
+    def read(self) -> None:
+        """Reads what the other end has sent, without waiting."""
         try:
             while data := self.sock.recv(4096):
+                self.has_heard = True
                 if len(data) < 4096:
                     return
             self.peer_gone = True

@@ -56,7 +56,7 @@ def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str,
 
 
 def _entropies(predicted: JobLossInputs) -> Tensor:
-    return predicted.map_logits(lambda logits_CV, _: entropy_of(logits_CV))
+    return predicted.map_logits(lambda logits_CV, _: entropy_of(logits_CV), None)
 
 
 def entropy_of(logits_MV: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class WorkerSettings(BaseModel):
 
 
 class Worker:
-    """Runs requests until `stop` is called or the front-end process exits."""
+    """Runs requests until the front-end process exits, or asks over the wake-up socket to end."""
 
     def __init__(self, settings: WorkerSettings, store: Store, wakeup: WakeupSocket) -> None:
         self.settings, self.store, self.wakeup = settings, store, wakeup
@@ -94,24 +94,19 @@ class Worker:
         self.train_scheduler = TrainScheduler(
             self.live_models, settings.pack_tokens, settings.patience, self._read, self._learned
         )
-        self.stopping = False
         self._swept = self._moved = time.monotonic()
         self._rested = True
 
     def run(self) -> None:
         """Recovers the state of an earlier worker, runs requests, and finishes on shutdown."""
         self.recover()
-        while not self.stopping and not self.wakeup.peer_gone:
+        while not self.wakeup.peer_gone:
             moved = self.step()
             if not moved:
                 self._reclaim()
             self._rest(moved)
             self.wakeup.wait(0 if moved else 0.02)
         self.shut_down()
-
-    def stop(self) -> None:
-        """Requests shutdown; the loop ends after the current iteration."""
-        self.stopping = True
 
     def recover(self) -> None:
         """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
@@ -151,7 +146,7 @@ class Worker:
         while self.sample_scheduler.advance():
             moved = True
             self.flush()
-            if time.monotonic() >= until or self.stopping:
+            if time.monotonic() >= until:
                 break
             self._take()
         self.flush()
@@ -179,7 +174,7 @@ class Worker:
         complete at its start needs fewer passes than one that grows while it runs.
         """
         rows, until = [], time.monotonic() + MAX_BURST_S
-        while time.monotonic() < until and not self.stopping:
+        while time.monotonic() < until:
             time.sleep(BURST_GAP_S)
             more = self.store.take_queued()
             if not more:

@@ -1,8 +1,7 @@
-"""The worker's process: its lock, its signals, and its retries while the database does not answer."""
+"""The worker's process: its lock, and its retries while the database does not answer."""
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import BinaryIO
 
 from palestra.core.files import acquire_lock
 from palestra.core.http.retry import RetryPolicy
+from palestra.parallel.processes import leave_signals_to_parent
 from palestra.service.storage.database import OUTAGE_ERRORS, first_line
 from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
@@ -22,16 +22,16 @@ DATABASE_RETRY = RetryPolicy(0.5, 15.0)  # pauses between attempts to reach the 
 class DatabaseRetry:
     """Error handler of the worker's database: logs the error and retries with growing pauses.
 
-    During shutdown, or if the front end has exited, it raises the error after `MIN_STOP_ATTEMPTS` attempts.
+    If the front end has exited or asks to end, it raises the error after `MIN_STOP_ATTEMPTS` attempts.
     """
 
     def __init__(self, wakeup: WakeupSocket) -> None:
-        self.wakeup, self.stopping, self.failing_since = wakeup, False, 0.0
+        self.wakeup, self.failing_since = wakeup, 0.0
 
     def __call__(self, error: Exception, attempt: int) -> None:
         self.failing_since = self.failing_since if attempt else time.monotonic()
         self.wakeup.wait(0)  # updates `peer_gone`
-        if (self.stopping or self.wakeup.peer_gone) and attempt >= MIN_STOP_ATTEMPTS:
+        if self.wakeup.peer_gone and attempt >= MIN_STOP_ATTEMPTS:
             raise error
         pause = DATABASE_RETRY.wait_s(attempt + 1)
         lasted = time.monotonic() - self.failing_since
@@ -41,18 +41,11 @@ class DatabaseRetry:
 
 
 def run_worker(settings: WorkerSettings, wakeup: WakeupSocket) -> None:
-    """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
+    """Entry point of the worker process: runs until its front end exits, or asks it to end. Exits with a message if the
     database does not answer during shutdown."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    leave_signals_to_parent()
     with _lock(settings.data):
-        patience = DatabaseRetry(wakeup)
-        worker = Worker(settings, Store.open(settings.store, patience), wakeup)
-
-        def stop(*_: object) -> None:
-            worker.stop()
-            patience.stopping = True
-
-        signal.signal(signal.SIGTERM, stop)
+        worker = Worker(settings, Store.open(settings.store, DatabaseRetry(wakeup)), wakeup)
         wakeup.wake()
         try:
             worker.run()

@@ -1,30 +1,34 @@
-"""Builds a language-agent run from its config (text_config.py), with the policies that policy_resolver.py makes."""
+"""Builds a language-agent run from its config (text/config.py), with the policies that policy_resolver.py makes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.core.config import load, validate
+from palestra.core.losses import has_dropout
 from palestra.core.seeding import derive_seed
-from palestra.core.types import Seat
+from palestra.core.types import Answer, Seat
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.remote.address import pop_metrics
 from palestra.envs.remote.remote_env import env_factory, has_option, make_env
+from palestra.runs import find_run, list_checkpoints
 from palestra.runs.seats import resolve_seats
 from palestra.text.algorithms.grpo_config import GRPOConfig
-from palestra.text.build.critics import critic_kind
+from palestra.text.algorithms.reward_model import scoring_sample
 from palestra.text.build.engines import Engines, build_engines
-from palestra.text.build.learned_reward import learned_reward_source
 from palestra.text.build.policy_resolver import PolicyResolver, make_policy, stage_resolver, stage_scorers, teachers_of
-from palestra.text.build.sampling_masks import biased_sampling_notes, check_dropout, check_sampling_masks
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, Scorer
-from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
+from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.in_flight import InFlightPolicy
 from palestra.text.rollouts.dataset import DataFile, read_data
 from palestra.text.rollouts.dataset_source import DatasetSource
+from palestra.text.rollouts.learned_reward import LearnedRewardSource
 from palestra.text.rollouts.rank_split import RankSplit, RankSplitRunner, RankSplitSource
 from palestra.text.rollouts.sources import EnvSource, EpisodeSource
 from palestra.text.rollouts.tree_rollout import EpisodeRunner
@@ -43,6 +47,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     """
     parts = list(config.stage_configs())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
+    read = [file for files in records for file in files]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = {seat: name for names in seats for seat, name in names.items()}
@@ -89,7 +94,11 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
-        notes=[*(engines.notes() if isinstance(engines, Engines) else ()), *biased_sampling_notes(parts, learning)],
+        notes=[
+            *(engines.notes() if isinstance(engines, Engines) else ()),
+            *biased_sampling_notes(parts, learning),
+            *(f"{file.path}: columns {', '.join(file.unused)} are not used" for file in read if file.unused),
+        ],
     )
 
 
@@ -263,3 +272,136 @@ def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
     The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
     """
     return EpisodeRunner(env_factory(env), name)
+
+
+def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str, bool]:
+    """Returns the arguments of `build_learner` that select a critic; `used` are the policies that play. Raises
+    ValueError if stages select different critics, or if a central critic would read prompts of policies on different
+    bases."""
+    separate = {part.algorithm.has_separate_critic for part in parts if part.algorithm.needs_critic}
+    if len(separate) > 1:
+        raise ValueError(
+            "one stage has critic: shared and another critic: separate or central, but a policy has one critic for "
+            "the whole run: set the same in all stages"
+        )
+    for part in parts:
+        policies = {name: part.policies[name] for name in sorted(used) if name in part.policies}
+        bases = {name: policy.base for name, policy in policies.items() if isinstance(policy, LMPolicyConfig)}
+        if part.algorithm.reads_joint_prompts and len(set(bases.values())) > 1:
+            raise ValueError(
+                f"critic: central reads the tokens of all seats, and {' and '.join(bases)} are on different bases "
+                f"({', '.join(dict.fromkeys(bases.values()))}): use one base, or critic: separate"
+            )
+    return {"critic": bool(separate), "separate_critic": True in separate}
+
+
+def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
+    """Raises ValueError if a policy of `trained` keeps sampling masks in a stage whose loss is not of the sampled
+    distribution."""
+    for part in parts:
+        for name, sampling in _truncated(part, trained):
+            if sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
+                raise ValueError(
+                    f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
+                    f"but type: {part.algorithm.type} trains that of all tokens: set keep_sampling_mask: false"
+                )
+
+
+def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
+    """Raises ValueError if a policy of `trained` has dropout, but no stage has a loss that uses it."""
+    if any(has_dropout(part.algorithm.loss) for part in parts):
+        return
+    for name, policy in parts[0].policies.items():
+        if name in trained and isinstance(policy, LoraPolicyConfig) and policy.lora_dropout:
+            raise ValueError(
+                f"policies.{name}.lora_dropout has no effect with type: {parts[0].algorithm.type}, which compares "
+                "log-probabilities with passes that have no dropout: leave it out, or train with sft or reward_model"
+            )
+
+
+def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:
+    """Returns a line for each policy of `trained` whose policy gradient is biased by top-k, top-p or temperature 0."""
+    played = [part for part in parts if part.algorithm.needs_old_logprobs and not part.data]
+    biased = [
+        f"biased: {name} samples with {_cuts(sampling)}, and its gradient is taken as if from all tokens: set "
+        f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
+        for part in played
+        for name, sampling in _truncated(part, trained)
+        if not sampling.keep_sampling_mask
+    ]
+    biased += [
+        f"biased: {name} always takes the most likely token, and its gradient is taken as if from samples at "
+        f"temperature 1: set policies.{name}.sampling.temperature above 0, or freeze the policy (type: frozen)"
+        for part in played
+        for name, policy in part.policies.items()
+        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained
+        if policy.sampling.temperature == 0 and policy.lr != 0
+    ]
+    return list(dict.fromkeys(biased))
+
+
+def _truncated(part: TextConfig, trained: Collection[str]) -> Iterator[tuple[str, SamplingConfig]]:
+    for name, policy in part.policies.items():
+        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained and policy.sampling.is_truncated:
+            yield name, policy.sampling
+
+
+def _cuts(sampling: SamplingConfig) -> str:
+    cuts = [f"top_k: {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p: {sampling.top_p:g}"] * (sampling.top_p < 1)
+    return " and ".join(cuts)
+
+
+def learned_reward_source(
+    part: TextConfig, source: EnvSource, engines: object, learners: Mapping[str, LanguageLearner]
+) -> LearnedRewardSource:
+    """Returns `source` with the rewards of the reward model that a stage's `reward_model` names.
+
+    Raises ValueError if the run or policy has no reward model, if its vocabulary differs from the learners', if the
+    algorithm chooses branches by reward, or if the run plays or trains in other processes.
+    """
+    settings = part.reward_model
+    assert settings is not None
+    if not isinstance(engines, Engines) or engines.ranks.world_size > 1 or part.backend.type != "inline":
+        raise ValueError(
+            "reward_model needs a run that plays and trains in one process: leave out engine:, backend: and torchrun"
+        )
+    branching = part.algorithm.branching
+    if branching.branch_at == "turn" and branching.continue_from in ("best", "epsilon"):
+        raise ValueError(
+            f"continue_from: {branching.continue_from} chooses by rewards during play, and reward_model gives its "
+            "rewards after play: set algorithm.branch_at: root, or continue_from: random or all"
+        )
+    judge = _load(settings.path, engines)
+    for name, learner in learners.items():
+        if learner.encoder.tokenizer.get_vocab() != judge.encoder.tokenizer.get_vocab():
+            raise ValueError(
+                f"reward_model: {settings.path} scores the tokens of policies.{name}, but has a different vocabulary: "
+                "train a reward model on the same base"
+            )
+    return LearnedRewardSource(source, partial(score_answers, judge), settings, set(learners))
+
+
+async def score_answers(judge: LanguageLearner, answers: Sequence[Answer]) -> list[float]:
+    """Returns the reward of each answer."""
+    return [float(value[0]) for value in await judge.values([scoring_sample(answer) for answer in answers])]
+
+
+def _load(path: str, engines: Engines) -> LanguageLearner:
+    """Returns the reward model of a run's newest checkpoint."""
+    folder, _, name = path.rpartition(":") if not Path(path).exists() else (path, "", "")
+    run = Path(folder)
+    checkpoints = list_checkpoints(find_run(run)) if (run / "config.yaml").exists() else []
+    if not checkpoints:
+        raise ValueError(f"reward_model: {path} is not a run with a checkpoint: give the folder of a run, or RUN:NAME")
+    config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1].verify()
+    name = name or next(iter(checkpoint.names))
+    if name not in checkpoint.names or not (checkpoint.path / checkpoint.names[name] / "critic.safetensors").exists():
+        raise ValueError(
+            f"reward_model: {path} has no reward model: train one with algorithm: {{type: reward_model}}; the run has "
+            f"{', '.join(checkpoint.names)}"
+        )
+    policy = config.policies[name]
+    assert isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
+    judge = engines.build_learner(name, policy, 0, critic=True)
+    judge.load(checkpoint.path / checkpoint.names[name])
+    return judge

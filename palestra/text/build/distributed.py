@@ -20,7 +20,7 @@ from palestra.text.build.rollout_worker import RolloutWorker
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, LocalWeights
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.rollouts.sources import EnvSource
 from palestra.text.training.episode_tasks import (
@@ -160,7 +160,7 @@ class DriverEngines(Engines):
     """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer."""
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
-        encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
+        encoder = config.encoder(tokenizer_of(config.base))
         return LanguagePolicy(name, NoSampler(), encoder, config.sampling, **config.prompt_options)
 
 

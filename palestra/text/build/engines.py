@@ -11,6 +11,8 @@ from palestra.core.accel.devices import resolve_device
 from palestra.engine.bases.fsdp import shard_engine
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
+from palestra.engine.conversation.rendering import with_chat_template
+from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.checkpoints import load_full_model
@@ -20,7 +22,7 @@ from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, LocalWeights
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 from palestra.text.learners.separate_critic import SeparateCriticWeights
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
+from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.text.samplers.remote_samplers import RemoteSamplers
@@ -53,6 +55,7 @@ class Engines:
         self._shared: dict[tuple[str, str, str | None, bool], tuple[Engine, SamplerProtocol]] = {}
         self.loaded_engines: list[Engine] = []
         self._samplers: list[SamplerProtocol] = []
+        self._lines: list[str] = []  # on the conversations of bases
 
     def shared_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Returns the shared engine and sampler of the base, dtype and sampling that `config` asks for; loads them on
@@ -60,11 +63,24 @@ class Engines:
         key = (config.base, config.dtype, config.quantize, config.long_context)
         if key not in self._shared:
             self._shared[key] = self._apart(config) if self.remote_samplers else self.load_own_engine(config)
+        self._note(config, self._shared[key][0])
         return self._shared[key]
+
+    def _note(self, config: LMPolicyConfig, engine: Engine) -> None:
+        """Notes how the base's conversations differ from its chat template. Raises ValueError if policies that share
+        the base have different templates: their answers would end with different tokens."""
+        template = with_chat_template(engine.tokenizer, config.chat_template).chat_template
+        if template != engine.tokenizer.chat_template:
+            raise ValueError(
+                f"policies with the base {config.base} share it, and have different chat_template: give all the same"
+            )
+        self._lines += conversation_notes(config.base, engine.tokenizer, config.chat_template_kwargs)
 
     def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a separate copy of the base, sampled in this process."""
         engine = self._loaded(config)
+        engine.tokenizer = with_chat_template(engine.tokenizer, config.chat_template)
+        self._note(config, engine)
         cache_bytes = budget_bytes(self.kv_cache_gib)
         self._samplers.append(Sampler(engine, max_num_seqs=self.max_num_seqs, cache_bytes=cache_bytes))
         return engine, self._samplers[-1]
@@ -76,6 +92,11 @@ class Engines:
             raise ValueError(
                 f"quantize: {config.quantize} is for bases in this process, and with sampler: other processes answer "
                 "with unquantized weights: leave one of them out"
+            )
+        if config.chat_template is not None:
+            raise ValueError(
+                "chat_template is for bases in this process, and with sampler: other processes answer, which end their "
+                "answers by the base's own template: leave one of them out"
             )
         if config.long_context:
             raise ValueError(
@@ -119,7 +140,8 @@ class Engines:
 
     def notes(self) -> list[str]:
         """Returns lines that tell the user how the bases run, for example on the plain path."""
-        return list(dict.fromkeys(line for engine in self.loaded_engines for line in engine.notes()))
+        lines = [line for engine in self.loaded_engines for line in engine.notes()]
+        return list(dict.fromkeys([*lines, *self._lines]))
 
     @contextlib.contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -181,7 +203,7 @@ class Engines:
             engine, sampler = self.shared_engine(config)
             adapter = load_adapter(folder, engine) if folder else None
             self._agree(name, config, adapter, engine, sampler)
-        encoder = ChatEncoder(engine.tokenizer, config.chat_template_kwargs)
+        encoder = config.encoder(engine.tokenizer)
         snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
         return LanguagePolicy(name, sampler, encoder, config.sampling, snapshot, **config.prompt_options)
 

@@ -16,8 +16,7 @@ from palestra.text.build.engines import Engines
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, Scorer
 from palestra.text.policies.base import Policy
-from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
-from palestra.text.policies.endpoint_scores import answer_logprobs_at
+from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy, answer_logprobs_at
 from palestra.text.policies.in_flight import InFlightPolicy
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.text.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy

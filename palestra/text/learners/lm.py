@@ -22,7 +22,7 @@ from palestra.engine.training.peft_format import load_into
 from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
+from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 
 # samples -> log-probabilities [T] of each one's tokens under a teacher
 Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
@@ -146,7 +146,7 @@ class LanguageLearner:
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
         self.teacher: Scorer | None = None
-        self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
+        self.tokenizer, self.encoder = tokenizer, config.encoder(tokenizer)
         self._policy: LanguagePolicy | None = None
 
     @property
@@ -217,8 +217,7 @@ class LanguageLearner:
 
     def set_config(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
         """Replaces the config, for training and sampling."""
-        if config.chat_template_kwargs != self.config.chat_template_kwargs:
-            self.encoder = ChatEncoder(self.encoder.tokenizer, config.chat_template_kwargs)
+        self.encoder = config.encoder(self.tokenizer)
         self.config, self._policy = config, None
 
     def start_stage(self) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from palestra.core.config import StrictModel
 from palestra.engine.bases.names import model_without_weights
+from palestra.engine.conversation.encoder import ChatEncoder, HistoryThoughts
+from palestra.engine.conversation.rendering import is_jinja, with_chat_template
 from palestra.engine.forward.quantized import Quantization
 from palestra.engine.lora.config import LoraConfig, LoraVariantsConfig
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -37,8 +40,14 @@ class LMPolicyConfig(StrictModel):
     turns."""
     context: ContextConfig = ContextConfig()
     """Budget of conversations: when they are rewritten, and how long results of tools may be."""
+    chat_template: str | None = None
+    """Chat template instead of the base's own: a .jinja file, the name of one of its templates, or "none" for plain
+    text (after the tokenizer's first token, such as <bos>). null: the base's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Options of the tokenizer's chat template, for example `enable_thinking: false`."""
+    history_thoughts: HistoryThoughts = "template"
+    """Thoughts of earlier turns in later prompts: "template" shows them only if the chat template does, as servers
+    do; "keep" keeps the tokens as they were sampled."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto": bfloat16 on CUDA and float32 on CPU; float32 for a full model in training."""
     quantize: Quantization | None = None
@@ -46,6 +55,22 @@ class LMPolicyConfig(StrictModel):
     no quantisation."""
     long_context: bool = False
     """Use LongRoPE's long factors for all sequences, which may then exceed the base's original context length."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, given: str | None) -> str | None:
+        """Replaces a .jinja file by its text, so that a run does not depend on the file."""
+        if given is None or is_jinja(given) or not given.endswith(".jinja"):
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the chat template {given}: {error}") from None
+
+    def encoder(self, tokenizer: Any) -> ChatEncoder:
+        """Returns the encoder of this policy's conversations."""
+        tokenizer = with_chat_template(tokenizer, self.chat_template)
+        return ChatEncoder(tokenizer, self.chat_template_kwargs, history_thoughts=self.history_thoughts)
 
     @property
     def prompt_options(self) -> dict[str, Any]:

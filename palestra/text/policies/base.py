@@ -52,10 +52,13 @@ class Policy(Protocol):
         ...
 
 
-def chat_messages(query: Query, system: str | None = None) -> list[Message]:
-    """Returns the chat messages of `query`: role as system message, earlier turns, observation."""
+def chat_messages(query: Query, system: str | None = None, *, thoughts: bool = False) -> list[Message]:
+    """Returns the chat messages of `query`: role as system message, earlier turns (with their `thoughts`),
+    observation."""
     role = query.role if system is None else system
     messages = [{"role": "system", "content": role}] if role else []
     for observation, answer in query.history:
-        messages += [{"role": "user", "content": str(observation)}, {"role": "assistant", "content": answer.text}]
+        thought = {"reasoning_content": answer.thought} if thoughts and answer.thought else {}
+        messages.append({"role": "user", "content": str(observation)})
+        messages.append({"role": "assistant", "content": answer.text, **thought})
     return [*messages, {"role": "user", "content": str(query.observation)}]

@@ -65,7 +65,8 @@ def _only_answers(
     requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
     found = np.zeros((len(queries), max(map(len, words))))
     answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
-    for o, (text, own) in enumerate(zip(policy.decode_completions(answers), words, strict=True)):
+    for o, (request, sampled, own) in enumerate(zip(requests, answers, words, strict=True)):
+        text = policy.read(sampled, request.prompt_ids).text
         found[o, : len(own)] = [word == text for word in own]
     return found
 

@@ -18,11 +18,11 @@ from pydantic import BeforeValidator
 
 from palestra.core.config import StrictModel
 from palestra.core.files import check_is_file
-from palestra.core.types import Answer, Episode, Seat
+from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import read_rows
 from palestra.runs import find_run
 from palestra.runs.episodes import load_episodes
-from palestra.text.rollouts.trl_format import episode_from_row
+from palestra.text.rollouts.trl_format import episode_from_row, unused_columns
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 HF_DATASET_FILES = (
@@ -42,6 +42,9 @@ class DataConfig(StrictModel):
     tokens: Literal["keep", "retokenize"] = "keep"
     """`keep` uses recorded tokens if they decode to the recorded text; `retokenize` always tokenises prompts and
     answers again."""
+    too_long: Literal["refuse", "cut"] = "refuse"
+    """What becomes of a row with more tokens than the base takes: `refuse` ends the run before it begins, with the row;
+    `cut` drops the end of the answer."""
 
 
 def _listed(data: Any) -> Any:
@@ -63,15 +66,22 @@ class DataFile:
     episodes: list[Episode]
     has_trees: bool
     tokens: Literal["keep", "retokenize"] = "keep"
+    too_long: Literal["refuse", "cut"] = "refuse"
+    unused: tuple[str, ...] = ()
+    """Columns of a table that are not used."""
 
     @property
     def seats(self) -> list[Seat]:
         """The seats that answer, in order of first appearance."""
         return list(dict.fromkeys(seat for e in self.episodes for node in e.nodes for seat in node.answers))
 
+    def nodes(self, seat: Seat) -> list[Node]:
+        """Returns the nodes at which a seat answers."""
+        return [node for e in self.episodes for node in e.nodes if seat in node.answers]
+
     def answers(self, seat: Seat) -> list[Answer]:
         """Returns the answers of a seat."""
-        return [node.answers[seat] for e in self.episodes for node in e.nodes if seat in node.answers]
+        return [node.answers[seat] for node in self.nodes(seat)]
 
 
 def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[DataFile]:
@@ -109,12 +119,13 @@ def _read(file: Path, entry: DataConfig, seat: Seat | None) -> DataFile:
         episodes = [episode for episode in load_episodes(file) if episode.error is None and episode.nodes]
         if not episodes:
             raise ValueError(f"{file} holds no episode to learn from: none was recorded, or all of them failed")
-        return DataFile(str(file), episodes, True, entry.tokens)
+        return DataFile(str(file), episodes, True, entry.tokens, entry.too_long)
     seat = entry.seat or seat
     if seat is None:
         raise ValueError(f"{file} is a table, and several seats are played: name the seat of its answers, seat: NAME")
-    rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(read_rows(file))]
-    return DataFile(str(file), rows, False, entry.tokens)
+    table = read_rows(file)
+    rows = [episode_from_row(row, number, seat, str(file)) for number, row in enumerate(table)]
+    return DataFile(str(file), rows, False, entry.tokens, entry.too_long, tuple(unused_columns(table)))
 
 
 def _columns(file: Path) -> set[str]:

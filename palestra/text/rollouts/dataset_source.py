@@ -13,8 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
+from palestra.core.chat import Chat
 from palestra.core.seeding import derive_seed
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Seat
+from palestra.engine.sampling.request import max_positions
+from palestra.engine.sampling.sampler import Sampler
 from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.rollouts.dataset import DataFile
@@ -70,17 +73,19 @@ class DatasetSource:
         return ", ".join(record.path for record in self.records)
 
     @cached_property
-    def items(self) -> list[tuple[Episode, AbstractSet[Seat]]]:
-        """Every episode, with the seats whose recorded tokens are kept."""
+    def items(self) -> list[tuple[Episode, AbstractSet[Seat], DataFile]]:
+        """Every episode, with the seats whose recorded tokens are kept, and its file."""
         return [
-            (e, kept) for record, kept in zip(self.records, self.kept_token_seats, strict=True) for e in record.episodes
+            (episode, kept, record)
+            for record, kept in zip(self.records, self.kept_token_seats, strict=True)
+            for episode in record.episodes
         ]
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the recorded observations, answers and rewards, independent of file names."""
         digest = hashlib.blake2b(digest_size=8)
-        for episode, _ in self.items:
+        for episode, _, _ in self.items:
             for node in episode.nodes:
                 texts = {seat: answer.text for seat, answer in node.answers.items()}
                 digest.update(repr((node.parent, node.team_reward, node.rewards, node.observations, texts)).encode())
@@ -111,9 +116,11 @@ class DatasetSource:
         epoch, place = divmod(number, len(self.items))
         return self.attribute_episode(*self.items[_order(self.seed, epoch, len(self.items))[place]], team)
 
-    def attribute_episode(self, episode: Episode, kept: AbstractSet[Seat], team: Mapping[Seat, Policy]) -> Episode:
+    def attribute_episode(
+        self, episode: Episode, kept: AbstractSet[Seat], record: DataFile, team: Mapping[Seat, Policy]
+    ) -> Episode:
         """Returns a recorded episode with answers attributed to the policies of `team`; siblings that shared an answer
-        share it again."""
+        share it again. Raises ValueError with the row if the chat template or the base's length does not allow it."""
         nodes: list[Node] = []
         encoded: dict[int, Answer] = {}
         pasts: dict[int | None, dict[Seat, tuple[tuple[Any, Answer], ...]]] = {None: {}}
@@ -123,7 +130,7 @@ class DatasetSource:
                 seen, before = node.observations[seat], past.get(seat, ())
                 if id(answer) not in encoded:
                     query = Query(self._role(episode.env, seat), seen, history=before)
-                    encoded[id(answer)] = _as_sampled(answer, team[seat], query, seat in kept)
+                    encoded[id(answer)] = _as_sampled(answer, team[seat], query, seat in kept, record, episode.seed)
                 answers[seat] = encoded[id(answer)]
             pasts[node.id] = past | {s: (*past.get(s, ()), (node.observations[s], a)) for s, a in answers.items()}
             nodes.append(replace(node, answers=answers, advantages={}))
@@ -140,11 +147,15 @@ class DatasetSource:
         taught = {seat for seat, policy in team.items() if member_name(policy.name) in learners}
         if algorithm.needs_old_logprobs:
             self._check_sampled(algorithm, taught)
+        limit = min((most for policy in team.values() if (most := _max_tokens(policy))), default=None)
+        for item in self.items:
+            if limit is not None and _most_tokens(item[0]) > limit:
+                self.attribute_episode(*item, team)
         for start in range(0, len(self.items), CHECK_CHUNK_SIZE):
             episodes = [self.attribute_episode(*item, team) for item in self.items[start : start + CHECK_CHUNK_SIZE]]
             if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
-        lines = [leaf for episode, _ in self.items for leaf in episode.leaves()]
+        lines = [leaf for episode, *_ in self.items for leaf in episode.leaves()]
         wins, forks = sum(bool(leaf.info.get("success")) for leaf in lines), sum(map(_differing, self._families()))
         raise ValueError(
             f"{algorithm.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
@@ -166,7 +177,7 @@ class DatasetSource:
 
     def _families(self) -> Iterator[list[Node]]:
         """Yields all sibling sets of all episodes."""
-        for episode, _ in self.items:
+        for episode, *_ in self.items:
             for parent in dict.fromkeys(node.parent for node in episode.nodes):
                 yield episode.children(parent)
 
@@ -176,23 +187,62 @@ def _differing(siblings: Sequence[Node]) -> bool:
 
 
 def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:
-    """Returns True if the recorded tokens of a seat decode to the recorded text with the policy's tokenizer. The text
-    may end before a stop text that the tokens contain."""
+    """Returns True if the policy reads the recorded text from the recorded tokens of a seat. The text may end before a
+    stop text that the tokens contain."""
     answers = record.answers(seat)
     if record.tokens == "retokenize" or not isinstance(policy, LanguagePolicy):
         return False
     if not all(len(answer.prompt_ids) and len(answer.token_ids) for answer in answers):
         return False
-    spelled = policy.encoder.tokenizer.batch_decode([a.token_ids for a in answers], skip_special_tokens=True)
-    return all(text.startswith(answer.text) for text, answer in zip(spelled, answers, strict=True))
+    return all(_reads(policy, node.observations[seat], node.answers[seat]) for node in record.nodes(seat))
 
 
-def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool) -> Answer:
+def _reads(policy: LanguagePolicy, seen: Any, answer: Answer) -> bool:
+    tools = seen.tools if isinstance(seen, Chat) else ()
+    return policy.encoder.read(answer.token_ids, answer.prompt_ids, tools).text.startswith(answer.text)
+
+
+def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool, record: DataFile, number: int) -> Answer:
     """Returns a recorded answer, attributed to `policy`; a language model's is tokenised again unless `keep` is
-    set."""
+    set. Raises ValueError with the row's `number` if the base does not take it."""
     if keep or not isinstance(policy, LanguagePolicy):
         return replace(answer, policy=policy.name)
-    return policy.encode_demonstration(query, answer.text, answer.stop_reason)
+    place = f"{record.path}, {'episode' if record.has_trees else 'row'} {number + (not record.has_trees)}"
+    try:
+        taught = policy.encode_demonstration(query, answer.text, answer.stop_reason, answer.thought)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    limit, size = _max_tokens(policy), len(taught.prompt_ids) + len(taught.token_ids)
+    if limit is None or size <= limit:
+        return taught
+    room = limit - len(taught.prompt_ids)
+    if record.too_long == "refuse" or room < 1:
+        remedy = "shorten it, or leave it out" if room < 1 else "shorten it, or set too_long: cut beside its path"
+        raise ValueError(f"{place} has {size:,} tokens, and the base of {policy.name} takes {limit:,}: {remedy}")
+    return replace(taught, token_ids=taught.token_ids[:room], logprobs=taught.logprobs[:room], stop_reason="length")
+
+
+def _max_tokens(policy: Policy) -> int | None:
+    """Returns the maximum number of tokens of a policy's base; None if it is unknown here."""
+    is_local = isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
+    return max_positions(policy.sampler.engine) if is_local else None  # type: ignore[attr-defined]
+
+
+def _most_tokens(episode: Episode) -> int:
+    """Returns a bound on the tokens of an episode's longest prompt and answer: a token stands for a byte at least, and
+    the chat template's marks of a message for 64."""
+    return max((_most_tokens_of(seen, answer) for seen, answer in _asked(episode)), default=0) + 64 * len(episode.nodes)
+
+
+def _asked(episode: Episode) -> Iterator[tuple[Any, Answer]]:
+    for node in episode.nodes:
+        yield from ((node.observations[seat], answer) for seat, answer in node.answers.items())
+
+
+def _most_tokens_of(seen: Any, answer: Answer) -> int:
+    messages = len(seen.messages) if isinstance(seen, Chat) else 1
+    tools = len(str(seen.tools).encode()) if isinstance(seen, Chat) else 0
+    return len(f"{seen}{answer.text}{answer.thought}".encode()) + tools + 64 * (messages + 2)
 
 
 @lru_cache(maxsize=4)

@@ -8,12 +8,19 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from palestra.core.chat import Chat, Json, render_message, same_message
+from palestra.core.chat import Chat, Json, render_message, same_message, thought_of, to_template_message
 from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import Row
 
 Prompt = str | list[Json]
-Turn = tuple[Any, str]  # observation and answer text
+Turn = tuple[Any, Answer]  # observation and answer
+
+COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "label", "tools")
+UNSERVED = {  # columns that would change what is learned
+    "images": "rows of text only are learned",
+    "videos": "rows of text only are learned",
+    "chat_template_kwargs": "options of the chat template are the policy's (policies.NAME.chat_template_kwargs)",
+}
 
 
 def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
@@ -25,6 +32,8 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     and columns if the row is none of these or has no assistant message.
     """
     place = f"{table}, row {number + 1}"
+    for column in UNSERVED.keys() & {name for name, value in row.items() if value}:
+        raise ValueError(f"{place} has {column}, which is not used: {UNSERVED[column]}. Leave the column out")
     tools = row.get("tools") or ()
     tools = tuple(json.loads(tools) if isinstance(tools, str) else tools)
     prompt, ends = _lines(row, place)
@@ -37,13 +46,22 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     return episode
 
 
+def unused_columns(rows: Sequence[Row]) -> list[str]:
+    """Returns the columns of a table's rows that no answer depends on."""
+    return sorted({name for row in rows for name, value in row.items() if value is not None} - set(COLUMNS))
+
+
 def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
     """Returns the prompt of a row, and each continuation with whether it is a success."""
     has = {name for name, value in row.items() if value is not None}
-    success = bool(row["label"]) if "label" in has else True
+    success = _label(row["label"], place) if "label" in has else True
     prompt: Prompt = row["prompt"] if isinstance(row.get("prompt"), str) else []
     if isinstance(row.get("prompt"), list):
         prompt = _messages(row["prompt"], place)
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{place} has a prompt that ends within an answer: put the beginning of the answer into the completion"
+            )
     if {"chosen", "rejected"} <= has:
         good, bad = _messages(row["chosen"], place), _messages(row["rejected"], place)
         if "prompt" not in has:
@@ -61,34 +79,57 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
     )
 
 
+def _label(value: Any, place: str) -> bool:
+    if value not in (True, False):  # 1 and 0 are these too
+        raise ValueError(f"{place} has the label {value!r}: give true or false")
+    return bool(value)
+
+
 def _messages(value: Any, place: str) -> list[Json]:
-    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else."""
+    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else, and
+    for messages with fields that are not used."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f'{place} holds {str(value)[:60]!r}: give text, or a list of {{"role": ..., "content": ...}}')
+    for message in value:
+        try:
+            to_template_message(_without_weight(message))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"{place} has a message of weight {message['weight']!r}: give 1 (learned) or 0")
     return value
 
 
+def _without_weight(message: Json) -> Json:
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
 def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...]) -> list[Turn]:
-    """Returns the assistant's messages, each with the observation before it."""
+    """Returns the assistant's messages to learn (those without `weight` 0), each with the observation before it."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if len(messages) > len(asked) and all(map(same_message, messages, asked)):
         messages = messages[len(asked) :]  # a whole conversation that repeats the prompt
     if isinstance(prompt, str) and [m["role"] for m in messages] == ["assistant"] and not tools:
-        return [(prompt, render_message(messages[0]))]
+        return [(prompt, _answer(messages[0]))]
+    plain = [_without_weight(message) for message in (*asked, *messages)]
     return [
-        (Chat((*asked, *messages[:i]), tools), render_message(message))
+        (Chat(tuple(plain[: len(asked) + i]), tools), _answer(message))
         for i, message in enumerate(messages)
-        if message["role"] == "assistant"
+        if message["role"] == "assistant" and message.get("weight") != 0
     ]
+
+
+def _answer(message: Json) -> Answer:
+    return Answer(render_message(message), "", thought=thought_of(message))
 
 
 def _grow(episode: Episode, seat: Seat, turns: Sequence[Turn], success: bool) -> None:
     """Adds a trajectory from the root."""
-    for depth, (seen, text) in enumerate(turns):
+    for depth, (seen, answer) in enumerate(turns):
         number = len(episode.nodes)
-        node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: Answer(text, "")})
+        node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: answer})
         if depth == len(turns) - 1:
             node.done, node.rewards, node.info = True, {seat: float(success)}, {"success": success}
         episode.nodes.append(node)

@@ -21,7 +21,7 @@ from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.tinker.connection import ServiceConnection
 from palestra.text.tinker.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler, wire_stop
 from palestra.text.tinker.remote_weights import NO_CRITIC, RemoteWeights, supported_wire_loss
@@ -85,7 +85,7 @@ class RemoteEngines:
         adapter, path = None, getattr(config, "path", None)
         if path:
             adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
-        encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
+        encoder = config.encoder(tokenizer_of(config.base))
         sampler = self._sampler(config.base)
         return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, **config.prompt_options)
 

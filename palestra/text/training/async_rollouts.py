@@ -10,34 +10,122 @@ Step s trains on exactly the episodes that belong to it, as in synchronous train
 which episode finished first. A slow episode delays training; it delays sampling only once the staleness bound is
 reached.
 
-Every episode is written to disk (text/rollouts/episode_buffer.py) before it counts as finished. A resumed run reuses
-the
-finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
+Every episode is written to disk (text/training/async_rollouts.py) before it counts as finished. A resumed run reuses
+the finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
 steps are therefore bit-identical.
 
 Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
 change only between steps. With in-flight updates they change then for running answers too
-(text/policies/in_flight.py): an
-answer may have tokens of several versions, which are recorded for each token (text/rollouts/token_versions.py).
+(text/policies/in_flight.py): an answer may have tokens of several versions, which are recorded for each token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
 
 from palestra.core.failures import RunFailed
-from palestra.core.types import Metrics
+from palestra.core.files import DamagedFile, atomic_write
+from palestra.core.types import Answer, Episode, Metrics
 from palestra.runs import NUM_KEPT, list_checkpoints
+from palestra.runs.episodes import load_episodes, to_table
 from palestra.runs.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
-from palestra.text.rollouts.episode_buffer import EpisodeBuffer, StoredEpisode
-from palestra.text.rollouts.metrics import member_name
-from palestra.text.rollouts.token_versions import token_staleness_metrics
+from palestra.text.rollouts.metrics import answers_of, member_name
 from palestra.text.training.trainer import CollectedStep, Stage, TextTrainer
+
+EPISODE_FILE = re.compile(r"episode-(\d+)@(\d+)\.parquet")
+FIRST_NUMBER_FILE = "first"
+
+
+class StoredEpisode(NamedTuple):
+    """An episode, and the number of training steps taken when it began."""
+
+    episode: Episode
+    start_step: int
+
+
+class EpisodeBuffer:
+    """The finished episodes in `folder` by number, one file each: `episode-000123@12.parquet` is episode 123, started
+    after 12 training steps, and `first` holds the smallest number that has not been dropped. Training always reads the
+    files, so a resumed run trains on exactly the same bytes.
+
+    The caller needs those from `first` on. If some of these are already dropped, the run was reset by hand to an
+    earlier checkpoint: the remaining files are of later steps and are dropped too."""
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        names = [match for file in folder.iterdir() if (match := EPISODE_FILE.fullmatch(file.name))]
+        self._began = {int(match[1]): int(match[2]) for match in names}
+        mark = folder / FIRST_NUMBER_FILE
+        if mark.exists() and _number(mark) > first:
+            self.drop(max(self._began, default=-1) + 1)
+            mark.unlink()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._began
+
+    async def put(self, number: int, began: int, episode: Episode) -> None:
+        """Writes an episode that began after `began` training steps, on a thread; returns once it is on disk."""
+        await asyncio.to_thread(self._write, number, began, episode)
+        self._began[number] = began
+
+    def get(self, number: int) -> StoredEpisode:
+        """Returns the episode of that number. Raises KeyError if it is not stored, and `DamagedFile` if its file cannot
+        be read."""
+        began = self._began[number]
+        path = self._path(number, began)
+        try:
+            return StoredEpisode(load_episodes(path)[0], began)
+        except (ValueError, IndexError) as error:
+            raise DamagedFile(
+                f"{path} is damaged ({error}): remove it, and resume the run, which plays that episode again"
+            ) from error
+
+    def drop(self, before: int) -> None:
+        """Removes the episodes with numbers less than `before`."""
+        atomic_write(self.folder / FIRST_NUMBER_FILE, str(before).encode())
+        for number in [number for number in self._began if number < before]:
+            self._path(number, self._began.pop(number)).unlink()
+
+    def drop_failed(self, first: int) -> None:
+        """Removes the failed episodes with numbers of at least `first`."""
+        for number in [number for number in self._began if number >= first]:
+            if self.get(number).episode.error is not None:
+                self._path(number, self._began.pop(number)).unlink()
+
+    def close(self) -> None:
+        """Removes the folder and its contents."""
+        self._began.clear()
+        shutil.rmtree(self.folder)
+
+    def _write(self, number: int, began: int, episode: Episode) -> None:
+        data = io.BytesIO()
+        pq.write_table(to_table(began, [episode], first=number), data, write_page_checksum=True)
+        atomic_write(self._path(number, began), data.getvalue())
+
+    def _path(self, number: int, began: int) -> Path:
+        return self.folder / f"episode-{number:06d}@{began}.parquet"
+
+
+def _number(mark: Path) -> int:
+    text = mark.read_text(errors="replace")
+    if not text.isdecimal():
+        raise DamagedFile(
+            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}; its episodes are then played again"
+        )
+    return int(text)
+
 
 BUFFER_FOLDER = "buffer"  # folder of finished episodes in a run's folder
 VERSIONS_KEY = "versions"  # key in `algorithm_state`: by policy, its version after each number of trained steps
@@ -194,3 +282,31 @@ def oldest_resume(path: Path) -> int:
     since the newest may be damaged; 0 if it has fewer checkpoints."""
     newest = list_checkpoints(path)[-NUM_KEPT:]
     return newest[0].step + 1 if len(newest) == NUM_KEPT else 0
+
+
+def answer_versions(answer: Answer) -> np.ndarray:
+    """Returns the version of the policy that sampled each token of an answer [T] int32; -1 if its name has none."""
+    if len(answer.versions):
+        return answer.versions
+    _, _, version = answer.policy.partition("@")
+    return np.full(len(answer.token_ids), int(version) if version.isdecimal() else -1, np.int32)
+
+
+def token_staleness_metrics(episodes: Sequence[Episode], policy: str, step_versions: Sequence[int]) -> Metrics:
+    """Returns how many training steps the weights that sampled each token of `policy` are behind the newest ones (mean
+    and maximum over tokens), and the share of answers with tokens of more than one version.
+
+    `step_versions` are the policy's versions after consecutive training steps, the newest last. Answers of failed
+    episodes do not count.
+    """
+    answers = [
+        answer for answer in answers_of([e for e in episodes if e.error is None], policy) if len(answer.token_ids)
+    ]
+    versions = [answer_versions(answer) for answer in answers]
+    behind = len(step_versions) - np.searchsorted(step_versions, np.concatenate([*versions, []]), side="right")
+    mixed = [len(np.unique(own)) > 1 for own in versions]
+    return {
+        "token_staleness": float(behind.mean()) if len(behind) else 0.0,
+        "token_staleness_max": float(behind.max(initial=0)),
+        "mixed_version_fraction": float(np.mean(mixed)) if mixed else 0.0,
+    }

@@ -32,7 +32,7 @@ from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
-from palestra.vector.losses.critics import critic_loss
+from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch

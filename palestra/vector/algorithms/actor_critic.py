@@ -36,7 +36,7 @@ from palestra.vector.algorithms.minibatches import (
 )
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
-from palestra.vector.losses.critics import value_loss
+from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, make_generators

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from palestra.parallel.process_group import SumOverProcesses
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.policy_stack import StackedAdam
-from palestra.vector.losses.critics import value_loss
+from palestra.vector.losses import value_loss
 from palestra.vector.nets.layers import Net, Team
 from palestra.vector.nets.normalise import RunningNorm, rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors

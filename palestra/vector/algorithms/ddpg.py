@@ -19,7 +19,7 @@ from palestra.vector.algorithms.critics import frozen_copy
 from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import PolicyStack
-from palestra.vector.losses.critics import actor_loss
+from palestra.vector.losses import actor_loss
 from palestra.vector.nets.continuous_heads import TanhHead, gumbel_softmax
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import ActionHead, CategoricalHead

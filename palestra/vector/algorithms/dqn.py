@@ -12,7 +12,7 @@ from torch import Tensor
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.losses.q import q_loss, q_target
+from palestra.vector.losses import q_loss, q_target
 from palestra.vector.nets.replay import TransitionBatch
 from palestra.vector.nets.sequence_replay import SequenceBatch
 

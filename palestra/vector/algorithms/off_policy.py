@@ -23,7 +23,7 @@ from palestra.vector.algorithms.action_values import ActionValueConfig, ActionVa
 from palestra.vector.algorithms.critics import frozen_parameters, polyak_update
 from palestra.vector.learners.nets import NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
-from palestra.vector.losses.critics import td_target
+from palestra.vector.losses import td_target
 from palestra.vector.nets.continuous_heads import BoundedHead, idle_code
 from palestra.vector.nets.exploration_noise import CorrelatedNoise
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead

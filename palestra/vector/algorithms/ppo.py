@@ -1,4 +1,5 @@
-"""Proximal policy optimisation (Schulman et al., 2017): independent PPO, or MAPPO with a central critic."""
+"""Proximal policy optimisation (Schulman et al., 2017): independent PPO, or MAPPO with a central critic; and advantage
+actor-critic (Mnih et al., 2016), synchronous, which with V-trace and asynchronous actors is IMPALA."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss
+from palestra.core.losses import LossInputs, TensorMetrics, clipped_policy_loss, policy_gradient_loss
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig
 from palestra.vector.algorithms.minibatches import PolicyRows
-from palestra.vector.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
+from palestra.vector.losses import CategoricalInputs, clipped_categorical_loss
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
 
 
@@ -47,3 +48,17 @@ class PPO(ActorCriticConfig):
         tensors = (out, rows.actions, rows.action_mask, rows.logp, rows.advantage, weight)
         inputs: list[Any] = [None if x is None else x.flatten(1, 2) for x in tensors]
         return clipped_categorical_loss(CategoricalInputs(*inputs), clip=self.clip, entropy=bonus)
+
+
+class A2C(ActorCriticConfig):
+    """A2C: one gradient step on each short rollout."""
+
+    type: Literal["a2c"] = "a2c"
+    """Selects A2C."""
+    rollout_length: int = Field(16, ge=1)
+    """Rollout length: steps of every parallel game per batch."""
+    entropy_coef: float = Field(0.01, ge=0)
+    """Coefficient of the entropy bonus."""
+
+    def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
+        return policy_gradient_loss(rows)

@@ -26,7 +26,7 @@ from palestra.vector.algorithms.minibatches import MiniBatch, iterate_minibatche
 from palestra.vector.algorithms.q_learning import EpsilonGreedyConfig, ValueHead, check_action_spaces
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack
-from palestra.vector.losses.q import best_action, gather_values
+from palestra.vector.losses import best_action, gather_values
 from palestra.vector.nets.advantages import AdvantageInputs, gae
 from palestra.vector.nets.on_device import RolloutTensors, constant, make_generator
 from palestra.vector.nets.seat_mapping import SeatMapping

@@ -27,7 +27,7 @@ from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
-from palestra.vector.losses.q import best_action, dueling_values, gather_values, next_value, sequence_priority
+from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.on_device import RolloutTensors, uniform

@@ -27,7 +27,7 @@ from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, leg
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import StackedAdam
-from palestra.vector.losses.q import best_action, gather_values, next_value, q_loss, q_target
+from palestra.vector.losses import best_action, gather_values, next_value, q_loss, q_target
 from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import TransitionBatch

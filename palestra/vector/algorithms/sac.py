@@ -18,7 +18,7 @@ from palestra.vector.algorithms.action_values import UpdateBatch
 from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.learners.policy_stack import StackedAdam
-from palestra.vector.losses.critics import actor_loss, expected_soft_value, soft_value, temperature_loss
+from palestra.vector.losses import actor_loss, expected_soft_value, soft_value, temperature_loss
 from palestra.vector.nets.continuous_heads import SquashedHead, one_hot
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
 

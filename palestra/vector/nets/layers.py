@@ -16,10 +16,37 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
-from palestra.vector.nets.attention import AttentionType
-from palestra.vector.nets.communication import Communication
+from palestra.vector.nets.attention import AttentionType, rowwise
 from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.vector.nets.entities import EntityEncoder, EntityLayout
+
+
+class Communication(nn.Module):
+    """Rounds of communication: [P, R, H] -> [P, R, H]. In each, a seat's features h become activation(A h + B c + b),
+    where c is the mean of the features of the team's other seats that act, or 0 (Sukhbaatar et al., 2016, eq. 1 and
+    2). `team_size` consecutive rows are a team."""
+
+    def __init__(self, units: int, rounds: int, activation: Activation, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.activation = activation
+        self.rounds = nn.ModuleList(Linear(2 * units, units, GAIN[activation], generators) for _ in range(rounds))
+
+    def forward(self, x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
+        """Returns features [P, R, H] after all rounds. `acts` [P, R] bool marks the seats that act (None: all); the
+        others send nothing."""
+        for layer in self.rounds:
+            x = layer(torch.cat([x, mean_of_others(x, acts, team_size)], -1), self.activation)
+        return x
+
+
+def mean_of_others(x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
+    """Returns for each row the mean of the other acting rows of its team [P, R, H]; 0 where there are none."""
+    by_team = x.unflatten(1, (-1, team_size))  # [P, G, S, H]
+    sends = by_team.new_ones(by_team.shape[:3]) if acts is None else acts.view(by_team.shape[:3]).float()
+    sent = by_team * sends[..., None]
+    others = (sends.sum(2, keepdim=True) - sends).clamp(min=1)[..., None]
+    return ((sent.sum(2, keepdim=True) - sent) / others).flatten(1, 2)
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -216,7 +243,7 @@ class Net(nn.Module):
             P, T, R = obs.shape[:3]
             return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
         features, memories = self.features(obs, recurrent_state, is_first, team)
-        return _rowwise(self.head, features), memories
+        return rowwise(self.head, features), memories
 
     def unroll_with_values(
         self,
@@ -229,7 +256,7 @@ class Net(nn.Module):
         if self.value_head is None:
             return self.unroll(obs, recurrent_state, is_first, team)[0], None
         features, _ = self.features(obs, recurrent_state, is_first, team)
-        return _rowwise(self.head, features), _rowwise(self.value_head, features)[..., 0]
+        return rowwise(self.head, features), rowwise(self.value_head, features)[..., 0]
 
     def features(
         self,
@@ -277,12 +304,6 @@ class Net(nn.Module):
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
         return self.head.weight.new_zeros(members, rows, self.recurrent_units)
-
-
-def _rowwise(layer: Linear, x: Tensor) -> Tensor:
-    """Applies a layer at every step: [P, T, R, in] -> [P, T, R, out]."""
-    out: Tensor = layer(x.flatten(1, 2)).view(*x.shape[:3], -1)
-    return out
 
 
 def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:

@@ -1,7 +1,5 @@
 """Published agents: peft and transformers load them and compute the same log-probabilities as palestra's engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A trained agent behind an endpoint: a real server process, called by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

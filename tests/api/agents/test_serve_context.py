@@ -1,7 +1,5 @@
 """A served agent sees conversations as in training: within its budget of context, and with results of tools cut."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`palestra grid` as users run it: trained, interrupted, killed, changed and failed cells, and errors in the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Aggregate statistics by hand, their intervals, and properties of all of them."""
 
-from __future__ import annotations
-
 import hypothesis.extra.numpy as arrays
 import hypothesis.strategies as st
 import numpy as np

@@ -1,7 +1,5 @@
 """`palestra tune` as users run it: a completed search, a killed one, and errors in the file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Configs: parsing, overrides, and error messages for wrong keys."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pydoc
@@ -269,6 +267,7 @@ def test_a_json_schema_has_the_descriptions() -> None:
     assert Optimizer.model_json_schema()["description"] == "An optimizer."
 
 
+@pytest.mark.slow  # what it prevents is a slower start
 def test_importing_config_models_reads_no_source() -> None:
     """`linecache` contains every file whose source was read."""
     code = (

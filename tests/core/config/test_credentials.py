@@ -1,7 +1,5 @@
 """Credentials in configs and on the command line are refused, and written to no run and no message."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

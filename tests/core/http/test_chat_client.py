@@ -1,7 +1,5 @@
 """The chat client: retries, timeouts, and no key in error messages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

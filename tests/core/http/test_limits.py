@@ -1,7 +1,5 @@
 """Requests that HTTP servers refuse before a route runs, on a real server's sockets."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

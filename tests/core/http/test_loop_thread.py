@@ -1,7 +1,5 @@
 """Coroutines run on the loop's own thread, which ends when it should."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

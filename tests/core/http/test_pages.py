@@ -1,7 +1,5 @@
 """Pages in a real browser can neither read from nor write to a server on this machine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

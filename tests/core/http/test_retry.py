@@ -1,7 +1,5 @@
 """Waits double up to their maximum, and attempts end with the policy's last error."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A server stops on request, whatever it is doing."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

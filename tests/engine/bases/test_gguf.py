@@ -12,22 +12,22 @@ from tokenizers import decoders, pre_tokenizers
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from palestra.core.chat import Chat
 from palestra.core.files import DamagedFile
 from palestra.core.losses import cross_entropy_loss
-from palestra.core.types import Sample
-from palestra.dashboard.tokens import Vocabulary
+from palestra.core.types import Answer, Sample
+from palestra.dashboard.trees import Vocabulary
 from palestra.engine.bases import gguf
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import resolve_base
 from palestra.engine.bases.packaged_bases import find_gguf, is_installed
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.trainer import Trainer
-from palestra.text.policies.base import Query
-from palestra.text.policies.lm import ChatEncoder
 
 VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
@@ -211,9 +211,11 @@ def test_smollm2_adds_three_and_four_and_ends_its_turn(smollm: Engine):
 
 def test_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm: Engine):
     encoder = ChatEncoder(smollm.tokenizer)
-    first = encoder.encode_first_turn(Query("You add numbers.", "What is 3 + 4?"), None)
-    answer = np.array(smollm.tokenizer.encode("3 + 4 = 7<|im_end|>"), np.int32)
-    later = encoder.encode_next_turn(first, answer, [{"role": "user", "content": "And  12 more?"}])
+    asked = [{"role": "system", "content": "You add numbers."}, {"role": "user", "content": "What is 3 + 4?"}]
+    first = encoder.encode_conversation(Chat(tuple(asked)))
+    ids = np.array(smollm.tokenizer.encode("3 + 4 = 7<|im_end|>"), np.int32)
+    answer = Answer("3 + 4 = 7", "p", first, ids)
+    later = encoder.encode_next_turn(Chat(tuple(asked)), answer, [{"role": "user", "content": "And  12 more?"}])
     whole = [
         {"role": "system", "content": "You add numbers."},
         {"role": "user", "content": "What is 3 + 4?"},

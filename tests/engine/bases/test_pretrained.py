@@ -1,14 +1,11 @@
 """Folders of strangers whose config names a Python module: no command runs it, or asks whether to."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree
 
 import pytest
+from helpers.warm_processes import run_palestra
 
 from palestra.engine.bases.names import resolve_base
 
@@ -39,25 +36,20 @@ def evil(tmp_path: Path) -> Path:
     return folder
 
 
-def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "palestra", *map(str, arguments)]
-    answers = "y\n" * 10
-    return subprocess.run(command, cwd=tmp_path, input=answers, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("command", ["serve-agent", "info", "publish", "train", "serve"])
 def test_code_of_a_received_model_is_not_run_and_not_asked_for(command: str, evil: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(evil), "r": 4}))
     (tmp_path / "run.yaml").write_text(f"env: {{type: sokoban}}\npolicies: {{default: {{type: lora, base: {evil}}}}}\n")
-    done = {
-        "serve-agent": lambda: run(tmp_path, "serve-agent", evil, "--port", 0),
-        "info": lambda: run(tmp_path, "info", "--base", evil),
-        "publish": lambda: run(tmp_path, "publish", adapter, "--out", tmp_path / "out", "--merge"),
-        "train": lambda: run(tmp_path, "train", "run.yaml"),
-        "serve": lambda: run(tmp_path, "serve", "--base", f"evil={evil}", "--port", 0, "--data", tmp_path / "data"),
-    }[command]()
+    words: dict[str, list[object]] = {
+        "serve-agent": [evil, "--port", 0],
+        "info": ["--base", evil],
+        "publish": [adapter, "--out", tmp_path / "out", "--merge"],
+        "train": ["run.yaml"],
+        "serve": ["--base", f"evil={evil}", "--port", 0, "--data", tmp_path / "data"],
+    }
+    done = run_palestra(command, *words[command], cwd=tmp_path)
     assert done.returncode == 2, done
     assert len(done.stderr.splitlines()) == 1 and "palestra runs none" in done.stderr
     assert "trust_remote_code" not in done.stdout + done.stderr and "y/N" not in done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """A cache with a budget: answers wait or are preempted, all complete, and equal those of a cache without a budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -53,9 +51,9 @@ def mixed_requests(snapshots: list[Snapshot | None]) -> list[Request]:
     rng = np.random.default_rng(0)
     return [
         make_request(
-            i, int(rng.integers(1, 7)), int(rng.integers(20, 180)), int(rng.integers(4, 90)), adapter=snapshots[i % 3]
+            i, int(rng.integers(1, 7)), int(rng.integers(20, 120)), int(rng.integers(4, 90)), adapter=snapshots[i % 3]
         )
-        for i in range(12)
+        for i in range(9)
     ]
 
 

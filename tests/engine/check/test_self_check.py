@@ -30,8 +30,7 @@ assert spec is not None and spec.loader is not None
 architectures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(architectures)
 
-FAST = ["llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "qwen3_moe"]
-FAST += ["lfm2", "qwen3_5_text", "mamba", "qwen2_5_vl"]
+FAST = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "lfm2", "mamba", "qwen2_5_vl"]
 SLOW = [kind for kind in architectures.PACKED | architectures.PLAIN | architectures.COMPOSITES if kind not in FAST]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 LONGROPE["factor"] = 4.0

@@ -3,8 +3,6 @@
 On a CPU a step is computed again instead of replayed (recorded_steps.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products that recorded decoding steps share: linear layers of the same input, and rotary embeddings."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

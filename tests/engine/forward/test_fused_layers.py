@@ -1,7 +1,5 @@
 """RMS norms and gated MLPs with fewer passes over memory equal those of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

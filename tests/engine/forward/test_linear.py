@@ -1,7 +1,5 @@
 """oneDNN's products equal PyTorch's, with their gradients, and are used for large float32 weights only."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

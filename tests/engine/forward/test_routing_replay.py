@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.small_models import write_models
 from helpers.tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
@@ -13,7 +14,7 @@ from palestra.engine.forward.routing_replay import OWN_CHOICE
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.training.trainer import Trainer
-from palestra.testing import tiny_lm, tiny_tokenizer
+from palestra.testing import tiny_lm
 
 SHAPE = {
     "vocab_size": 96,
@@ -40,16 +41,7 @@ ANSWERS = ([21, 22, 23], [31, 32, 33, 34])
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moe")
-    for name, config in CONFIGS.items():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn_like(weight), alpha=0.2)
-        model.save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-    return folder
+    return write_models(tmp_path_factory.mktemp("moe"), CONFIGS, seed=1, noise=0.2)
 
 
 def routers_of(model):

@@ -1,7 +1,5 @@
 """The attention paths of a GPU, run on the CPU: repeated heads with a mask, and no mask for new prompts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

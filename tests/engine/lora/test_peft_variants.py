@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from helpers.small_models import write_models
 from helpers.tolerances import LOGPROB_ATOL
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
@@ -30,7 +31,7 @@ from palestra.engine.training.checkpoints import load_trainer, save_trainer
 from palestra.engine.training.peft_format import load_adapter, save_adapter, save_snapshot
 from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.runs import list_checkpoints
-from palestra.testing import tiny_lm, tiny_tokenizer
+from palestra.testing import tiny_lm
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm_config import LoraPolicyConfig
@@ -96,16 +97,7 @@ IDS[1, :5] = IDS[0, :5]  # a shared prefix
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Folders of small random models by name."""
-    folder = tmp_path_factory.mktemp("bases")
-    for name, config in CONFIGS.items():
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn_like(weight), alpha=0.1)
-        model.save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-    return folder
+    return write_models(tmp_path_factory.mktemp("bases"), CONFIGS, seed=3, noise=0.1)
 
 
 def shake(parameters, seed=0):

@@ -1,8 +1,6 @@
 """Adapters replaced while their requests are sampled: the version of each token, and its probability under that
 version."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.adapter_versions import adapter_versions

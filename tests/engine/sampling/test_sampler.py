@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.small_models import plain_logps
 from helpers.tolerances import LOGPROB_ATOL
 from hypothesis import given
 from hypothesis import strategies as st
@@ -406,23 +407,12 @@ def test_top_logprobs_use_the_temperature(engine):
                 continue
             assert answer.top_ids.shape == answer.top_logprobs.shape == (len(answer.token_ids), request.top_logprobs)
             ids = np.concatenate([request.prompt_ids, answer.token_ids])
-            logps = tempered(engine, ids, request.sampling.temperature or 1.0)[len(request.prompt_ids) - 1 : -1]
+            logps = plain_logps(engine, ids, request.sampling.temperature or 1.0)[len(request.prompt_ids) - 1 : -1]
             np.testing.assert_allclose(answer.top_logprobs, -np.sort(-logps, 1)[:, : request.top_logprobs], atol=2e-5)
             np.testing.assert_allclose(np.take_along_axis(logps, answer.top_ids, 1), answer.top_logprobs, atol=2e-5)
             if request.sampling.temperature == 0:
                 assert answer.top_ids[:, 0].tolist() == answer.token_ids.tolist()
     assert tokens(results[0]) == tokens(Sampler(engine).sample_all([ask(0, n=2, temperature=1.0)])[0])
-
-
-def tempered(engine, ids, temperature):
-    """Log-probabilities [T, V] by transformers' own eager attention."""
-    engine.model.config._attn_implementation = "eager"
-    try:
-        with torch.no_grad():
-            logits = engine.model(torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits[0]
-    finally:
-        engine.model.config._attn_implementation = "palestra"
-    return torch.log_softmax(logits / temperature, -1).numpy()
 
 
 def test_signed_and_unsigned_64_bit_seeds_are_accepted(engine):

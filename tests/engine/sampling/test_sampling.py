@@ -1,8 +1,6 @@
 """Top-k and top-p in a large vocabulary search the most likely tokens first, and keep the tokens that a full sort
 keeps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

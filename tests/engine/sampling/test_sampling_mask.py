@@ -1,7 +1,5 @@
 """Log-probabilities of the distribution after top-k and top-p, in the sampler and in training, and their gradients."""
 
-from __future__ import annotations
-
 import copy
 import math
 

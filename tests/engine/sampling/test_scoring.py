@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.small_models import plain_logps, random_adapter
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from palestra.core.types import Sample
@@ -16,26 +17,6 @@ from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
-
-
-def randomised(engine, config, seed):
-    adapter = Adapter(engine.linear_layers, config, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, 0.05, generator=generator)
-    return adapter
-
-
-def plain_logps(engine, ids):
-    """Log-probabilities [P, V] by transformers' own eager attention, without palestra's layouts."""
-    engine.model.config._attn_implementation = "eager"
-    try:
-        with torch.no_grad():
-            logits = engine.model(torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits[0]
-    finally:
-        engine.model.config._attn_implementation = "palestra"
-    return torch.log_softmax(logits, -1).numpy()
 
 
 def prompts(count, seed=0):
@@ -57,7 +38,7 @@ def adapters(engine):
         LoraConfig(rank=9, alpha=3, target_modules=["q_proj", "down_proj"]),
         LoraConfig(rank=1, target_modules="v_proj"),
     ]
-    return [randomised(engine, config, i) for i, config in enumerate(configs)]
+    return [random_adapter(engine, config, i) for i, config in enumerate(configs)]
 
 
 def test_base_scores_equal_transformers(engine):

@@ -6,6 +6,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from helpers.small_models import random_adapter
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -26,15 +27,6 @@ from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
-
-
-def random_adapter(engine, config, seed=1):
-    adapter = Adapter(engine.linear_layers, config, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, 0.1, generator=generator)
-    return adapter
 
 
 def our_logprobs(engine, adapter):
@@ -67,7 +59,7 @@ def their_logprobs(model):
 )
 def test_peft_loads_saved_adapters(base, tmp_path, config):
     engine = Engine.load(str(base), device="cpu")
-    adapter = random_adapter(engine, config)
+    adapter = random_adapter(engine, config, 1, 0.1)
     save_adapter(tmp_path / "a", adapter, str(base))
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     ours = our_logprobs(engine, adapter)
@@ -103,7 +95,7 @@ def test_adapters_saved_by_peft_load(base, tmp_path, options):
 
 def test_adapter_config_names_the_base_and_loads_in_vllm(base, tmp_path):
     engine = Engine.load(str(base), device="cpu")
-    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(target_modules="q_proj")), str(base))
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(target_modules="q_proj"), 1, 0.1), str(base))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["peft_type"] == "LORA"
     assert config["r"] == 8 and config["lora_alpha"] == 16 and config["bias"] == "none"
@@ -133,7 +125,7 @@ def edit(folder, **changes):
 )
 def test_adapters_that_are_not_plain_lora_are_refused(base, tmp_path, changes):
     engine = Engine.load(str(base), device="cpu")
-    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig()), str(base))
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(), 1, 0.1), str(base))
     edit(tmp_path / "a", **changes)
     with pytest.raises(ValueError, match=f"not plain LoRA.*{next(iter(changes))}"):
         load_adapter(tmp_path / "a", engine)
@@ -160,7 +152,7 @@ def test_unsupported_adapter_weights_are_refused(base, tmp_path):
 )
 def test_adapter_of_another_base_is_refused(base, tmp_path, changes, message):
     other = tiny_lm(0, **changes)
-    save_adapter(tmp_path / "a", random_adapter(other, LoraConfig()), "other")
+    save_adapter(tmp_path / "a", random_adapter(other, LoraConfig(), 1, 0.1), "other")
     engine = Engine.load(str(base), device="cpu")
     engine.name = "small"
     with pytest.raises(ValueError, match=message):

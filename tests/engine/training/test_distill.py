@@ -1,13 +1,12 @@
 """Reverse KL: worked by hand, against a plain computation, and as learning."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.small_models import random_adapter
 from helpers.tolerances import GRADIENTS
 
 from palestra.engine.bases.model import Engine
@@ -58,12 +57,7 @@ def test_temperature_divides_both_logits() -> None:
 
 def trainer(engine: Engine, seed: int, bent: float = 0.0) -> Trainer:
     """A trainer of a new adapter, which equals the base unless `bent`."""
-    adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, bent, generator=generator) if bent else None
-    return Trainer(engine, adapter)
+    return Trainer(engine, random_adapter(engine, LoraConfig(rank=4), seed, bent))
 
 
 def run(trainer: Trainer, loss: ReverseKL, pack_tokens: int = 1000) -> JobResult:

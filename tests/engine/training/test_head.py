@@ -1,8 +1,6 @@
 """The head in chunks of rows: log-probabilities, entropies and gradients of whole logits, with the memory of one
 chunk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training passes of several adapters at once: each equals its own pass, and failures stay with their job."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +9,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+from helpers.small_models import random_adapter
 from helpers.tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
 from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
 from palestra.core.types import Datum, Sample
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter, weighted_sum
+from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
@@ -45,12 +44,7 @@ def engine() -> Engine:
 
 
 def trainer(engine: Engine, config: LoraConfig, seed: int) -> Trainer:
-    adapter = Adapter(engine.linear_layers, config, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, 0.05, generator=generator)
-    return Trainer(engine, adapter)
+    return Trainer(engine, random_adapter(engine, config, seed))
 
 
 def trainers(engine: Engine) -> list[Trainer]:

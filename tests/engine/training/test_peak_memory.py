@@ -1,7 +1,5 @@
 """Peak memory of the parts of a step that hold logits, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -68,6 +66,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow  # memory alone, as the one of test_head.py; the results of the same parts are fast tests
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak is read from Linux's /proc")
 def test_few_copies_of_logits_exist_at_a_time():
     """64 rows of 131,072 words are 32 MiB of logits."""

@@ -1,7 +1,5 @@
 """Assertions as tests of programs: the forms that are read, and their evaluation apart from the program."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +8,8 @@ import pytest
 from helpers.toy_code import play, scripted_pair
 from helpers.toy_programs import failures, try_program
 
-from palestra.environments.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
 from palestra.environments.code.env import CoderTester
-from palestra.environments.code.files import load_programs
+from palestra.environments.code.files import InseparableTestsError, find_entry_point, load_programs, parse_asserts
 from palestra.environments.code.programs import ProgramProblem
 from palestra.environments.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
 

@@ -11,8 +11,7 @@ import pytest
 from helpers.toy_code import ADD, BAD, ECHO, GOOD, play, scripted_pair, write
 
 from palestra.environments.code.answers import read_program, read_test, write_program, write_test
-from palestra.environments.code.env import CoderTester
-from palestra.environments.code.examples import is_test_shown
+from palestra.environments.code.env import CoderTester, is_test_shown
 from palestra.environments.code.files import BUILT_IN_PROGRAMS, load_programs
 from palestra.environments.code.test_runner import ProgramTest
 from palestra.envs.base import check_env

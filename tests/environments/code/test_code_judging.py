@@ -1,7 +1,5 @@
 """Judging programs: attacks on the reward, equal programs run once, and hung programs that do not block others."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

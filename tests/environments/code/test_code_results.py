@@ -1,7 +1,5 @@
 """Forged results of programs: they cost the trainer little time and memory, and earn nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import tracemalloc

@@ -1,7 +1,5 @@
 """Programs and tests that try to earn a reward without solving the task: none does, with any judge."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Programming problems from files: published formats, refused files, and assertions read as cases."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Programming problems: shipped ones, drills, files in published formats, and the comparison of outputs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Combat has SMAC's interface and StarCraft's numbers, and can be won by skilled play."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, get_args
 

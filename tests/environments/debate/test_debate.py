@@ -1,7 +1,5 @@
 """Debate: the env check, rewards, observations of each seat, and sources of topics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The judge behind an endpoint: a real server on this machine that fails, hangs, is biased, or reveals the key."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -14,7 +12,7 @@ import pytest
 from helpers.toy_debates import Endpoint, Reply, debate_in, endpoint, expert, play, playing
 
 from palestra.core.http.chat_client import EndpointError
-from palestra.environments.debate import verdict_cache
+from palestra.environments.debate import judge_endpoint
 from palestra.environments.debate.env import Debate
 from palestra.environments.debate.judge_endpoint import EndpointJudge, read_scores
 from palestra.envs import check_env
@@ -27,7 +25,7 @@ KEY = "sk-very-secret-4711"
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch):
     """No cached verdicts of other tests, no proxy of this machine, and a key."""
-    monkeypatch.setattr(verdict_cache, "_memory", {})
+    monkeypatch.setattr(judge_endpoint, "_memory", {})
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("TOY_JUDGE_KEY", KEY)
 
@@ -306,7 +304,7 @@ def test_disk_cache_survives_the_process(tmp_path, monkeypatch):
     with endpoint(decide_for_con) as server:
         before = verdict(server, {"cache": cache})
         assert len(server.bodies) == 2
-        monkeypatch.setattr(verdict_cache, "_memory", {})
+        monkeypatch.setattr(judge_endpoint, "_memory", {})
         assert verdict(server, {"cache": cache}) == before and len(server.bodies) == 2
         verdict(server, {"cache": cache, "swap": False})  # another question
         assert len(server.bodies) == 3

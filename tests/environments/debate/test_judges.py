@@ -1,7 +1,5 @@
 """The rule-based judge: cases by hand, and attempts to cheat it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Foraging is lbforaging's game: the same seed and actions give that package's numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Guessing games: rewards of questions by hand, experts at their optimum, and lies of the answerer."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

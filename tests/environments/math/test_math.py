@@ -8,12 +8,11 @@ import time
 import pytest
 
 from palestra.environments.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
-from palestra.environments.math.env import Math
+from palestra.environments.math.env import Math, arithmetic_output, extract_program, run_program
 from palestra.environments.math.generate import PROBLEM_GENERATORS
 from palestra.environments.math.grading import CORRECT, UNREADABLE, grade_directly
 from palestra.environments.math.problem import Problem
-from palestra.environments.math.qa_files import load_problems
-from palestra.environments.math.tool import arithmetic_output, extract_program, run_program
+from palestra.environments.math.problem_source import load_problems
 from palestra.envs import check_env
 from palestra.sandbox import open_sandbox
 

@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 
 from palestra.environments.math.answer_extraction import parse_number, parse_relation
 from palestra.environments.math.expressions import canonical_form, evaluate, evaluate_tree, to_infix, to_python
-from palestra.environments.math.generate import PROBLEM_GENERATORS, generate_problem
+from palestra.environments.math.generate import PROBLEM_GENERATORS, draw_numbers, fill_template, generate_problem
 from palestra.environments.math.grading import CORRECT, INCORRECT, UNREADABLE, grade_directly
 from palestra.environments.math.problem import Problem, draw_problem
-from palestra.environments.math.problem_source import ProblemSource
-from palestra.environments.math.qa_files import load_problems, published_answer
+from palestra.environments.math.problem_source import ProblemSource, load_problems, published_answer
 from palestra.environments.math.reasoning import check_tasks, grade_reasoning, reasoning_problem
-from palestra.environments.math.word_problems import draw_numbers, fill_template
 from palestra.environments.math.word_templates import WORD_TEMPLATES
 from palestra.envs.support.row_reader import read_rows
 from palestra.envs.support.splits import SPLIT_SHARES, split_of_text

@@ -4,8 +4,6 @@ Shapes: `T` steps, `B` games, 2 seats, `C` cells, `P` pots. The states of a reco
 `OvercookedArrays`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path

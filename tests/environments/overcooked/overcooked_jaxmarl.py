@@ -7,8 +7,6 @@ writes envs/vector/overcooked_jaxmarl_0.2.0.npz: 16 games of 100 steps of every 
 Actions are random; two of five are "interact".
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

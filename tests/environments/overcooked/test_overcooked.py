@@ -4,8 +4,6 @@ overcooked_jaxmarl_0.2.0.npz has its games; overcooked_jaxmarl.py writes them. p
 the package is installed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pong: pictures show the game, its physics are as documented, and its tracker is neither weak nor perfect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

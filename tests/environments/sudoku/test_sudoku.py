@@ -11,7 +11,7 @@ import pytest
 from palestra.environments.sudoku import canonical
 from palestra.environments.sudoku import env as sudoku
 from palestra.environments.sudoku.canonical import Puzzle, canonical_text, cell_permutations, draw_puzzle, line_orders
-from palestra.environments.sudoku.env import Sudoku
+from palestra.environments.sudoku.env import Sudoku, read_cells
 from palestra.environments.sudoku.solver import (
     BOXES,
     find_solutions,
@@ -20,7 +20,6 @@ from palestra.environments.sudoku.solver import (
     remove_clues,
     violated_units,
 )
-from palestra.environments.sudoku.text import read_cells
 from palestra.envs import check_env
 from palestra.envs.support.splits import SPLIT_SHARES, split_of_text
 

@@ -1,7 +1,5 @@
 """Tools: their descriptions, validation of arguments, errors and time limits, and confinement to the scratch folder."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -17,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from palestra.core.chat import ToolCall
 from palestra.environments.tools import timeouts
+from palestra.environments.tools.builtin_tools import MAX_CELLS, python_tool
 from palestra.environments.tools.calculator import calculator, evaluate
 from palestra.environments.tools.library import (
     BUILT_IN_CORPUS,
@@ -27,7 +26,6 @@ from palestra.environments.tools.library import (
     read_documents,
     search_tool,
 )
-from palestra.environments.tools.repl import MAX_CELLS, python_tool
 from palestra.environments.tools.tool_state import (
     FILE_TOOLS,
     MAX_FILES,

@@ -1,7 +1,5 @@
 """The tools env: tasks that need tools, with one seat or two, and rewards by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json
@@ -14,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from palestra.core.chat import Chat, messages_after, render_message, tool_calls_of
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.environments.tools.env import FOUND_REWARD, INVALID_PENALTY, NOTE_REWARD, VALID_CALLS_REWARD, Tools
 from palestra.environments.tools.library import BUILT_IN_CORPUS, open_index
 from palestra.environments.tools.synthetic_world import PLACE_NAMES, SyntheticLibrary
@@ -23,7 +22,7 @@ from palestra.envs.base import check_env
 from palestra.envs.support.splits import SPLIT_SHARES
 from palestra.sandbox import open_sandbox
 from palestra.testing import tiny_tokenizer
-from palestra.text.policies.lm import ChatEncoder, DemonstrationPolicy, LanguagePolicy
+from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.text.policies.scripted import ExpertPolicy, ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
@@ -193,7 +192,10 @@ def test_conversation_extends_the_previous_one():
 
 def test_a_policys_prompt_begins_with_its_earlier_tokens():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    called = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>"
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template.replace(
+        "m['content'] + '<|end|>' }}", "m['content'] }}" + called
+    )
     student = LanguagePolicy("s", None, ChatEncoder(tokenizer), None)
     env = {"kinds": ["lookup_compute"], "split": "base"}
     arena = EpisodeRunner(lambda: tools(**env), "tools")

@@ -1,7 +1,5 @@
 """Action masks and nested observations of EnvPool's envs, with a stand-in for the package."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace

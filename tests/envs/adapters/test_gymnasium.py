@@ -1,7 +1,5 @@
 """Gymnasium's envs equal Gymnasium's own, and its spaces are converted to palestra's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

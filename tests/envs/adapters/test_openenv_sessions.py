@@ -1,8 +1,6 @@
 """Sessions of OpenEnv's protocol that palestra opens and closes, with a server of a few lines; peers/test_openenv.py
 has OpenEnv's own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

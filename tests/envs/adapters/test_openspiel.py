@@ -1,7 +1,5 @@
 """OpenSpiel's games through the adapter equal OpenSpiel's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """PettingZoo's envs equal PettingZoo's own, and exported envs of palestra pass PettingZoo's tests."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter

@@ -1,8 +1,6 @@
 """Agents of PettingZoo's envs that return, join late, or are rewarded after truncation; observations of several parts;
 global states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

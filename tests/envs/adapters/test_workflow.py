@@ -1,8 +1,6 @@
 """Users' agent programs: their model calls are observations, policies' answers are returned to them, their return value
 is the reward."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

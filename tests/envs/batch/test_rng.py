@@ -1,7 +1,5 @@
 """The random numbers of compiled kernels equal NumPy's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

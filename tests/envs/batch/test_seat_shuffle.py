@@ -1,7 +1,5 @@
 """Seats that swap positions in each game."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Games in subprocesses equal those of a loop, survive killed processes, and leave no processes or memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A loop over single envs satisfies the contract of `VectorEnv`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.toy_games import Counting

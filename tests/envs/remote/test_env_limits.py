@@ -1,7 +1,5 @@
 """Limits of an env server: no client harms it or other clients, and it always stops."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,8 +1,6 @@
 """palestra's rules equal OpenSpiel's state by state, as the games of its vectorised envs do (tests/envs/vector); texts
 distinguish the same states as tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

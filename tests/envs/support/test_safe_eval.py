@@ -1,7 +1,5 @@
 """Only allowed expressions are evaluated, and every intermediate number is bounded."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from typing import Any

@@ -14,9 +14,8 @@ import pytest
 from palestra.envs import check_env
 from palestra.envs.rules.base import TERMINAL
 from palestra.envs.rules.connect_four import LINE_MASKS, ConnectFourRules, ConnectFourState, line_heuristic
-from palestra.envs.rules.search import best_actions
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
-from palestra.envs.text.board_games import TextConnectFour, TextGame, TextTicTacToe
+from palestra.envs.text.board_games import TextConnectFour, TextGame, TextTicTacToe, best_actions
 
 RULES = ConnectFourRules()
 SPIEL = pyspiel.load_game("connect_four")

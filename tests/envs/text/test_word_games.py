@@ -1,7 +1,5 @@
 """Properties of all text games: two renderings, two rewards, and rules in the full rendering."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

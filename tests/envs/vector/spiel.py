@@ -1,7 +1,5 @@
 """Games of palestra's envs replayed in OpenSpiel, decision by decision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kuhn poker: every possible game equals OpenSpiel's, and known values."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

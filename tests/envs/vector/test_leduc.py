@@ -1,7 +1,5 @@
 """Leduc poker: games, observations and masks equal OpenSpiel's; its state and its deals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play

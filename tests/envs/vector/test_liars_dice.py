@@ -1,7 +1,5 @@
 """Liar's dice: games, observations and masks equal OpenSpiel's; its state and its dice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

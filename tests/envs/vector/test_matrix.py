@@ -1,7 +1,5 @@
 """Games of payoff tables: OpenSpiel's, those of the papers, and the two-step game by hand."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

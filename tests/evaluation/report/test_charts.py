@@ -1,7 +1,5 @@
 """Charts on a page: matplotlib's SVG as images for light and dark pages; test_page_browser.py looks at them."""
 
-from __future__ import annotations
-
 import base64
 import re
 import xml.etree.ElementTree as ET

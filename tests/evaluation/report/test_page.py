@@ -1,7 +1,5 @@
 """The page of a run: complete for runs of every kind, and safe for any text of agents."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path

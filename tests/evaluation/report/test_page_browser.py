@@ -1,8 +1,6 @@
 """The page of a run in a real browser: legible charts, in light and dark mode. Screenshots are kept in
 .cache/screenshots."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plots of several runs: grouping, labels and bands."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.command_line import palestra, refused
 

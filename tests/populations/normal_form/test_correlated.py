@@ -202,7 +202,7 @@ def best_by_linear_programming(gains, slope):
 
 @BOTH
 @OBJECTIVES
-@pytest.mark.parametrize("size", [-1e3, -1e4, -1e5, -1e6, -1e7, 1e4, 1e7])
+@pytest.mark.parametrize("size", [-1e3, -1e5, -1e7, 1e4, 1e7])
 def test_one_large_payoff_does_not_hide_gains(solve, objective, size):
     """A gain is relative to the other payoffs, not to the largest: 1e-8 of the largest would allow gains of up to 0.1
     here. No distribution without gains has a much better objective."""

@@ -1,7 +1,5 @@
 """Policies on palestra's game trees, and the same policies in OpenSpiel."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

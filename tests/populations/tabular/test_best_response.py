@@ -1,7 +1,5 @@
 """Best responses, NashConv and payoffs equal OpenSpiel's."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Iterative solvers: iterates equal OpenSpiel's, and known distances from an equilibrium."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyspiel
 import pytest

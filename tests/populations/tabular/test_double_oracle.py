@@ -1,7 +1,5 @@
 """Double oracles: curves known from papers and OpenSpiel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice, pairwise
 

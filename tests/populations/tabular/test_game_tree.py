@@ -1,7 +1,5 @@
 """Game trees: known counts, and values of policies equal to OpenSpiel's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The exact worker: PSRO's tasks by hand on Kuhn poker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Language agents as a population: tables equal their play, and responses beat their opponents."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

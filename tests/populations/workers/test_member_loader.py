@@ -1,7 +1,5 @@
 """Members from their folders: a table plays as the network that it was computed from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

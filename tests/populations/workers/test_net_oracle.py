@@ -25,9 +25,8 @@ from palestra.populations.tasks import (
 )
 from palestra.populations.workers.member_loader import write_table
 from palestra.populations.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.dqn import DQN
-from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.ppo import A2C, PPO
 from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
@@ -72,21 +71,23 @@ def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "env_steps"),
     [
-        FAST,
-        A2C(rollout_length=16, gamma=1.0),
-        DQN(rollout_length=16, gradient_steps=8, gamma=1.0),
-        SAC(rollout_length=16),
+        pytest.param(FAST, 8_000, id="ppo"),
+        pytest.param(A2C(rollout_length=16, gamma=1.0), 30_000, id="a2c"),
+        pytest.param(DQN(rollout_length=16, gradient_steps=8, gamma=1.0), 8_000, id="dqn"),
+        pytest.param(SAC(rollout_length=16), 12_000, id="sac"),
     ],
 )
-def test_every_algorithm_learns_to_beat_uniform_play(algorithm: Any, tmp_path: Path) -> None:
+def test_every_algorithm_learns_to_beat_uniform_play(
+    algorithm: Any, env_steps: int, tmp_path: Path, check_score: Any
+) -> None:
     """The best response to uniform play earns 1/2 as first player of Kuhn poker, uniform play 1/8."""
-    given = NetWorker(oracle(algorithm=algorithm, env_steps=30_000), SEATS, seed=2)
+    given = NetWorker(oracle(algorithm=algorithm, env_steps=env_steps), SEATS, seed=2)
     result = train(given, tmp_path)
     value = assess(given, "it", "uniform", {"it": tmp_path}).values[0]
-    assert value > 0.3
-    assert result.env_steps >= 30_000
+    check_score(value)
+    assert result.env_steps >= env_steps
     met = result.opponents["uniform"]
     assert met.mean_return == pytest.approx(result.mean_return)
     assert 0 < met.wins < met.games and met.draws == 0
@@ -134,13 +135,13 @@ def test_opponents_are_sampled_by_the_mixture(tmp_path: Path) -> None:
     assert games["bet"] / sum(games.values()) == pytest.approx(0.75, abs=0.2)
 
 
-def test_shared_learner_trains_at_every_seat(tmp_path: Path) -> None:
-    given = NetWorker(oracle(env_steps=25_000), ("all",), seed=3)
+def test_shared_learner_trains_at_every_seat(tmp_path: Path, check_score: Any) -> None:
+    given = NetWorker(oracle(env_steps=12_000), ("all",), seed=3)
     result = train(given, tmp_path, player="all", opponents=Opponents({"all": {"uniform": 1.0}}), self_play=0.25)
     games = {name: met.games for name, met in result.opponents.items()}
     assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
     mine, theirs = play(given, "play/it", [("it", "uniform"), ("uniform", "it")], 2000, {"it": tmp_path})
-    assert mine.mean[0] > 0.2 and theirs.mean[1] > 0.2  # at most (1/2 + 5/12) / 2
+    check_score(min(mine.mean[0], theirs.mean[1]))  # at most (1/2 + 5/12) / 2
 
 
 def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:

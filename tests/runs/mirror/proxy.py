@@ -1,7 +1,5 @@
 """A TCP proxy between a process and a server that can be slow or down."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

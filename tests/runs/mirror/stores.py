@@ -1,7 +1,5 @@
 """Stores that fail, and small runs to be mirrored to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs mirrored to stores in memory and in folders: state after a crash, uploaded objects, and refusals."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing, contextmanager
 

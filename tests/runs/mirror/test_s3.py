@@ -1,7 +1,5 @@
 """Training mirrored to an S3 server that is slow or down, by processes that are killed. Run by `make test-s3`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

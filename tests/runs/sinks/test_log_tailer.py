@@ -1,7 +1,5 @@
 """A run's metrics in TensorBoard, read back by its own reader, and independence of the run from its sinks."""
 
-from __future__ import annotations
-
 import json
 import threading
 

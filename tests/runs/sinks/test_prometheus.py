@@ -1,7 +1,5 @@
 """The Prometheus sink, scraped while a run writes its logs."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import urllib.request

@@ -1,7 +1,5 @@
 """Weights & Biases, MLflow and Trackio, offline, read back from their files. Run by `make test-sinks`."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct

@@ -1,7 +1,5 @@
 """API keys: hashed in a file, read again when it changes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading
@@ -40,14 +38,14 @@ def test_every_key_is_accepted_without_a_key_file(path):
 
 def test_keys_added_and_removed_at_once_are_all_in_the_file(path):
     add_key(path, "gone")
-    processes = [start_palestra("keys", "add", f"owner{number}", "--auth", str(path)) for number in range(20)]
+    processes = [start_palestra("keys", "add", f"owner{number}", "--auth", str(path)) for number in range(6)]
     processes.append(start_palestra("keys", "remove", "gone", "--auth", str(path)))
     outputs = [process.communicate(timeout=200) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 21, outputs
+    assert [process.returncode for process in processes] == [0] * 7, outputs
     keys = ApiKeys(path)
     owners = [keys.owner_of(out.strip()) for out, _ in outputs[:-1]]
-    assert owners == [f"owner{number}" for number in range(20)]
-    assert len(read_keys(path)) == 20
+    assert owners == [f"owner{number}" for number in range(6)]
+    assert len(read_keys(path)) == 6
 
 
 def test_key_files_are_private_from_the_first_byte_whatever_the_umask(path):

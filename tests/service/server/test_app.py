@@ -1,7 +1,5 @@
 """Routes: queued requests, answers, and refusals. The tests take the worker's place."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

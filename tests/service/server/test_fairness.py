@@ -1,8 +1,6 @@
 """Two keys on a real server: a heavy queue does not delay a light key's requests, and its memory is released
 afterwards."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """/metrics of a real server, scraped over HTTP and parsed by Prometheus's own parser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inference in OpenAI's API; a thread takes the worker's place."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Pages of other origins in a browser are refused; programs, which send no Origin, are not."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.fronts import Front
 from starlette.datastructures import Headers

@@ -1,7 +1,5 @@
 """Sessions are found by their clients' metadata, and assigned to projects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

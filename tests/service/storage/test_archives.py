@@ -1,7 +1,5 @@
 """Weights as files: downloads at signed addresses, and uploads."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,8 +1,6 @@
 """The queue and the tables, on SQLite (as in `palestra serve`) and on PostgreSQL; two stores stand for two
 processes."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

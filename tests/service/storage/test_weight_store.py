@@ -1,7 +1,5 @@
 """Folders of weights: complete or absent, refused if altered, and never outside the store."""
 
-from __future__ import annotations
-
 import os
 import time
 

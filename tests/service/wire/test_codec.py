@@ -1,7 +1,5 @@
 """Arrays in requests: every form that clients send is decoded exactly, and no bytes crash the decoder."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

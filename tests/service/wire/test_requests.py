@@ -1,7 +1,5 @@
 """Request bodies: those of official clients are parsed, dangerous ones are refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

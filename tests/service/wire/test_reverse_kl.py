@@ -3,8 +3,6 @@
 The requests are those of MinT's client (mindlab-toolkit 0.2.0), which numbers them only on request.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

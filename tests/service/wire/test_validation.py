@@ -1,7 +1,5 @@
 """Training requests: inputs of each loss and their shapes; other requests are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -724,7 +724,7 @@ def test_stopping_worker_gives_up_on_a_locked_database(
     waits = desk.sample(None)
     desk.worker._take()
     other.execute("BEGIN IMMEDIATE")
-    desk.store.database.on_error.stopping = True
+    desk.bells[1].ask_to_end()
     with pytest.raises(OperationalError, match="database is locked"):
         desk.run()
     other.execute("ROLLBACK")

@@ -7,8 +7,6 @@ Two agents on the shipped tiny model, with value heads of known weights; numbers
 of their joint answers. Each agent's samples are one batch, whose losses are read as its step computes them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

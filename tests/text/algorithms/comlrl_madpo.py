@@ -7,8 +7,6 @@ Two agents on the shipped tiny model answer four times; numbers that a generator
 answers. All pairs are kept, and each agent's loss is computed before any is trained.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

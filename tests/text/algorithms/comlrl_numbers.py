@@ -7,8 +7,6 @@ Its trainers run on the shipped tiny model: two agents of three generations each
 a generator draws. Their buffers are read before they are trained on.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ same joint answers.
 comlrl_1.4.3.jsonl has its numbers; comlrl_numbers.py writes them, in a virtual environment with the package.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

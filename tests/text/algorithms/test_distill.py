@@ -24,8 +24,7 @@ from palestra.testing import tiny_lm
 from palestra.text.algorithms.distill import Distill, distillation_loss
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
-from palestra.text.policies.endpoint import EndpointConfig
-from palestra.text.policies.endpoint_scores import answer_logprobs_at
+from palestra.text.policies.endpoint import EndpointConfig, answer_logprobs_at
 
 
 class KnownTeacherLearner:

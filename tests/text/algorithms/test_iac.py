@@ -31,8 +31,7 @@ from palestra.core.losses import (
 )
 from palestra.core.types import Answer, Node, Sample
 from palestra.runs import read_lines
-from palestra.text.algorithms.answer_critic import critic_input
-from palestra.text.algorithms.ppo import PPO
+from palestra.text.algorithms.ppo import PPO, critic_input
 from palestra.text.algorithms.presets import TEXT_PRESETS
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
@@ -337,6 +336,7 @@ def test_central_critic_sees_what_the_policy_does_not(base):
     assert shares["separate"] < 0.3 and shares["central"] > 0.7
 
 
+@pytest.mark.slow  # the same of PPO, whose critic is saved alike, is a fast test
 def test_resume_after_stop_is_bit_identical(base, tmp_path):
     config = whisper(
         base,

@@ -4,8 +4,6 @@ comlrl_iac_1.4.3.jsonl has CoMLRL's values; comlrl_actor_critic.py writes them, 
 package.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

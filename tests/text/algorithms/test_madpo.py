@@ -3,8 +3,6 @@
 comlrl_madpo_1.4.3.json has its numbers; comlrl_madpo.py writes them, in a virtual environment with the package.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

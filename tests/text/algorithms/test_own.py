@@ -1,7 +1,5 @@
 """An algorithm of a user's own, named by a config."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.toy_algorithms import Reinforce
 

@@ -9,13 +9,14 @@ import torch
 
 from palestra.core.losses import LOSSES, LossInputs, correct_mismatch
 from palestra.core.types import Answer, Episode, Node, Sample, Step
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.request import Completion
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
 from palestra.text.algorithms.base import add_reference_logprobs
 from palestra.text.algorithms.grpo import GRPO
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 
 names = count()

@@ -1,7 +1,5 @@
 """Presets named after papers equal the general algorithms with the documented settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -211,6 +211,7 @@ def test_evaluation_positions_are_held_out():
     assert len(shown["train"]) == 56 and len(shown["test"]) == 8 and not shown["train"] & shown["test"]
 
 
+@pytest.mark.slow  # its targets are test_world_model_targets_are_the_seats_next_observation
 def test_world_model_generalises_to_held_out_positions(base):
     """A next observation is two letters of eight and three tokens of the template: a model that knows only the template
     has a loss of 2 log(8) / 5 = 0.83 nats per token."""

@@ -1,7 +1,5 @@
 """The whole training loop in worker processes: the run does not depend on where its parts execute, also after kills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +138,8 @@ def test_unpicklable_episode_is_explained(base: Path, tmp_path: Path) -> None:
 # ---- in processes on this machine
 
 
-@pytest.mark.parametrize(("workers", "staleness"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # parallel/test_backends.py retries tasks of killed workers, the tests above compare the runs
+@pytest.mark.parametrize(("workers", "staleness"), [(1, 0), (2, 1)])
 def test_killed_worker_is_replaced_without_changing_the_run(
     base: Path, tmp_path: Path, workers: int, staleness: int
 ) -> None:

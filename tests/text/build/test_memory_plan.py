@@ -1,7 +1,5 @@
 """The planned memory of a run compared with the measured peak of a process, and settings with which a run fits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Training with top-k or top-p: the warning at the start, the masks from the sampler to the update, and refused
 settings."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run in stages, and a run in several envs: per-stage settings, state carried over, and exact resume of both."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 `make test-verl` installs verl 0.9.1 in a virtual environment of its own and runs this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.text.credit.gae import explained_variance, gae, standardise
+from palestra.text.credit.estimators import explained_variance, gae, standardise
 from palestra.vector.nets import advantages as vectorised
 
 

@@ -1,8 +1,6 @@
 """Conversations within a budget: rewriting, prompts and training of rewritten conversations, and the cost of long
 ones."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 
@@ -13,6 +11,7 @@ import torch
 from palestra.core.chat import Chat, parse_assistant_message
 from palestra.core.failures import ContextLengthExceeded
 from palestra.core.types import Answer, Step
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.base import Env
@@ -22,7 +21,7 @@ from palestra.text.learners.lm import LanguageLearner, LocalWeights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.base import Query
 from palestra.text.policies.context import DROPPED_RESULT, ContextConfig, drop_oldest
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.rollouts.metrics import CONTEXT_FULL_KEY, answers_of
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.text.training.trainer import update_learner
@@ -62,7 +61,9 @@ class Clerk(Env):
 def tool_tokenizer():
     """The tests' tokenizer, whose template writes the tool role as text."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '<|' + m['role'] + '|>'", "{{ '<|user|>'")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m['role'] + '|>'", "m['role'].replace('tool', 'user') + '|>'"
+    )
     return tokenizer
 
 

@@ -1,7 +1,5 @@
 """Endpoint policies at the context limit of a served model: a real HTTP server, and truncated trees."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -12,6 +12,7 @@ from helpers.tolerances import LOGPROB_ATOL
 from palestra.core.chat import Chat
 from palestra.core.types import Answer, Sample
 from palestra.engine.bases.model import Engine
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import answer_logprobs
@@ -21,8 +22,8 @@ from palestra.text.policies import context
 from palestra.text.policies.base import Query
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.in_flight import InFlightPolicy, KVUpdate
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
-from palestra.text.rollouts.token_versions import answer_versions
+from palestra.text.policies.lm import LanguagePolicy
+from palestra.text.training.async_rollouts import answer_versions
 
 EXAMPLES = ({"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1 " * 20})
 ASKED = Query("", Chat((*EXAMPLES, {"role": "user", "content": "2 + 2"}), num_shared=2), n=2, seed=3)

@@ -1,7 +1,5 @@
 """The probability of a word equals its frequency in samples."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
@@ -11,11 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from palestra.engine.bases.model import Engine
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_tokenizer
 from palestra.text.policies.base import Query
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.word_probabilities import token_spellings, word_probabilities
 
 QUERIES = [Query("sokoban planner", f"size 4 you r1 c{column} box r2 c2 goal r3 c1") for column in (2, 3)]

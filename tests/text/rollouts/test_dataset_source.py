@@ -8,11 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.chat_templates import real_tokenizer
 from helpers.toys import Spoken, Whisper
 
 from palestra.core.chat import Chat
 from palestra.core.config import validate
 from palestra.core.types import Answer, Episode, Node
+from palestra.engine.conversation.encoder import ChatEncoder
+from palestra.engine.sampling.request import max_positions
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs.episodes import load_episodes, to_table
@@ -21,7 +24,7 @@ from palestra.text.algorithms.dpo import DPO
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.sft import SFT
 from palestra.text.config import TextConfig
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.policies.scripted import ScriptedPolicy
 from palestra.text.rollouts.dataset import DataConfig, read_data
 from palestra.text.rollouts.dataset_source import DatasetSource
@@ -135,6 +138,51 @@ def test_each_assistant_message_is_a_turn(tmp_path):
     assert second == (0, Chat(tuple(messages[:3]), tuple(tools)), "one", 1.0, True, True)
 
 
+def test_a_message_of_weight_0_is_seen_and_not_learned(tmp_path):
+    spoken = answers_of(("user", "u"), ("assistant", "x"), ("user", "v"), ("assistant", "y"))
+    row = {"messages": [message | {"weight": int(message["content"] != "x")} for message in spoken]}
+    ((node,),) = tree(write_lines(tmp_path / "a.jsonl", row))
+    assert node == (None, Chat(tuple(spoken[:3])), "y", 1.0, True, True)
+
+
+@pytest.mark.parametrize("written", ["apart", "in the text"])
+def test_the_thought_of_a_row_is_learned_as_the_template_writes_it(tmp_path, speaker, written):
+    """Under a prompt that begins the thought (as of DeepSeek-R1), which would double or swallow it."""
+    said = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    if written == "in the text":
+        said = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "2 + 2"}], "completion": [said]})
+    policy = speaker()
+    tokenizer = real_tokenizer("qwen3_5_think")
+    policy.encoder = ChatEncoder(tokenizer)
+    (episode,) = play(recorded(path, {"a": policy}), [0])
+    answer = episode.nodes[0].answers["a"]
+    whole = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    whole[1]["reasoning_content"] = "two and two"
+    wanted = tokenizer.apply_chat_template(whole, tokenize=False)
+    assert tokenizer.decode([*answer.prompt_ids, *answer.token_ids]) == wanted.rstrip("\n")
+
+
+def test_rows_longer_than_the_base_are_refused_before_the_run_or_cut(tmp_path, speaker):
+    policy = speaker()
+    most = max_positions(policy.sampler.engine)
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b" * most}]
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    source = recorded(path, {"a": policy})
+    with pytest.raises(ValueError, match=rf"a\.jsonl, row 2 has .* tokens, and the base of p@3 takes {most:,}"):
+        source.check(SFT(), {"p"})
+    cut = recorded(path, {"a": policy}, too_long="cut")
+    cut.check(SFT(), {"p"})
+    answers = [node.answers["a"] for episode in play(cut, [0, 1]) for node in episode.nodes]
+    assert sorted(len(a.prompt_ids) + len(a.token_ids) for a in answers)[-1] == most
+    assert sorted(a.stop_reason for a in answers) == ["length", "stop"]
+
+
+def test_columns_that_nothing_depends_on_are_named(tmp_path):
+    (record,) = read(write_lines(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a", "topic": "t", "id": 3}))
+    assert record.unused == ("id", "topic")
+
+
 def test_next_turn_continues_the_tokens_of_the_conversation(tmp_path, speaker):
     path = write_lines(
         tmp_path / "a.jsonl",
@@ -187,6 +235,18 @@ def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
         ([{"prompt": "q", "completion": 5}], "row 1 holds '5': give text, or a list of"),
         ([{"messages": [{"content": "u"}]}], "row 1 holds .*: give text, or a list of"),
         ([{"chosen": "a", "rejected": "b"}], "row 1 has no prompt"),
+        ([{"prompt": "q", "completion": "a", "label": "false"}], "row 1 has the label 'false': give true or false"),
+        ([{"prompt": "q", "completion": "a", "images": ["x.png"]}], "row 1 has images, which is not used"),
+        (
+            [{"prompt": "q", "completion": "a", "chat_template_kwargs": {"enable_thinking": False}}],
+            "row 1 has chat_template_kwargs, which is not used: .* are the policy's",
+        ),
+        ([{"prompt": answers_of(("user", "q"), ("assistant", "a")), "completion": "b"}], "ends within an answer"),
+        (
+            [{"messages": [{"role": "user", "content": "u", "mood": "sad"}, *answers_of(("assistant", "x"))]}],
+            "row 1: a message has the field 'mood', which is not used",
+        ),
+        ([{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}], "a message of weight 0.5"),
     ],
 )
 def test_unreadable_rows_are_refused_with_the_reason(tmp_path, rows, message):

@@ -1,15 +1,13 @@
 """Finished episodes on disk: unchanged, by number, and removed when no longer needed."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 from helpers.toys import Spoken, Whisper
 
 from palestra.runs.episodes import load_episodes
-from palestra.text.rollouts.episode_buffer import EpisodeBuffer
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.text.training.async_rollouts import EpisodeBuffer
 
 
 def played(number, k=2):

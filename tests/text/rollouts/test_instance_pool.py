@@ -1,7 +1,5 @@
 """A pool of instances: probabilities and running success by hand, and learning with sampling by learnability."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Sampling of envs: by weights, by measured success, and reproducibly from the seed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

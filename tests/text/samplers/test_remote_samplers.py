@@ -1,7 +1,5 @@
 """Runs whose samplers are other processes: the same episodes, whichever process dies, and no process left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

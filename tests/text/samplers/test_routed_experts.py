@@ -1,8 +1,6 @@
 """Routed experts from a server that answers as documented for vLLM 0.22 (CompletionResponseChoice.routed_experts), in
 the samples of the algorithm, and after recording."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -17,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from palestra.core.types import Answer, Episode, Node
+from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.runs.episodes import load_episodes, to_table
 from palestra.testing import tiny_tokenizer
 from palestra.text.algorithms.base import build_sample
 from palestra.text.policies.base import Query
-from palestra.text.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.samplers.adapter_store import AdapterStore
 from palestra.text.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 

@@ -1,8 +1,6 @@
 """The contract of samplers over HTTP: the same tests for palestra's server, which always runs, and for the official
 vLLM if there is one (`-m gpu`; PALESTRA_VLLM_URL is the address of a running one with the base `tiny`)."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib.util
@@ -26,12 +24,13 @@ import torch
 from helpers.raw import answer as reply_on
 from helpers.raw import ask, connected, endless, head, resident
 from helpers.samplers import official, serving
+from helpers.small_models import random_adapter
 from helpers.tolerances import LOGPROB_ATOL
 from transformers import MistralConfig, MistralForCausalLM
 
 from palestra.core.http.retry import RetryPolicy
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.sampler import Sampler
@@ -96,12 +95,7 @@ def prompt(engine: Engine, text: str = "up down left") -> np.ndarray:
 
 def strong_adapter(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
     """An adapter that changes the outputs strongly."""
-    adapter = Adapter(engine.linear_layers, LoraConfig(rank=rank, alpha=8), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapter.weights.values():
-            b.normal_(0, 0.1, generator=generator)
-    return adapter.snapshot(name)
+    return random_adapter(engine, LoraConfig(rank=rank, alpha=8), seed, 0.1).snapshot(name)
 
 
 def sample_together(sampler: VllmSampler, *requests: Request) -> list[list[Completion]]:

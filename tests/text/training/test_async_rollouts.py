@@ -1,7 +1,5 @@
 """Asynchronous rollouts: bounded staleness by construction, no unnecessary waiting, and no lost episodes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -555,7 +553,7 @@ def kill_repeatedly(folder, base, kills, steps):
         process.communicate()
         assert process.returncode == -9, f"the run ended after {len(left)} kills: give it more steps"
         left.append(seen_in(run))
-        process = start(folder, "--resume", run, forked=len(left) < kills)  # with another hash seed at the end
+        process = start(folder, "--resume", run, forked=kills == 1 or len(left) < kills)  # else with another hash seed
     finish(process)
     return run, left
 

@@ -15,7 +15,7 @@ from palestra.runs.loop import Callback, run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 from palestra.text.rollouts.metrics import answers_of
-from palestra.text.rollouts.token_versions import answer_versions, token_staleness_metrics
+from palestra.text.training.async_rollouts import answer_versions, token_staleness_metrics
 
 
 def config(base, update: str, **changes) -> TextConfig:

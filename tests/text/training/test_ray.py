@@ -1,7 +1,5 @@
 """The whole training loop on Ray: lost workers and learners do not change the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole loop on Ray when nodes, placements and the driver itself are lost."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hosted weights whose process is lost again and again equal those of an undisturbed run."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -106,8 +104,10 @@ def saved_files(weights: Any) -> dict[str, bytes]:
         return {name: data.tobytes() for name, data in pack_folder(Path(folder)).items()}
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("copy_every", [1, 3])
+SLOW_CASES = [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("copy_every", "late"), [(1, False), (3, True), *SLOW_CASES])
 def test_recovery_from_a_kill_at_any_call_is_bit_identical(
     base: Path, undisturbed: Any, copy_every: int, late: bool
 ) -> None:

@@ -1,7 +1,5 @@
 """Actor-critic learning: one update against a plain reference implementation, invariances, and learning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
 from palestra.parallel.process_group import GradientSync
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
-from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.algorithms.ppo import A2C, PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import member_weights

@@ -1,7 +1,5 @@
 """Algorithms learn with default settings: only the env, its steps and the algorithm's name are set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -350,7 +350,7 @@ def test_recurrent_network_learns_a_memory_task() -> None:
     assert mean_return(env, made.greedy_policies(), 60)[0] > 0.95
 
 
-def test_independent_dqn_misses_the_optimum_of_the_two_step_game() -> None:
+def test_independent_dqn_misses_the_optimum_of_the_two_step_game(check_score: Any) -> None:
     """The two-step game of Rashid et al. (2018), all actions random: an independent seat learns means over the other's
     actions, 0.5 and 4.5 after the risky action, discounted to 4.455 at the first step; so both choose the certain 7."""
     env = TwoStepGame(num_envs=16)
@@ -362,14 +362,14 @@ def test_independent_dqn_misses_the_optimum_of_the_two_step_game() -> None:
         batch_size=256,
         learning_starts=64,
         tau=1,
-        target_interval=25,
+        target_interval=10,
         n_step=1,
     )
-    policy = NetPolicyConfig(hidden=[32], lr=5e-3, max_grad_norm=10, lr_schedule="linear")
+    policy = NetPolicyConfig(hidden=[32], lr=1e-2, max_grad_norm=10, lr_schedule="linear")
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
-    train_on_play(made, env, 250)
+    train_on_play(made, env, 100)
     q = made.heads[0].values(made.stacks[0].net(torch.eye(3).expand(2, 3, 3))).detach().numpy()
-    assert q[0, 0] == pytest.approx([0.99 * 7, 0.99 * 4.5], abs=0.4)
-    assert q[:, 1] == pytest.approx(np.full((2, 2), 7), abs=0.2)
-    assert q[:, 2] == pytest.approx(np.array([[0.5, 4.5]] * 2), abs=0.4)
-    assert mean_return(env, made.greedy_policies(), 4).tolist() == [7, 7]
+    check_score(np.abs(q[0, 0] - [0.99 * 7, 0.99 * 4.5]).max(), "error of the first step")
+    check_score(np.abs(q[:, 1] - 7).max(), "error where all pay 7")
+    check_score(np.abs(q[:, 2] - [0.5, 4.5]).max(), "error where one may earn 8")
+    check_score(np.abs(mean_return(env, made.greedy_policies(), 4) - 7).max(), "return, from 7")

@@ -1,7 +1,5 @@
 """Exploration with continuous actions: the noise's distribution and memory, random play before training, and resume."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

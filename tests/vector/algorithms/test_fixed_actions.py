@@ -1,7 +1,5 @@
 """Continuous actions with a component of a single value: training continues, and the env gets that value."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

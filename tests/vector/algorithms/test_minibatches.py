@@ -1,7 +1,5 @@
 """Standardised advantages: by hand, with a mean far from 0, and over several processes."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 

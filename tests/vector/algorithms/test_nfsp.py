@@ -15,9 +15,8 @@ from palestra.envs.vector_base import VectorEnv
 from palestra.populations.tabular.best_response import nash_conv
 from palestra.populations.tabular.game_tree import build_game_tree
 from palestra.populations.workers.member_loader import MemberLoader, rules_of_env
-from palestra.vector.algorithms.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner
+from palestra.vector.algorithms.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner, Reservoir
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.nets.reservoir import Reservoir
 from palestra.vector.rollouts.rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[32], lr=3e-3, max_grad_norm=10)

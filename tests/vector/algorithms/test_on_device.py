@@ -2,8 +2,6 @@
 the CPU, no operation mixes tensors of both, and neither acting nor an update synchronises with the device more often
 than needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.parallel.process_group import GradientSync
 from palestra.parallel.shared_memory import SharedMemoryAllReduce
-from palestra.vector.algorithms.a2c import A2C
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.dqn import DQN
 from palestra.vector.algorithms.experimental.coma import COMA
@@ -31,6 +28,7 @@ from palestra.vector.algorithms.experimental.mat import MAT
 from palestra.vector.algorithms.experimental.maven import MAVEN
 from palestra.vector.algorithms.experimental.trpo import TRPO
 from palestra.vector.algorithms.nfsp import NFSP
+from palestra.vector.algorithms.ppo import A2C
 from palestra.vector.algorithms.pqn import PQN
 from palestra.vector.algorithms.qmix import QMIX
 from palestra.vector.algorithms.sac import SAC

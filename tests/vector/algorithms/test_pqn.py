@@ -198,13 +198,13 @@ def test_memory_task_needs_recurrence() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["none", "vdn"])
-def test_team_reward_is_credited_to_the_right_seat(mixer: Any) -> None:
+def test_team_reward_is_credited_to_the_right_seat(mixer: Any, check_score: Any) -> None:
     """Each of three seats is paid the share of correct seats; no seat observes whether it was correct."""
     env = Cues(16, seats=3, team=True)
     policy = POLICY.model_copy(update={"seat_one_hot": True, "hidden": [32]})
     made = learner(PQN(rollout_length=8, mixer=mixer), env, {"a": [0, 1, 2]}, {"a": policy})
-    train(made, VectorRollout(env, np.arange(16)), 8, 80)
-    assert (mean_return(env, made.greedy_policies(), 50) > 0.95).all()
+    train(made, VectorRollout(env, np.arange(16)), 8, 20)
+    check_score(mean_return(env, made.greedy_policies(), 50).min())
 
 
 @pytest.mark.slow

@@ -1,11 +1,6 @@
 """Several processes that train the same networks: they start learning together, from different rows of the same
 data."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from helpers.processes import finish, start
 from helpers.vector_toys import Cues
 
 from palestra.core.files import read_arrays, write_arrays
@@ -30,7 +26,6 @@ from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes
 from palestra.vector.rollouts.rollout import VectorRollout
 
-SCRIPT = Path(sys.executable).parent / "palestra"
 OFFLINE: dict[str, Any] = {"iql": IQL, "cql": CQL, "bc": BC}
 
 
@@ -62,9 +57,7 @@ def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path
         "evals": {},
     }
     (tmp_path / "turns.yaml").write_text(yaml.safe_dump(tree))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [SCRIPT, "train", "turns.yaml"]
-    subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=150, check=True)
+    finish(start(tmp_path, "turns.yaml"))
     assert read_lines(tmp_path / "runs" / "turns" / "metrics.jsonl")[-1]["env_steps"] == 300
 
 

@@ -1,7 +1,5 @@
 """Q-learning of teams: updates computed row by row, state, and what additive and monotonic mixers can learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

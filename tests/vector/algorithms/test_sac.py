@@ -12,7 +12,7 @@ from helpers.vector_toys import Countdown, Cues, Track, mean_return, train
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete
 from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.critics import (
+from palestra.vector.losses import (
     actor_loss,
     critic_loss,
     expected_soft_value,

@@ -1,8 +1,6 @@
 """The last observation of a terminated game has the value 0, whatever its numbers: also NaN, which an env may return if
 it has nothing to show."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

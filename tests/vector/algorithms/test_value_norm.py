@@ -14,7 +14,7 @@ from palestra.envs.vector_base import VectorStep
 from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.critics import value_loss
+from palestra.vector.losses import value_loss
 from palestra.vector.nets.normalise import rescale_outputs
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.rollouts.rollout import VectorRollout
@@ -87,17 +87,16 @@ def test_values_stay_when_the_statistics_move(critics: Any, memory: int) -> None
             assert (error < 2e-6) if stays else (error > 1e-2), (norm, scale)
 
 
-def test_value_clipping_bounds_how_far_values_move() -> None:
+def test_value_clipping_bounds_how_far_values_move(check_score: Any) -> None:
     """Many small steps on one batch: outside the clip the gradient is 0."""
-    env, moved = Countdown(4), {}
+    env = Countdown(4)
     for clip in (None, 0.05):
         config = ppo(rollout_length=8, epochs=200, minibatches=1, value_clip=clip)
         made = learner(config, env, NetPolicyConfig(hidden=[16], lr=1e-3, max_grad_norm=10))
         batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
         before = values(made, batch)[:-1]
         made.update(batch, 0.0)
-        moved[clip] = (values(made, batch)[:-1] - before).abs().median().item()
-    assert moved[0.05] < 0.1 < 0.5 < moved[None]
+        check_score((values(made, batch)[:-1] - before).abs().median(), f"clip {clip}")
 
 
 class Scaled(Cues):
@@ -116,7 +115,7 @@ def test_popart_values_have_units_of_reward(check_score: Any) -> None:
         env = Scaled(32)
         made = learner(ppo(rollout_length=8, gamma=0.9, value_norm=norm, value_clip=0.2), env)
         sweeper = VectorRollout(env, np.arange(32))
-        train(made, sweeper, 8, 40)
+        train(made, sweeper, 8, 25)
         batch = sweeper.collect(made.rollout_policies(1.0), 8, 99)
         paid, worth = batch.rewards.mean((0, 1)), values(made, batch).mean((0, 1)).numpy()
         if norm:

@@ -1,8 +1,6 @@
 """Inputs of central critics and mixers: the global state or all observations, without padding, optionally
 normalised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

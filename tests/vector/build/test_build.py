@@ -1,7 +1,5 @@
 """The builder of vector runs closes every env that it makes, and keeps the checkpoints that the config asks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

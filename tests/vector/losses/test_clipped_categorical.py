@@ -16,7 +16,7 @@ from palestra.envs.vector_base import Discrete
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig
 from palestra.vector.algorithms.minibatches import PolicyRows, normalise_weights
 from palestra.vector.algorithms.ppo import PPO
-from palestra.vector.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
+from palestra.vector.losses import CategoricalInputs, clipped_categorical_loss
 from palestra.vector.nets.heads import CategoricalHead
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import expectile as scipy_expectile
 
-from palestra.vector.losses.offline import advantage_weighted_loss, conservative_gap, expectile_loss
+from palestra.vector.losses import advantage_weighted_loss, conservative_gap, expectile_loss
 
 
 def test_expectile_loss_by_hand() -> None:

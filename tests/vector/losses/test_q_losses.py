@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.vector.losses.offline import conservative_gap
-from palestra.vector.losses.q import (
+from palestra.vector.losses import (
     best_action,
+    conservative_gap,
     dueling_values,
     gather_values,
     next_value,

@@ -1,7 +1,5 @@
 """Advantages and targets, by hand and against their definitions term by term."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import hypothesis.extra.numpy as arrays

@@ -1,7 +1,5 @@
 """Retention: a case by hand, the parallel and the recurrent form, and masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

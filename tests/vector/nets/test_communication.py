@@ -16,8 +16,7 @@ from palestra.vector.algorithms.dqn import DQN
 from palestra.vector.algorithms.experimental.trpo import TRPO
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.vector.nets.communication import Communication, mean_of_others
-from palestra.vector.nets.layers import make_generators
+from palestra.vector.nets.layers import Communication, make_generators, mean_of_others
 from palestra.vector.nets.on_device import RolloutTensors
 from palestra.vector.rollouts.rollout import VectorRollout
 

@@ -1,7 +1,5 @@
 """Layers by oneDNN equal float64 up to rounding, with their gradients, as PyTorch's own products do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

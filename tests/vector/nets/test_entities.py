@@ -1,7 +1,5 @@
 """Attention over entities: layouts by hand, invariance to order and number, and learners that use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distributions over actions, against PyTorch's own and against frequencies."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.extra.numpy as arrays

@@ -1,7 +1,5 @@
 """Stacked networks, against PyTorch's own layers and against each network alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

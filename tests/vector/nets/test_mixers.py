@@ -1,7 +1,5 @@
 """Mixed team values by hand, and their monotonicity in each seat's value."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Running means and deviations, against NumPy's."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest

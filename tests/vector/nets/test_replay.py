@@ -1,7 +1,5 @@
 """Replay buffer of transitions: credit by hand and by definition, prioritised sampling, ring buffer."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Retention over steps: decay and reset by hand, and the recurrent and the chunkwise form with their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Replay of sequences: credit within them, stored recurrent states, burn-in, and overwriting in the ring."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Frozen members: grouped members play as each does alone, and tabular members play their probabilities."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

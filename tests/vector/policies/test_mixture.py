@@ -1,7 +1,5 @@
 """Mixtures: a game's members are drawn once, fixed until its end, and known afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

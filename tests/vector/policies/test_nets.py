@@ -1,7 +1,5 @@
 """Networks at seats: assignment, inputs, and agreement of sampling and training."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest

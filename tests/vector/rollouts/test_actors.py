@@ -1,7 +1,5 @@
 """Actors keep playing while the learner trains; a dead actor is replaced, and only its games are lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Replays: they contain the game as it was played, recording changes nothing, and a run stores them."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recorded episodes of vector envs: they are read back bit for bit, and learned from like played ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

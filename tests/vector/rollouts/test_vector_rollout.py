@@ -1,7 +1,5 @@
 """Rollouts of vector envs, compared with a loop over single games."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -194,7 +194,8 @@ async def _answer(
     waiter: AnswerPoller = request.app.state.waiter
     there = await asyncio.gather(*(waiter.wait([id], ANSWER_TIMEOUT_S) for id in ids))
     if not all(there):
-        raise BadRequest(f"no answer within {ANSWER_TIMEOUT_S:.0f} seconds: the server is busy", 503)
+        why = "the server is stopping" if waiter.is_closed else f"no answer within {ANSWER_TIMEOUT_S:.0f} seconds"
+        raise BadRequest(f"{why}: send the request again", 503)
     results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
     sequences = [sequence for result in results for sequence in result["sequences"]]
     choices = [_choice(i, sequence, source, jobs[0].sampling.stop) for i, sequence in enumerate(sequences)]

@@ -17,8 +17,8 @@ from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep
 from palestra.service.server.routes.models import SESSION_TIMEOUT_S
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.tables import checkpoints, models, sessions
+from palestra.service.wire.schemas.requests import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
 from palestra.service.wire.schemas.responses import SessionSearchCursor, SessionSearchResponse, SessionSummary
-from palestra.service.wire.schemas.search import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
 
 router = APIRouter()
 MAX_ROWS = 1_000_000

@@ -28,7 +28,7 @@ from palestra.envs.vector_base import Arrays, Discrete
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
-from palestra.vector.losses.critics import value_loss
+from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae
 from palestra.vector.nets.heads import CategoricalHead
 from palestra.vector.nets.layers import Net, make_generators

@@ -17,7 +17,7 @@ from palestra.vector.algorithms.dqn import DQNLearner
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.q_learning import DeepQConfig, legal_rows
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
-from palestra.vector.losses.offline import conservative_gap
+from palestra.vector.losses import conservative_gap
 from palestra.vector.nets.replay import TransitionBatch
 from palestra.vector.nets.sequence_replay import SequenceBatch
 

@@ -19,7 +19,7 @@ from palestra.vector.algorithms.action_values import ActionValueConfig, UpdateBa
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
 from palestra.vector.algorithms.sac import SACLearner, SoftConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
-from palestra.vector.losses.offline import sampled_soft_maximum
+from palestra.vector.losses import sampled_soft_maximum
 from palestra.vector.nets.continuous_heads import LOG_2, SquashedHead
 from palestra.vector.nets.replay import TransitionBatch
 

@@ -26,7 +26,7 @@ from palestra.vector.algorithms.off_policy import PolicyOutput
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import StackedAdam
-from palestra.vector.losses.q import q_loss, q_target
+from palestra.vector.losses import q_loss, q_target
 from palestra.vector.nets.mixers import QMIXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch

@@ -28,7 +28,7 @@ from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCrit
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
-from palestra.vector.losses.imitation import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
+from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, encoding_size
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.on_device import CPU, RolloutTensors, uniform

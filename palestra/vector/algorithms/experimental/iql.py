@@ -25,8 +25,7 @@ from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
-from palestra.vector.losses.critics import td_target
-from palestra.vector.losses.offline import advantage_weighted_loss, expectile_loss
+from palestra.vector.losses import advantage_weighted_loss, expectile_loss, td_target
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.replay import TransitionBatch
 

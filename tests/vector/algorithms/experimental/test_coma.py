@@ -1,7 +1,5 @@
 """Counterfactual credit: by hand, one update against a plain reference implementation, and learning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -16,7 +16,7 @@ from palestra.envs.vector_base import Continuous, VectorEnv
 from palestra.vector.algorithms.experimental.cql_sac import CQLSAC
 from palestra.vector.algorithms.experimental.imitation import BC
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.offline import sampled_soft_maximum
+from palestra.vector.losses import sampled_soft_maximum
 from palestra.vector.nets.continuous_heads import SquashedHead
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes

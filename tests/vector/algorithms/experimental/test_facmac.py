@@ -1,7 +1,5 @@
 """FACMAC: targets and gradients of the mixed critic by hand and by finite differences; state; learning."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

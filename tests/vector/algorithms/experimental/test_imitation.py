@@ -16,7 +16,7 @@ from helpers.vector_toys import Countdown, Cues, Push, Track, assert_same_state,
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.experimental.imitation import BC, GAIL, read_demonstrations
 from palestra.vector.learners.policy_stack import NetPolicyConfig
-from palestra.vector.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
+from palestra.vector.losses import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, make_head
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes
@@ -127,7 +127,7 @@ def test_policy_without_demonstrated_actions_is_refused(tmp_path: Path) -> None:
 # ---- behaviour cloning
 
 
-def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
+def test_clone_matches_the_expert_frequencies(tmp_path: Path, check_score: Any) -> None:
     """The likelihood is highest at the expert's frequencies: per cue, answers with probabilities 1/2, 1/4, 1/4."""
     env = Cues(64, seats=1)
     rng = np.random.default_rng(0)
@@ -136,14 +136,16 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
     )
     made = learner(BC(demonstrations=drawn, batch_size=2048), env, {"a": [0]})
     figures = train(made, VectorRollout(env, np.arange(64)), 16, 15)
-    moves = read_demonstrations([drawn], env)
+    moves, errors = read_demonstrations([drawn], env), []
     for cue in range(3):
         own = moves.obs[:, :, 0, cue] == 1
         counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / int(own.sum())
         view = torch.tensor([*np.eye(3)[cue], 1.0], dtype=torch.float32)
-        np.testing.assert_allclose(made.stacks[0].net(view[None, None])[0, 0].softmax(0).detach(), counts, atol=0.04)
-    assert figures["a"]["nll"] == pytest.approx(1.5 * math.log(2), abs=0.03)
-    assert figures["a"]["entropy"] == pytest.approx(1.5 * math.log(2), abs=0.03)
+        played = made.stacks[0].net(view[None, None])[0, 0].softmax(0).detach().numpy()
+        errors.append(np.abs(played - counts).max())
+    check_score(max(errors), "error of the frequencies")
+    check_score(abs(figures["a"]["nll"] - 1.5 * math.log(2)), "error of the likelihood")
+    check_score(abs(figures["a"]["entropy"] - 1.5 * math.log(2)), "error of the entropy")
 
 
 @pytest.mark.parametrize("turns", [False, True])
@@ -204,7 +206,9 @@ def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
     "spaces",
     [(Continuous((-1.0,), (1.0,)), Continuous((-1.0,) * 3, (1.0,) * 3)), (MultiDiscrete((2,)), MultiDiscrete((2, 3)))],
 )
-def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Space], tmp_path: Path) -> None:
+def test_seats_may_have_action_spaces_of_different_sizes(
+    spaces: tuple[Space, Space], tmp_path: Path, check_score: Any
+) -> None:
     env = Push(4, spaces)
     first = np.array([0.5, 0.25, -0.75]) if isinstance(spaces[0], Continuous) else np.array([1, 2])
     width = make_head(spaces[1]).width
@@ -217,8 +221,8 @@ def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Sp
     made = learner(BC(demonstrations=path, batch_size=16), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(4)), 1, 30)
     played = VectorRollout(env, np.arange(4)).collect(made.greedy_policies(), 1, 0).actions[0, 0]
-    np.testing.assert_allclose(played[0, : make_head(spaces[0]).width], first[: make_head(spaces[0]).width], atol=0.1)
-    np.testing.assert_allclose(played[1], first, atol=0.1)
+    own = make_head(spaces[0]).width
+    check_score(max(np.abs(played[0, :own] - first[:own]).max(), np.abs(played[1] - first).max()))
     rival = learner(GAIL(demonstrations=path, rollout_length=5, discriminator_batch_size=8), env, {"a": [0], "b": [1]})
     figures = train(rival, VectorRollout(env, np.arange(4)), 5, 2)
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
@@ -298,7 +302,7 @@ def test_gail_learns_from_few_games(reward: Any, tmp_path: Path, check_score: An
     env = Cues(32, seats=2, steps=2)
     path = record_script(env, right_answers, 2, tmp_path / "moves.parquet")  # 32 games
     made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
-    train(made, VectorRollout(env, np.arange(32)), 8, 40)
+    train(made, VectorRollout(env, np.arange(32)), 8, 20)
     check_score(mean_return(env, made.greedy_policies(), 40).min())  # the expert's return is 1, chance 1/3
 
 

@@ -1,7 +1,5 @@
 """The multi-agent transformer: sequential and parallel decoding agree, values by hand, masks, and teams that learn."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

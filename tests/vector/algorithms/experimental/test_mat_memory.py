@@ -1,8 +1,6 @@
 """The transformer with a memory of earlier steps: what outputs depend on, values of a rollout with ends of episodes,
 state that is carried and saved, and a task that needs it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MAVEN: latents of games, the update computed row by row, saved state, and committed exploration."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

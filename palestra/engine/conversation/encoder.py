@@ -1,0 +1,288 @@
+"""Conversations as token ids: prompts, the text between an answer and the next one, and answers to imitate.
+
+One rule holds for all of them: prompt and answer together are what the base's own chat template makes of the finished
+conversation. Sampled tokens are never tokenised again: a later prompt begins with the exact tokens of the earlier
+prompt and answer, and goes on with what the template writes between that answer and the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from palestra.core.chat import Chat, Json, parse_assistant_message, render_message, to_template_message, with_system
+from palestra.core.types import Answer
+from palestra.engine.conversation.answers import (
+    AnswerForm,
+    ReadAnswer,
+    after_prompt,
+    find_answer_form,
+    inline_thought,
+)
+from palestra.engine.conversation.rendering import FIRST_KEY, TEXT_MARK, THOUGHT_MARK, Renderer, TemplateRefusal
+from palestra.engine.forward.tree_attention import common_prefix
+
+HistoryThoughts = Literal["template", "keep"]
+NO_TOKENS = np.zeros(0, np.int32)
+TAIL_TOKENS = 16  # tokens at a prompt's end that show whether it has begun a thought
+
+
+class ChatEncoder:
+    """Encodes conversations as token ids with the tokenizer's chat template (or as plain text if it has none), and
+    parts sampled answers. Up to `cache_size` prompts are cached.
+
+    `history_thoughts` says what becomes of the thoughts of earlier turns where the template would drop them: "template"
+    drops them too, "keep" keeps the tokens as they were sampled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: dict[str, Any] | None = None,
+        *,
+        history_thoughts: HistoryThoughts = "template",
+        cache_size: int = 65536,
+    ) -> None:
+        self.tokenizer, self.options, self.history_thoughts = tokenizer, options or {}, history_thoughts
+        self.renderer = Renderer(tokenizer, options)
+        self._special_ids = {*self.renderer.special, tokenizer.eos_token_id}
+        self._prompt = lru_cache(maxsize=cache_size)(self._encode_prompt)
+        self._next = lru_cache(maxsize=cache_size)(self._encode_next)
+
+    def with_cache(self, size: int) -> ChatEncoder:
+        """Returns an encoder with the same settings that caches `size` prompts."""
+        return ChatEncoder(self.tokenizer, self.options, history_thoughts=self.history_thoughts, cache_size=size)
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """The form of the base's answers."""
+        return find_answer_form(self.renderer)
+
+    # ---- prompts
+
+    def encode_conversation(self, conversation: Chat, system: str | None = None) -> np.ndarray:
+        """Returns the prompt [P] int32 for the next message of a conversation; `system` replaces its system message.
+        Raises ValueError if the chat template does not take it."""
+        messages = conversation.messages if system is None else with_system(conversation.messages, system)
+        return self._prompt(_cache_key(messages), _cache_key(conversation.tools))
+
+    def encode_shared(self, conversation: Chat, system: str | None = None) -> np.ndarray:
+        """Returns the tokens [P] int32 with which every prompt begins that has the same first `num_shared` messages as
+        `conversation`; no tokens if `num_shared` is 0."""
+        shared = conversation.messages[: conversation.num_shared]
+        if not shared:
+            return NO_TOKENS
+        one, other = (
+            self.encode_conversation(Chat((*shared, {"role": "user", "content": text}), conversation.tools), system)
+            for text in ("a", "b")
+        )
+        return one[: common_prefix(one, other)]
+
+    def encode_next_turn(self, earlier: Chat, answer: Answer, new: Sequence[Json]) -> np.ndarray:
+        """Returns the prompt [P] int32 of a later turn: `earlier` is the conversation to which `answer` was given, and
+        `new` are the messages since. The answer's end appears once, whether or not it was sampled."""
+        message = parse_assistant_message(answer.text)
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        keys = _cache_key(earlier.messages), _cache_key(earlier.tools), _cache_key([message]), _cache_key(new)
+        between, whole = self._next(*keys)
+        joined = self._joined(answer.prompt_ids, answer.token_ids, between)
+        if whole is None or self.tokenizer.decode(joined, skip_special_tokens=False) == whole:
+            return joined
+        return self.encode_text(whole)
+
+    def _joined(self, earlier: np.ndarray, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
+        """Returns an earlier prompt, an answer, and what follows, with the special tokens that end the answer once."""
+        for sampled in (answer, answer[:-1]):
+            last = int(sampled[-1]) if len(sampled) else None
+            if last not in self._special_ids:
+                break
+            ends = self._leading_special_ids(between)
+            if last in ends:
+                return np.concatenate([earlier, sampled, between[ends[last] + 1 :]])
+        else:
+            sampled = answer[:-1]
+        return np.concatenate([earlier, sampled, between])
+
+    def _leading_special_ids(self, ids: np.ndarray) -> dict[int, int]:
+        """Returns the special tokens with which `ids` begins, after white space, and their indices."""
+        found: dict[int, int] = {}
+        for i, token in enumerate(ids.tolist()):
+            if token in self._special_ids:
+                found.setdefault(token, i)
+            elif found or self.tokenizer.decode([token]).strip():
+                break
+        return found
+
+    def _encode_prompt(self, messages: str, tools: str) -> np.ndarray:
+        offered = json.loads(tools)
+        text = self.renderer.render(json.loads(messages), offered)
+        if offered and self.form.calls is None:
+            raise ValueError(
+                f"this conversation offers {len(offered)} tools, and no call of a tool can be read in the form of the "
+                "base's chat template: it writes none, or in an unknown form (palestra info --base shows what it "
+                "writes). Take another base, or set chat_template"
+            )
+        return self.encode_text(text) if self.renderer.has_template else self.encode_raw(text)
+
+    def _encode_next(self, earlier: str, tools: str, message: str, new: str) -> tuple[np.ndarray, str | None]:
+        """Returns the tokens between an answer and the next one; and the text of the whole new prompt where the
+        template writes the answer differently once it is an earlier turn (without its thought), else None."""
+        before, offered, answers, added = map(json.loads, (earlier, tools, message, new))
+        between = self.encode_text(self.between(before, offered, answers[0], added))
+        if self.history_thoughts == "keep" or not self.form.rewrites_answers:
+            return between, None
+        whole = self.renderer.render([*before, *answers, *added], offered)
+        finished = self.renderer.render([*before, *answers], offered, generate=False)
+        thought = self.renderer.harmless(answers[0].get("reasoning_content", ""))
+        is_kept = thought in finished and whole.startswith(self.renderer.without_specials(finished).rstrip())
+        return between, None if is_kept and finished.startswith(self.renderer.render(before, offered)) else whole
+
+    def between(self, earlier: list[Json], tools: list[Json], answer: Json, new: Sequence[Json]) -> str:
+        """Returns what the template writes between the content or the calls of `answer` and the next answer. Raises
+        ValueError if it leaves out what a new message says."""
+        if not self.renderer.has_template:
+            return "".join(f"\n{message['content']}" for message in map(to_template_message, new))
+        marked = self._marked(answer)
+        whole = self.renderer.render([*earlier, marked, *new], tools)
+        after = whole.partition(TEXT_MARK)[2]
+        if "tool_calls" in marked:
+            finished = self.renderer.render([*earlier, marked], tools, generate=False).partition(TEXT_MARK)[2]
+            after = after.removeprefix(self.renderer.without_specials(finished))
+        self._check_shown(new, after)
+        return after
+
+    def _marked(self, answer: Json) -> Json:
+        """Returns an answer with a mark in place of its content, or of its last call's arguments, and no thought."""
+        calls = answer.get("tool_calls")
+        if not calls or not self.renderer.form.has_calls:
+            return {"role": "assistant", "content": TEXT_MARK}
+        last = calls[-1]
+        marked = {**last, "function": {**last["function"], "arguments": {FIRST_KEY: TEXT_MARK}}}
+        kept = [*calls[:-1], marked] if self.renderer.form.has_many_calls else [marked]
+        return {"role": "assistant", "content": "", "tool_calls": kept}
+
+    def _check_shown(self, messages: Sequence[Json], text: str) -> None:
+        for message in messages:
+            said = self.renderer.harmless(to_template_message(message)["content"]).strip()
+            spelled = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+            if not any(each in text for each in spelled):
+                raise TemplateRefusal(
+                    f"the chat template of the base leaves out a message of role {message['role']} after this answer "
+                    f"({said[:60]!r}): take a base whose template shows it, or give chat_template"
+                )
+
+    # ---- answers
+
+    def read(self, ids: np.ndarray, prompt_ids: np.ndarray, tools: Sequence[Json] = ()) -> ReadAnswer:
+        """Parts a sampled answer [T] to a prompt [P]: its text for envs, without end tokens, and its thought."""
+        return self.form.read(self.decode(ids), tools, forced=self._begins_thought(prompt_ids))
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns the text of an answer's tokens. Special tokens are left out, but for those with a meaning in it:
+        marks of thoughts, calls and channels."""
+        kept = [int(token) for token in ids if int(token) not in self._silent_ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+
+    @cached_property
+    def _silent_ids(self) -> set[int | None]:
+        marks, ends = self.form.marks, {self.form.end, self.form.call_end}
+        kept = {number for number, token in self.renderer.special.items() if token in marks and token not in ends}
+        return self._special_ids - kept
+
+    def _begins_thought(self, prompt_ids: np.ndarray) -> bool:
+        if self.form.thought is None:
+            return False
+        tail = self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        return bool(tail.rstrip().endswith(self.form.thought.open))
+
+    def encode_answer(
+        self, conversation: Chat, text: str, thought: str = "", *, system: str | None = None, ends: bool = True
+    ) -> np.ndarray:
+        """Returns an answer to a conversation as token ids [T] int32, as the template writes it in the finished
+        conversation: with the thought, with calls in the template's form, and with its end token if it `ends`. The text
+        may spell that end itself."""
+        messages = conversation.messages if system is None else with_system(conversation.messages, system)
+        body, end = self._answer_text(list(messages), list(conversation.tools), text, thought)
+        return self.encode_text(body + (end if ends else ""))
+
+    def _answer_text(self, messages: list[Json], tools: list[Json], text: str, thought: str) -> tuple[str, str]:
+        """Returns the text of an answer without its end token, and that token."""
+        form, told = self.form, text.rstrip()
+        text = told.removesuffix(form.end) if form.end and told.endswith(form.end) else text
+        if not self.renderer.has_template:
+            return self.renderer.harmless(text), form.end
+        if form.thought and not thought:
+            thought, text = inline_thought(text)
+        message: Json = {"role": "assistant", "content": text}
+        parsed = parse_assistant_message(text)
+        is_known = form.calls is not None and (form.has_common_calls or tools)
+        if is_known and "tool_calls" in parsed and text == render_message(parsed):
+            message = parsed
+        end = form.call_end if "tool_calls" in message else form.end
+        prompt = self.renderer.render(messages, tools)
+        body = self._finished(messages, tools, message, thought, prompt)
+        specials = body[len(self.renderer.without_specials(body)) :]
+        return body[: len(body) - len(specials)] + (specials.partition(end)[0] if end and end in specials else ""), end
+
+    def _finished(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
+        """Returns what the template writes after `prompt` as the answer `message` with a thought."""
+        thinking = message | {"reasoning_content": thought} if thought else message
+        whole = self.renderer.render([*messages, thinking], tools, generate=False)
+        marks = self.form.thought
+        if whole.startswith(prompt) and (not thought or self.renderer.harmless(thought).strip() in whole):
+            return whole[len(prompt) :]
+        forced = bool(marks) and prompt.rstrip().endswith(marks.open)  # type: ignore[union-attr]
+        if marks is None or not (thought or forced):
+            return after_prompt(prompt, whole)
+        if not forced and prompt.rstrip().endswith(marks.close):
+            raise ValueError(
+                "an answer to imitate has a thought, and the base's chat template ends the thought before the answer "
+                "begins: set the option of chat_template_kwargs that lets it think (enable_thinking: true), or leave "
+                "the thought out"
+            )
+        # the template does not write this answer after its own prompt: the thought that the prompt begins is ended
+        marked = self.renderer.render([*messages, message | {"reasoning_content": THOUGHT_MARK}], tools, generate=False)
+        if marked.startswith(prompt) and THOUGHT_MARK in marked:
+            return marked[len(prompt) :].replace(THOUGHT_MARK, thought)
+        content = after_prompt(prompt, self.renderer.render([*messages, message], tools, generate=False))
+        return f"{'' if forced else marks.open + chr(10)}{thought}\n{marks.close}\n\n{content.lstrip()}"
+
+    # ---- text
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """Returns rendered text as token ids [T] int32."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def encode_raw(self, text: str) -> np.ndarray:
+        """Returns text without a template as token ids [T] int32, after what the tokenizer puts before a text (the
+        beginning-of-text token of most bases)."""
+        return np.concatenate([self._text_start, self.encode_text(text)])
+
+    @cached_property
+    def _text_start(self) -> np.ndarray:
+        whole = self.tokenizer.encode("a", add_special_tokens=True)
+        plain = self.tokenizer.encode("a", add_special_tokens=False)
+        before = next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain or i == len(whole))
+        return np.array(whole[:before] if before < len(whole) else [], np.int32)
+
+    def cut_results(self, messages: Sequence[Json], limit: int | None) -> list[Json]:
+        """Returns the messages with the results of tools cut after their first `limit` tokens (None: no cut), with a
+        mark at the end of each cut result."""
+        return [self._cut(m, limit) if limit and m["role"] == "tool" else m for m in messages]
+
+    def _cut(self, message: Json, limit: int) -> Json:
+        ids = self.tokenizer.encode(to_template_message(message)["content"], add_special_tokens=False)
+        if len(ids) <= limit:
+            return message
+        mark = f"[cut off: the first {limit} of {len(ids)} tokens]"
+        return message | {"content": f"{self.tokenizer.decode(ids[:limit])}\n{mark}"}
+
+
+def _cache_key(messages: Sequence[Any]) -> str:
+    """Returns a hashable cache key."""
+    return json.dumps(list(messages))
