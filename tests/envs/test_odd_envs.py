@@ -69,7 +69,9 @@ PAID = {
 }
 
 
-@pytest.mark.parametrize("name", PAID)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "processes" in name else name for name in PAID]
+)
 def test_returns_are_those_by_hand(name: str) -> None:
     config, expected = PAID[name]
     assert returns_of(config) == expected
