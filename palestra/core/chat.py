@@ -181,6 +181,11 @@ def thought_of(message: Json) -> str:
     return next((str(thought) for thought in found if thought), "")
 
 
+def with_thought(text: str, thought: str | None) -> str:
+    """Returns an answer's text after its thought, between <think> and </think>."""
+    return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
+
+
 def _function(call: Json) -> Json:
     """Returns `name` and `arguments` of an OpenAI tool call, with the arguments decoded from JSON."""
     function = call.get("function") or {}

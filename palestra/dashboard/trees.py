@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from palestra.core.chat import with_thought
 from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.types import Episode, Node
 from palestra.dashboard.catalog import NotFound
@@ -81,6 +82,7 @@ TEXT_COLUMNS = [
     "observation",
     "observation_json",
     "answer",
+    "thought",
     "stop",
     "reward",
     "invalid",
@@ -187,7 +189,7 @@ def _turn(row: Row, seen: dict[str, Any]) -> Row:
         turn["observation"] = _news(parse_observation(row), seen.get(row["seat"]))
         seen[row["seat"]] = parse_observation(row)
     if row["answer"] is not None:
-        turn["answer"] = truncate_text(row["answer"])
+        turn["answer"] = truncate_text(with_thought(row["answer"], row.get("thought")))
     return turn
 
 

@@ -105,12 +105,22 @@ class AnswerForm:
 
     def _part_thought(self, text: str, *, forced: bool) -> tuple[str, str]:
         """Returns the thought and the rest of an answer. A thought that does not end is all of it."""
-        marks, begins = self.thought, text.lstrip()
-        if marks is None or not (forced or begins.startswith(marks.open)):
-            return "", _without(text, self.starts)
-        thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
-        content = _without(rest.lstrip(), self.starts)
-        return thought.strip(), content.removeprefix(marks.header) if marks.header else content
+        marks, begins, thought = self.thought, text.lstrip(), ""
+        if marks and (forced or begins.startswith(marks.open)):
+            thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
+            text = rest.lstrip()
+        more, content = self._part_channels(_without(text, self.starts))
+        header = marks.header if marks else ""
+        return "\n".join(filter(None, (thought.strip(), more))), content.removeprefix(header) if header else content
+
+    def _part_channels(self, text: str) -> tuple[str, str]:
+        """Returns what stands before the last mark of a content (further channels, which are thoughts), and the content
+        after it."""
+        for start in self.starts:
+            before, found, content = text.rpartition(start) if re.search(TAG, start) else ("", "", text)
+            if found and before.strip():
+                return re.sub(TAG, " ", before).strip(), content.lstrip("\n")
+        return "", text
 
 
 def _without(text: str, starts: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from palestra.core.chat import Json, to_template_message
+from palestra.core.chat import Json, to_template_message, with_thought
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 ASKED: Json = {"role": "user", "content": "?"}
@@ -199,7 +199,7 @@ def _formed(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:
     formed = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
     thought, calls = message.get("reasoning_content"), message.get("tool_calls")
     if thought and form.thought_key == INLINE:
-        formed["content"] = f"<think>\n{thought}\n</think>\n\n{formed['content']}"
+        formed["content"] = with_thought(formed["content"], thought)
     elif thought and form.thought_key:
         formed[form.thought_key] = thought
     if calls:

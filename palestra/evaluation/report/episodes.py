@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from palestra.core.chat import with_thought
 from palestra.core.types import Episode, Node, Seat
 from palestra.evaluation.report.html import details, escape_text, preformatted
 from palestra.text.rollouts.metrics import episode_return
@@ -84,7 +85,7 @@ def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
     notes = " · ".join(_notes(node, seat))
     head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth} · {notes}</span>'
     saw = details("what it saw", preformatted(shown)) if len(shown) > 400 else preformatted(shown)
-    return f"<div>{head}{saw if shown else ''}{preformatted(answer.text, 'said')}</div>"
+    return f"<div>{head}{saw if shown else ''}{preformatted(with_thought(answer.text, answer.thought), 'said')}</div>"
 
 
 def _notes(node: Node, seat: Seat) -> Iterator[str]:

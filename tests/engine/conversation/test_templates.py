@@ -186,6 +186,27 @@ def test_thoughts_are_apart_and_leave_later_prompts_as_the_template_says(name):
             assert following.startswith(tokenizer.decode([*prompt, *sampled[:-1]]))
 
 
+CHANNELS = (  # headers before contents, and no key for thoughts
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["gptoss", None])
+def test_what_stands_before_the_channel_of_the_content_is_no_part_of_it(name):
+    tokenizer = real_tokenizer(name) if name else tokenizer_of(CHANNELS)
+    encoder = ChatEncoder(tokenizer)
+    prompt = encoder.encode_conversation(Chat((ASK,)))
+    analysis = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>four<|return|>"
+    for thoughts in (["two"], ["two", "and two"]):
+        sampled = ids(tokenizer, "".join(map(analysis.format, thoughts)) + final)
+        read = encoder.read(sampled, prompt)
+        assert read.text == "four" and all(thought in read.thought for thought in thoughts)
+
+
 def test_a_thought_that_does_not_end_is_no_answer():
     tokenizer = real_tokenizer("qwen3")
     encoder = ChatEncoder(tokenizer)
