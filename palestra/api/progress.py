@@ -15,6 +15,8 @@ from palestra.populations import scheduler
 from palestra.runs.headline import (
     eval_label,
     format_eval,
+    format_returns,
+    returns_by_name,
     shows_return,
     training_return_label,
     training_success_label,
@@ -59,7 +61,7 @@ class ProgressBar(_BarContext, Callback):
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
         self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
-        self._value: float | None = None
+        self._values: dict[str, float] = {}
         self._failed = 0
 
     def on_episode(self, episode: Episode) -> None:
@@ -73,12 +75,12 @@ class ProgressBar(_BarContext, Callback):
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         team = metrics[TEAM]
-        what = "success" if "success" in team else "return"
-        if what in team:  # absent if no episode ended since the last log line
-            now = team[what]
-            self._value = now if self._value is None else EMA_DECAY * self._value + (1 - EMA_DECAY) * now
-        value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
-        label = training_success_label(self.config) if what == "success" else training_return_label(self.config)
+        shown = {"success": team["success"]} if "success" in team else returns_by_name(team)
+        for name, now in shown.items():  # none if no episode ended since the last log line
+            self._values[name] = EMA_DECAY * self._values.get(name, now) + (1 - EMA_DECAY) * now
+        is_success = "success" in self._values
+        value = f"{self._values['success']:.0%}" if is_success else format_returns(self._values) or "-"
+        label = training_success_label(self.config) if is_success else training_return_label(self.config)
         failed = f"· failed {self._failed}" if self._failed else ""
         self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
 
@@ -87,7 +89,8 @@ class ProgressBar(_BarContext, Callback):
         label = eval_label(self.config, name)
         self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
-        shown += [("return", f"{metrics['return']:.2f}")] if shows_return(metrics) else []
+        if not shown or shows_return(metrics):
+            shown += [(name, f"{own:.2f}") for name, own in returns_by_name(metrics).items()]
         parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             parts += [f"{',' if number else ''} {what} ", (value, "bold")]

@@ -293,7 +293,7 @@ def _execute(
     start = restore(setup, run)
     what = f"{config.env_label}, {', '.join(setup.policy_names)} by {config.algorithm_label}"
     console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
-    for line in run.skipped_checkpoints:
+    for line in [*run.skipped_checkpoints, *getattr(setup, "resume_notes", ())]:
         print_line(line)
     if start >= setup.steps:
         tree = config.model_dump(mode="json")

@@ -48,8 +48,15 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
 
 
 def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
-    """Raises ValueError, with the env's name, for an observation that cannot be stored."""
+    """Raises ValueError, with the env's name, for an observation that is none, a list of messages (which would become
+    the text of a Python list), or one that cannot be stored."""
     for seat, seen in observations.items():
+        is_list = isinstance(seen, list | tuple) and any(isinstance(part, dict) for part in seen)
+        if seen is None or is_list:
+            raise ValueError(
+                f'env "{env}" shows seat "{seat}" {_short(seen)}, which no prompt can show as it is meant: return a '
+                "text, or for messages Chat(tuple(messages)) of palestra.core.chat"
+            )
         _stored(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
 
 

@@ -96,6 +96,26 @@ class VectorStep:
         return self.map_arrays(np.copy)
 
 
+class GamesDiffer(ValueError):
+    """Raised by `VectorEnv.load` if games that it plays again are not those that were saved."""
+
+
+def find_difference(step: VectorStep, expected: VectorStep) -> str | None:
+    """Returns the name of the first array in which two steps differ, None if they are equal. Final observations and
+    states count for the games that `expected` ended. NaN equals NaN: seats that have terminated may see it."""
+    for part in fields(VectorStep):
+        got, want = getattr(step, part.name), getattr(expected, part.name)
+        if got is None or want is None:
+            if got is not want:
+                return part.name
+            continue
+        if part.name in ("final_obs", "final_state"):
+            got, want = got[expected.done], want[expected.done]
+        if not np.array_equal(got, want, equal_nan=want.dtype.kind == "f"):
+            return part.name
+    return None
+
+
 def empty_step(
     num_envs: int,
     num_seats: int,
@@ -166,6 +186,11 @@ class VectorEnv(ABC):
     seat_colours: tuple[tuple[int, int, int], ...] = ()
     observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
+    @property
+    def label(self) -> str:
+        """The env's name in messages; that of the package's env if it is one."""
+        return self.name or type(self).__name__
+
     @abstractmethod
     def reset(self, seeds: np.ndarray) -> VectorStep:
         """Starts a new stream of episodes in each game. `seeds [B]` are non-negative integers."""
@@ -183,7 +208,7 @@ class VectorEnv(ABC):
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         """Restores what `save` returned; returns the `VectorStep` of that step.
 
-        Raises ValueError if the env cannot be saved.
+        Raises ValueError if the env cannot be saved, and GamesDiffer if its games cannot be restored.
         """
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 

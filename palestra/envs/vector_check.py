@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import numpy as np
 
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv, VectorStep
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv, VectorStep, find_difference
 
 RANDOM_ACTION_BOUND = 1e3  # random play replaces infinite bounds by this
 MakeVectorEnv = Callable[[int], VectorEnv]
@@ -172,14 +171,8 @@ class _Check:
             self.fail(f"has {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "correct the array")  # type: ignore[call-overload]
 
     def same(self, vector_step: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
-        over = expected.done
-        for part in fields(VectorStep):
-            got, want = getattr(vector_step, part.name), getattr(expected, part.name)
-            if want is not None and part.name in ("final_obs", "final_state"):
-                got, want = got[over], want[over]
-            nan = want is not None and want.dtype.kind == "f"  # observations of seats that have terminated may be nan
-            if (got is None) != (want is None) or (want is not None and not np.array_equal(got, want, equal_nan=nan)):
-                self.fail(f"differs in {part.name} at {where}", fix)
+        if part := find_difference(vector_step, expected):
+            self.fail(f"differs in {part} at {where}", fix)
 
     def fail(self, what: str, fix: str) -> None:
         raise ValueError(f"env {self.env.name or type(self.env).__name__}: {what}. Fix: {fix}.")

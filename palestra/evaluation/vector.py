@@ -17,7 +17,7 @@ from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
-from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat
+from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat, team_by_seat
 from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import ScriptConfig, VectorConfig
 from palestra.vector.learners.policy_stack import read_policy
@@ -76,7 +76,8 @@ class VectorEvalSetup:
 
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)
-        metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"))
+        teams = team_by_seat(validate(VectorConfig, self.target.tree), self.env)
+        metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"), teams=list(teams.values()))
         metrics |= nash_conv_metrics(
             self.env_config,
             lambda game: policy_table(self.target, self.env, game, names, self.greedy),

@@ -15,6 +15,7 @@ from palestra.runs.series import success_bounds
 Tree = Mapping[str, Any]
 DEV_EVAL = "dev"  # the evaluation by which settings are chosen
 HEADLINE_EVAL = "test"  # the evaluation that leads if a run has several
+TEAM_RETURN = "return."  # start of the keys of teams' returns, where there are several
 SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose among answers by their reward
 
 
@@ -89,13 +90,29 @@ def _is_of_networks(config: Tree) -> bool:
     return "env_steps" in config
 
 
+def returns_by_name(line: Tree) -> dict[str, float]:
+    """Returns the returns that a line of metrics shows: that of each team if there are several, else "return", else
+    that of each seat. The mean over teams says little: of opponents it may be 0 whatever they learn."""
+    teams = {
+        key.removeprefix(TEAM_RETURN): value
+        for key, value in line.items()
+        if key.startswith(TEAM_RETURN) and isinstance(value, int | float)
+    }
+    return teams or ({"return": line["return"]} if "return" in line else dict(line.get("returns") or {}))
+
+
 def format_eval(line: Tree) -> str:
-    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the return of each seat."""
+    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the return of each team or seat."""
     if "success" in line:
         return f"{line['success']:.1%}"
-    if "return" in line:
-        return f"{line['return']:.2f}"
-    return " ".join(f"{seat} {own:.2f}" for seat, own in (line.get("returns") or {}).items())
+    return format_returns(returns_by_name(line))
+
+
+def format_returns(returns: Mapping[str, float]) -> str:
+    """Formats the returns of `returns_by_name`: "-12.40", or "hunter 18.00 prey -54.00"."""
+    if list(returns) == ["return"]:
+        return f"{returns['return']:.2f}"
+    return " ".join(f"{name} {own:.2f}" for name, own in returns.items())
 
 
 def shows_return(line: Tree) -> bool:
@@ -121,10 +138,10 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
         return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
         return success_bounds(line)
-    half = return_half_width(line)
-    if not isinstance(line.get("return"), int | float) or half is None:
+    mean, half = returns_by_name(line).get("return"), return_half_width(line)
+    if not isinstance(mean, int | float) or half is None:
         return None
-    return line["return"] - half, line["return"] + half
+    return mean - half, mean + half
 
 
 def return_half_width(line: Tree) -> float | None:

@@ -29,13 +29,26 @@ def resolve_seats(
     return {seat: _policy(seat, policies, plays, assignments) for seat in seats}
 
 
+def resolve_teams(policies: Mapping[Seat, str], teams: Mapping[str, str], plays: str) -> dict[Seat, str]:
+    """Returns the team of each seat: the one that `teams` gives it, with keys as in `resolve_seats`, else the policy
+    that plays it. Raises ValueError for a key that matches no seat."""
+    for key in teams:
+        if not any(fnmatchcase(seat, key) for seat in policies):
+            raise ValueError(f'teams names "{key}", but {plays}')
+    return {seat: find_assigned(seat, teams) or policy for seat, policy in policies.items()}
+
+
+def find_assigned(seat: Seat, assignment: Mapping[str, str]) -> str | None:
+    """Returns what `assignment` gives a seat: by its exact name, else by the first pattern; None if no key matches."""
+    if seat in assignment:
+        return assignment[seat]
+    return next((name for pattern, name in assignment.items() if fnmatchcase(seat, pattern)), None)
+
+
 def _policy(seat: Seat, policies: Sequence[str], plays: str, assignments: Sequence[Mapping[str, str]]) -> str:
     for assignment in assignments:
-        if seat in assignment:
-            return assignment[seat]
-        for pattern, name in assignment.items():
-            if fnmatchcase(seat, pattern):
-                return name
+        if name := find_assigned(seat, assignment):
+            return name
     for name in (seat, "default"):
         if name in policies:
             return name

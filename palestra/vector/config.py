@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from palestra.core.config import StrictModel
+from palestra.core.config import StrictModel, check_policy_names
 from palestra.core.config.presets import expand_preset
+from palestra.core.types import Seat
 from palestra.runs.config import EvalConfig, PolicyRunConfig
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.dqn import DQN
@@ -112,6 +113,10 @@ class VectorConfig(PolicyRunConfig):
     policies: dict[str, VectorPolicyConfig]
     """The policies by name; at least one has `type: net`, which is trained. A policy called `default` plays every seat
     that has no policy of its own."""
+    teams: dict[Seat, str] = {}
+    """Maps seats to teams, with patterns as in `seats`. A seat that matches no key is in the team of its policy. What
+    combines the seats of a team (the mixers of `qmix`, `maven`, `facmac` and `pqn`, the factor of `sequential`, `mat`)
+    trains each team by itself, and metrics are also reported by team."""
     algorithm: VectorAlgorithmConfig = PPO()
     evals: dict[str, VectorEvalConfig] = {}
     log_every: int = Field(0, ge=0)
@@ -134,6 +139,11 @@ class VectorConfig(PolicyRunConfig):
     def _learns(self) -> Self:
         if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
             raise ValueError("no policy is trained: set type: net for at least one of policies:")
+        return self
+
+    @model_validator(mode="after")
+    def _team_names(self) -> Self:
+        check_policy_names(self.teams.values(), *self.reserved_names)
         return self
 
     @model_validator(mode="after")

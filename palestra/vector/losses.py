@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 
 from palestra.core.accel.jit import jit
 from palestra.core.losses import TensorMetrics
+from palestra.vector.nets.heads import mask_illegal
 
 
 def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
@@ -102,9 +103,7 @@ def conservative_gap(q: Tensor, taken: Tensor, action_mask: Tensor | None) -> Te
     """Returns how far the soft maximum of action values `q` [..., A] over the legal actions is above the value `taken`
     [...] of the action in the data, at least 0: the term that CQL(H) minimises (Kumar et al., 2020, eq. 4).
     `action_mask` is [..., >= A], None: all are legal."""
-    if action_mask is not None:
-        q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
-    return torch.logsumexp(q, -1) - taken
+    return torch.logsumexp(mask_illegal(q, action_mask), -1) - taken
 
 
 def sampled_soft_maximum(q_PRS: Tensor, logp_PRS: Tensor) -> Tensor:
@@ -151,15 +150,10 @@ def imitation_reward(logit: Tensor, kind: ImitationReward) -> Tensor:
 # ---- Q-learning with discrete actions
 
 
-ILLEGAL_VALUE = -1e9  # value of an illegal action in the argmax
-
-
 def best_action(q: Tensor, action_mask: Tensor | None) -> Tensor:
     """Returns the legal action with the highest value [...], the first of equals (`action_mask` [..., >= A]; None: all
     actions are legal)."""
-    if action_mask is not None:
-        q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
-    return q.argmax(-1)
+    return mask_illegal(q, action_mask).argmax(-1)
 
 
 def gather_values(q: Tensor, action: Tensor) -> Tensor:
@@ -207,6 +201,7 @@ def sequence_priority(error: Tensor, mask: Tensor, eta: float = 0.9) -> Tensor:
 # that take half as long as the matrix products of a small network
 
 
+LOWEST = np.finfo(np.float32).min  # logit of illegal actions: no legal one has less
 METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
 
 
@@ -272,7 +267,7 @@ def _clipped_loss(
     for m in range(members):
         for r in range(rows):
             for a in range(actions):
-                logp[a] = out[m, r, a] if not masked or action_mask[m, r, a] else -1e9
+                logp[a] = out[m, r, a] if not masked or action_mask[m, r, a] else LOWEST
             entropy = _normalise(logp, p)
             taken, share, credit = action[m, r], weight[m, r], advantage[m, r]
             gap = np.float64(logp[taken] - old_logp[m, r])  # in float32 its divergence below would be lost in rounding

@@ -15,7 +15,7 @@ from palestra.core.failures import RunFailed
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
-from palestra.envs.vector_base import VectorEnv
+from palestra.envs.vector_base import GamesDiffer, VectorEnv
 from palestra.parallel.shared_memory import explain_dead_process, stop_processes
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
@@ -91,8 +91,8 @@ class VectorTrainer:
     """All components of a run of networks (a `Trainer`, see loop.py).
 
     A step is one rollout of `rollout_length` joint steps in every env copy, and one update on it. `fixed_players` play
-    the seats that are not trained. This is process `rank` of `num_processes`; `all_gather` all-gathers one object per
-    process.
+    the seats that are not trained; `seats` and `teams` name the policy and the team of each seat. This is process
+    `rank` of `num_processes`; `all_gather` all-gathers one object per process.
     """
 
     rollout: VectorRollout | ActorPool
@@ -100,6 +100,7 @@ class VectorTrainer:
     fixed_players: Sequence[VectorPolicy]
     evals: Sequence[VectorEval]
     seats: Mapping[Seat, str]
+    teams: Mapping[Seat, str]
     seed: int
     steps: int
     rollout_length: int
@@ -109,6 +110,8 @@ class VectorTrainer:
     rank: int = 0
     num_processes: int = 1
     all_gather: Callable[[Any], list[Any]] = gather_single
+    notes: Sequence[str] = ()  # about the env, to be printed before training
+    resume_notes: list[str] = field(default_factory=list)  # about the checkpoint, likewise; set by `load`
 
     # Set while the trainer is open: the run, the newest rollout, and metrics and times since the last logged step.
     run: RunProtocol = field(init=False, repr=False)
@@ -195,8 +198,10 @@ class VectorTrainer:
         its own, since settings may be chosen by it."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
         recorder = ReplayRecorder(evaluation.env, evaluation.replays)
-        first = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0
-        metrics = play_eval(recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first)
+        first, teams = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0, list(self.teams.values())
+        metrics = play_eval(
+            recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first, teams=teams
+        )
         if replays := recorder.replays():
             self.run.write_replays(self.step, evaluation.name, recorder.header(evaluation.seats), replays)
         return metrics
@@ -220,17 +225,32 @@ class VectorTrainer:
         self.all_gather(None)  # the folder is complete when all have written
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Restores learner and env state."""
+        """Restores learner and env state. If the env's games are not those that were saved, they begin anew, and
+        `resume_notes` says so."""
         folder = checkpoint.path / f"training-{self.rank}"
         self.learner.read_state(folder)
-        if (folder / ENV_STATE_FILE).exists():
-            players = [*self.learner.rollout_policies(0.0), *self.fixed_players]
-            self.rollout.load(read_arrays(folder / ENV_STATE_FILE), players)
-        else:
+        why = self._load_games(folder / ENV_STATE_FILE)
+        if why is not None:
             self.rollout.restart(self.env_seeds(checkpoint.step))
+        if reasons := [reason for reason in self.all_gather(why) if reason]:
+            self.resume_notes.append(
+                f'env "{self.rollout.env.label}" is not a function of its seeds, so its games begin anew: the saved '
+                f"ones could not be played again ({reasons[0]})"
+            )
+
+    def _load_games(self, path: Path) -> str | None:
+        """Restores the games of a checkpoint; returns None, or why they must begin anew ("": they were not saved)."""
+        if not path.exists():
+            return ""
+        players = [*self.learner.rollout_policies(0.0), *self.fixed_players]
+        try:
+            self.rollout.load(read_arrays(path), players)
+        except GamesDiffer as error:
+            return str(error)
+        return None
 
     def _reset_metrics(self) -> None:
-        self.totals, self.timer = VectorMetrics(self.learner.names, self.seats), PhaseTimer()
+        self.totals, self.timer = VectorMetrics(self.learner.names, self.seats, self.teams), PhaseTimer()
 
     def _explain_divergence(self, step: int, error: FloatingPointError) -> str:
         policy = getattr(error, "policy", "")
@@ -244,10 +264,16 @@ class VectorTrainer:
 
 
 def play_eval(
-    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, *, first_env_seed: int = 0
+    env: VectorEnv,
+    players: Sequence[VectorPolicy],
+    episodes: int,
+    seed: int,
+    *,
+    first_env_seed: int = 0,
+    teams: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Plays evaluation episodes and returns their metrics. Env copy i has the seed `first_env_seed` + i; `seed` is the
-    seed of the players.
+    seed of the players, `teams` are those of the seats, in order. Raises RunFailed if an episode does not end.
 
     Counts the same number of first episodes of every env copy, `episodes` in all. Counting the episodes that end first
     would favour short ones.
@@ -258,6 +284,7 @@ def play_eval(
     chunk = 0
     while not parts or not all_episodes_done(parts, env.num_envs, each):
         batch = rollout.collect(players, 32, derive_seed(seed, chunk))
+        rollout.check_episodes_end()
         parts.append({name: values.copy() for name, values in batch.episode_stats.items()})
         chunk += 1
-    return evaluation_metrics(parts, env.seats, each, episodes)
+    return evaluation_metrics(parts, env.seats, each, episodes, teams)

@@ -46,22 +46,23 @@ def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "response"),
+    ("env", "algorithm", "response"),
     [
-        pytest.param({"type": "trpo"}, "trpo", marks=pytest.mark.slow),
-        pytest.param({"type": "pqn"}, "pqn", marks=pytest.mark.slow),
-        ({"type": "pqn", "mixer": "vdn"}, "pqn"),
-        ({"type": "qmix"}, "ppo"),
-        pytest.param({"type": "nfsp"}, "ppo", marks=pytest.mark.slow),
+        pytest.param("kuhn_poker", {"type": "trpo"}, "trpo", marks=pytest.mark.slow),
+        pytest.param("kuhn_poker", {"type": "pqn"}, "pqn", marks=pytest.mark.slow),
+        ("two_step", {"type": "pqn", "mixer": "vdn"}, "pqn"),
+        ("two_step", {"type": "qmix"}, "ppo"),
+        pytest.param("kuhn_poker", {"type": "nfsp"}, "ppo", marks=pytest.mark.slow),
     ],
 )
 def test_response_is_trained_by_the_algorithm_of_the_run(
-    algorithm: dict[str, str], response: str, tmp_path: Path
+    env: str, algorithm: dict[str, str], response: str, tmp_path: Path
 ) -> None:
-    run = train(tmp_path, "kuhn_poker", **algorithm)
+    run = train(tmp_path, env, **algorithm)
     with open_vector_eval(find_target(run), {}, {}, num_envs=4, greedy=False) as setup:
-        assert _response_tree(setup, "player_0", 512, 0)["algorithm"]["type"] == response
+        seats = list(setup.env.seats)
+        assert _response_tree(setup, seats[0], 512, 0)["algorithm"]["type"] == response
     if response == "ppo":
         return  # which other tests train
     found = learn_best_responses(run, steps=512, episodes=20)
-    assert [one.player for one in found] == ["player_0", "player_1"] and all(math.isfinite(one.gain) for one in found)
+    assert [one.player for one in found] == seats and all(math.isfinite(one.gain) for one in found)

@@ -142,4 +142,4 @@ class AtariEnv(PackageVectorEnv):
             noop_max=noop_max,
             agent_indicator=agent_indicator,
         )
-        super().__init__(make, num_envs, num_processes)
+        super().__init__(make, num_envs, num_processes, game)

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, to_reward
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
@@ -322,7 +322,12 @@ class GymnasiumGame:
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
         """Returns the rewards of all seats for one step."""
-        return [float(part) for part in np.broadcast_to(reward, len(self.action_decoders))]
+        seats = self.spec.seats
+        if np.size(reward) == 1:
+            return [to_reward(reward, seats[0])] * len(seats)
+        if not isinstance(reward, list | tuple | np.ndarray) or len(reward) != len(seats):
+            raise ValueError(f"a step pays {reward!r:.60}: pay one number, or one for each of {len(seats)} seats")
+        return [to_reward(part, seat) for part, seat in zip(reward, seats, strict=True)]
 
     def close(self) -> None:
         self.env.close()
@@ -385,4 +390,4 @@ class GymnasiumEnv(PackageVectorEnv):
         options: dict[str, Any] | None = None,
         num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(GymnasiumGame, partial(make_gymnasium_env, id, options)), num_envs, num_processes)
+        super().__init__(partial(GymnasiumGame, partial(make_gymnasium_env, id, options)), num_envs, num_processes, id)

@@ -62,4 +62,4 @@ class HighwayEnv(PackageVectorEnv):
         num_processes: int = 0,
     ) -> None:
         check_at_least_one("vehicles", vehicles)
-        super().__init__(partial(HighwayGame, id, vehicles, config or {}), num_envs, num_processes)
+        super().__init__(partial(HighwayGame, id, vehicles, config or {}), num_envs, num_processes, id)

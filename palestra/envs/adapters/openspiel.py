@@ -19,19 +19,31 @@ from palestra.envs.vector_base import Discrete
 
 TensorKind = Literal["information_state", "observation"]
 DEFAULT_GAME = "leduc_poker"
+MAX_CHANCE_STEPS = 100_000  # chance outcomes in a row
 
 
 class OpenSpielGame:
     """One game by its OpenSpiel string ("leduc_poker", "goofspiel(num_cards=4,points_order=descending)"). Chance
-    outcomes are drawn from `numpy.random.default_rng(seed)`. Only seats that act get new observations; rewards are
-    those of the step in which they occur.
+    outcomes are drawn from `numpy.random.default_rng(seed)`; a game that draws them itself is loaded anew for each
+    episode, with the seed as its `rng_seed`. Only seats that act get new observations; rewards are those of the step in
+    which they occur.
 
-    Raises ValueError for unknown games, mean-field games, games without the tensor `view`, and in `reset` or `step` for
-    actions beyond the number that the game declares.
+    Raises ValueError for unknown games, mean-field games, games without the tensor `view`, games that draw chance
+    outcomes themselves and take no seed, and in `reset` or `step` for actions beyond the number that the game declares
+    and for endless chance.
     """
 
     def __init__(self, game: str, tensor_kind: TensorKind | None) -> None:
         self.game = _load_game(game)
+        self.draws_itself = self.game.get_type().chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC
+        if self.draws_itself and "rng_seed" in game:
+            raise ValueError(f'"{game}": rng_seed is set for each episode: leave it out')
+        own_name = self.game.get_type().short_name == game.partition("(")[0].strip()  # no game of another game
+        if self.draws_itself and not (own_name and "rng_seed" in self.game.get_parameters()):
+            raise ValueError(
+                f'"{game}" draws its chance outcomes itself and takes no rng_seed, so that all its episodes would be '
+                "one: choose another game"
+            )
         seats = self.game.num_players()
         self.tensor_kind = _tensor_kind(self.game, tensor_kind)
         size = int(np.prod(getattr(self.game, f"{self.tensor_kind}_tensor_shape")()))
@@ -44,6 +56,9 @@ class OpenSpielGame:
 
     def reset(self, seed: int) -> SingleStep:
         self.rng = np.random.default_rng(seed)
+        if self.draws_itself:
+            parameters = self.game.get_parameters() | {"rng_seed": seed}
+            self.game = pyspiel.load_game(self.game.get_type().short_name, parameters)
         self.state = self.game.new_initial_state()
         self.observe = getattr(self.state, f"{self.tensor_kind}_tensor")
         self.returns = np.zeros(len(self.spec.seats))
@@ -66,8 +81,12 @@ class OpenSpielGame:
         return str(self.state)
 
     def _draw(self) -> None:
-        """Samples chance outcomes until a player must act."""
+        """Samples chance outcomes until a player must act. Raises ValueError if none must after `MAX_CHANCE_STEPS`."""
+        drawn_before = 0
         while self.state.is_chance_node():
+            if drawn_before == MAX_CHANCE_STEPS:
+                raise ValueError(f'"{self.game}" draws {MAX_CHANCE_STEPS:,} chance outcomes and no player acts')
+            drawn_before += 1
             outcomes, left = self.state.chance_outcomes(), self.rng.random()
             drawn = outcomes[-1][0]  # if rounding leaves the sum of probabilities below the number drawn
             for outcome, chance in outcomes:
@@ -139,7 +158,7 @@ class OpenSpielEnv(PackageVectorEnv):
     def __init__(
         self, num_envs: int = 64, *, game: str = DEFAULT_GAME, view: TensorKind | None = None, num_processes: int = 0
     ) -> None:
-        super().__init__(partial(OpenSpielGame, game, view), num_envs, num_processes)
+        super().__init__(partial(OpenSpielGame, game, view), num_envs, num_processes, game)
 
 
 class OpenSpielState:

@@ -45,6 +45,10 @@ class SeatShuffledEnv(VectorEnv):
         self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
         self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))
 
+    @property
+    def label(self) -> str:
+        return self.env.label
+
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.rng[:] = seed_streams(np.asarray(seeds) ^ PERMUTATION_SEED_XOR)
         self.env_seats[:] = np.arange(len(self.seats))

@@ -25,7 +25,7 @@ from palestra.envs.batch.sync_vector import (
     check_at_least_one,
     combine_seeds,
 )
-from palestra.envs.vector_base import Arrays, RenderFrame, VectorEnv, VectorStep
+from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep
 from palestra.parallel.processes import PipeProcess, leave_signals_to_parent
 
 MAX_FAILURES = 3  # failures of a process without a complete step in between
@@ -95,11 +95,15 @@ def _play(pipe: Connection, loop: SyncVectorEnv, part: slice, games: int) -> Non
         shared.close()
 
 
-def _execute(loop: SyncVectorEnv, what: str, value: Any) -> Arrays | None:
-    """Executes one command. Frames stay in shared memory; only the result of `save` is returned."""
+def _execute(loop: SyncVectorEnv, what: str, value: Any) -> Arrays | GamesDiffer | None:
+    """Executes one command. Frames stay in shared memory; only the result of `save` is returned, and the GamesDiffer of
+    `load`, after which games may be reset."""
     if what == "save":
         return loop.save()
-    getattr(loop, what)(value)
+    try:
+        getattr(loop, what)(value)
+    except GamesDiffer as error:
+        return error
     return None
 
 
@@ -238,8 +242,11 @@ class SubprocVectorEnv(VectorEnv):
                 part = {name: array[worker.part] for name, array in saved.items() if name != "moves"}
                 actions = saved["moves"][before[worker.part.start] : before[worker.part.stop]]
                 worker.send("load", part | {"moves": actions})
-            if failed := _failures(self._receive_all()):
+            heard = self._receive_all()
+            if failed := _failures(heard):
                 raise ValueError(f"saved games cannot be replayed: {next(iter(failed.values()))}")
+        if differ := [answer for answer in heard.values() if isinstance(answer, GamesDiffer)]:
+            raise differ[0]
         for name, array in _arrays(self.vector_step):
             array[:] = saved[f"frame.{name}"]
         self._gather()
@@ -340,17 +347,22 @@ def _pickled(make: MakeSingleEnv) -> bytes:
 
 class PackageVectorEnv(VectorEnv):
     """B games of a package whose envs play one game at a time: in this process (`num_processes` 0) or in
-    `num_processes` subprocesses.
+    `num_processes` subprocesses. `label` is the package's name of the env, for messages.
 
     Raises ValueError if `num_processes` is negative or `num_envs` below 1.
     """
 
-    def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int) -> None:
+    def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int, label: str = "") -> None:
         if num_processes < 0:
             raise ValueError(f"num_processes is {num_processes}: 0 plays in this process, more in as many others")
         self.inner = SubprocVectorEnv(make, num_envs, num_processes) if num_processes else SyncVectorEnv(make, num_envs)
         self.num_envs, self.seats, self.observation_shapes = num_envs, self.inner.seats, self.inner.observation_shapes
         self.action_spaces, self.state_size = self.inner.action_spaces, self.inner.state_size
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        return self._label or super().label
 
     @property
     def restarts(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from palestra.envs.vector_base import (
     Arrays,
     Continuous,
     Discrete,
+    GamesDiffer,
     MultiDiscrete,
     RenderFrame,
     Space,
@@ -130,8 +131,9 @@ class SyncVectorEnv(VectorEnv):
 
     The first episode of a game has the game's own seed, so that it equals the package's episode of that seed; later
     seeds derive from it (`episode_seed`). The internal state of a package cannot be saved, so `save` returns each
-    game's seed and actions, and `load` plays them again: exact if the game is a deterministic function of its seed.
-    `save` returns None if an episode is longer than `MAX_REPLAY_STEPS` steps.
+    game's seed and actions, and `load` plays them again: exact if the game is a deterministic function of its seed, and
+    GamesDiffer if it shows itself not to be. `save` returns None if an episode is longer than `MAX_REPLAY_STEPS`
+    steps.
 
     Raises ValueError if `num_envs` is below 1.
     """
@@ -188,15 +190,33 @@ class SyncVectorEnv(VectorEnv):
             array[:] = saved[f"frame.{name}"]
         self._seeds[:], self._played[:] = saved["seeds"], saved["played"]
         past = np.split(saved["moves"], np.cumsum(saved["made"])[:-1])
-        for b, actions in enumerate(past):
-            self._begin(b)
-            for move in actions:
-                self._write_step(b, self.single_envs[b].step(move))
+        try:
+            for b, actions in enumerate(past):
+                self._begin(b)
+                self._replay(b, actions)
+        except GamesDiffer:
+            raise
+        except Exception as error:  # an action of another game may fail in any way
+            raise GamesDiffer(f"{type(error).__name__}: {error}") from error
+        for name in ("obs", "agent_mask", "action_mask", "state"):
+            array = getattr(self.vector_step, name)
+            if array is not None and not np.array_equal(
+                array, saved[f"frame.{name}"], equal_nan=array.dtype.kind == "f"
+            ):
+                raise GamesDiffer(f"{name} after the saved actions differ from those saved")
         longest = max(len(actions) for actions in past)
         self._moves = np.zeros((self.num_envs, longest + 64, *self._moves.shape[2:]), self._moves.dtype)
         for b, actions in enumerate(past):
             self._moves[b, : len(actions)], self._made[b] = actions, len(actions)
         return self.vector_step
+
+    def _replay(self, b: int, actions: np.ndarray) -> None:
+        """Plays the actions [T, ...] of the running episode of game b."""
+        for number, move in enumerate(actions, 1):
+            step = self.single_envs[b].step(move)
+            if step.terminated or step.truncated:
+                raise GamesDiffer(f"a game ended after {number} of {len(actions)} saved actions")
+            self._write_step(b, step)
 
     def render(self, game: int) -> RenderFrame | None:
         single = self.single_envs[game]
@@ -236,9 +256,14 @@ class SyncVectorEnv(VectorEnv):
     def _write_step(self, b: int, step: SingleStep) -> None:
         """Writes observations, masks and state of game b into the arrays of the result."""
         vector_step = self.vector_step
-        for row, observation in zip(vector_step.obs[b], step.observations, strict=True):
+        for seat, observation in enumerate(step.observations):
             if observation is not None:
-                row[: len(observation)] = observation
+                if observation.shape != self.observation_shapes[seat]:
+                    raise ValueError(
+                        f'seat "{self.seats[seat]}" sees an array {list(observation.shape)}, and its observation space '
+                        f"says {list(self.observation_shapes[seat])}: correct the one or the other"
+                    )
+                vector_step.obs[b, seat][: len(observation)] = observation
         vector_step.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
         if vector_step.state is not None:
             vector_step.state[b] = step.state
@@ -272,6 +297,16 @@ def clip_actions(
 
 def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
     return [space for space in spaces if not isinstance(space, Discrete)]
+
+
+def to_reward(value: Any, seat: Seat) -> float:
+    """Returns a reward as a number; an array of one number is one too. Raises ValueError for anything else."""
+    if isinstance(value, float | int):
+        return float(value)
+    array: np.ndarray = np.asarray(value)
+    if array.size == 1 and isinstance(value, SupportsFloat):
+        return float(array.ravel()[0])
+    raise ValueError(f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward')
 
 
 def episode_seed(stream: int, number: int) -> int:

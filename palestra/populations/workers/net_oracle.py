@@ -135,7 +135,7 @@ def play_cells(
 
     A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, so that each
     member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
-    and counted. Raises ValueError for a cell without a member for each seat.
+    and counted. Raises ValueError for a cell without a member for each seat, and RunFailed if a game does not end.
     """
     check_cells(cells, len(sweeper.env.seats))
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
@@ -158,6 +158,7 @@ def _played(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> 
     chunk, left = 0, count
     while left:
         batch = sweeper.collect([mixture], STEPS_PER_SWEEP, derive_seed(seed, chunk))
+        sweeper.check_episodes_end()
         tag, _ = mixture.played_members(batch)
         tags.append(tag[tag >= 0])
         returns.append(batch.episode_stats["returns"][tag >= 0])

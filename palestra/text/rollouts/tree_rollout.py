@@ -192,7 +192,7 @@ class _TreeRollout:
         concurrently. Raises the error of the first branch if all are lost."""
         while not branch.step.done:
             if len(branch.path) >= self.max_steps:
-                raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
+                raise ValueError(f'env "{_name(branch.env)}" has not ended after {self.max_steps} joint steps')
             children = await self._branch(branch)
             if not children:
                 break
@@ -323,7 +323,7 @@ class _TreeRollout:
         """Returns a step as it is played on and stored. Raises ValueError for what an env must not give, and
         `NoReward`."""
         seats = {**dict.fromkeys(env.seats), **self.spec.policies}
-        step = checked_step(step, env.name or type(env).__name__, seats)
+        step = checked_step(step, _name(env), seats)
         if step.info.get(NO_REWARD_KEY):
             raise NoReward
         return reweigh(step, self.spec.term_weights)
@@ -370,11 +370,15 @@ class _TreeRollout:
         return derive_seed(self.spec.seed, what, branch.path)
 
 
+def _name(env: Env) -> str:
+    return env.name or type(env).__name__
+
+
 def _unplayed(env: Env, name: str, seat: Seat) -> str:
     if seat in env.seats:
         return f'env "{name}" asks seat "{seat}", which has no policy: add one'
     return (
-        f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
+        f'env "{_name(env)}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
         "to `seats` of the env's class, or correct the observations that name it"
     )
 

@@ -118,6 +118,10 @@ class ActorCriticConfig(AlgorithmConfig):
             lines.append({"policy_loss": loss.detach(), **metrics})
         return total, lines
 
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        return "networks" if self.sequential else "nothing"
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return ActorCriticLearner
 

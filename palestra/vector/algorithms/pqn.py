@@ -52,6 +52,10 @@ class PQN(EpsilonGreedyConfig):
     """`none`: each policy learns from its own rewards. `vdn`: the sum of the seats' values is trained on the team's
     reward."""
 
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        return "seats" if self.mixer == "vdn" else "nothing"
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return PQNLearner
 

@@ -46,6 +46,10 @@ class MixingConfig(QLearningConfig):
     mixer_heads: int = Field(4, ge=1, le=1_024)
     """Attention heads of `mixer: qplex`."""
 
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        return "seats"
+
 
 class QMIX(MixingConfig):
     """QMIX, VDN and QPLEX: Q-learning with a value mixer."""

@@ -21,8 +21,8 @@ from palestra.parallel.shared_memory import ProcessRank, all_gather, start_proce
 from palestra.runs import list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.runs.null_run import NullRun
-from palestra.runs.seats import resolve_seats
-from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env
+from palestra.runs.seats import resolve_seats, resolve_teams
+from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env, seed_notes
 from palestra.vector.config import (
     FrozenNetConfig,
     RandomActionsConfig,
@@ -33,6 +33,7 @@ from palestra.vector.config import (
 )
 from palestra.vector.learners.nets import NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
+from palestra.vector.learners.teams import TeamLearners, TeamSeats
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
@@ -46,8 +47,11 @@ MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
     """Returns the policy of each seat; `changes` take precedence over the run's `seats`. Raises ValueError for a seat
     without a policy, and for an unknown name."""
-    plays = f'env "{env.name}" plays {", ".join(env.seats)}'
-    return resolve_seats(env.seats, list(config.policies), plays, changes or {}, config.seats)
+    return resolve_seats(env.seats, list(config.policies), _plays(env), changes or {}, config.seats)
+
+
+def _plays(env: VectorEnv) -> str:
+    return f'env "{env.name}" plays {", ".join(env.seats)}'
 
 
 def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
@@ -111,6 +115,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
             for name, evaluation in config.evals.items()
         ],
         seats=policy_by_seat(config, env),
+        teams=team_by_seat(config, env),
         seed=config.seed,
         steps=math.ceil(config.env_steps / sweep),
         rollout_length=config.algorithm.rollout_length,
@@ -120,6 +125,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         rank=rank.rank,
         num_processes=rank.world_size,
         all_gather=all_gather if rank.world_size > 1 else gather_single,
+        notes=[] if rank.rank else seed_notes(env),
     )
     trainer.rollout.restart(trainer.env_seeds("first"))
     return trainer
@@ -132,15 +138,59 @@ def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
 
 def build_players(
     config: VectorConfig, env: VectorEnv, rank: ProcessRank, device: torch.device = CPU
-) -> tuple[NetLearner, list[VectorPolicy]]:
+) -> tuple[NetLearner | TeamLearners, list[VectorPolicy]]:
     """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
-    named = seat_policies(config, env)
+    named, algorithm = seat_policies(config, env), config.algorithm
     seats = trained_seats(config, env, named)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
     together = rank.gradient_sync() if rank.world_size > 1 else None
-    learner = config.algorithm.build_learner(env, seats, policies, seeds, together, device)
-    return learner, make_fixed_players(config, env, named, device)
+    others = make_fixed_players(config, env, named, device)
+    if algorithm.combines == "nothing":
+        return algorithm.build_learner(env, seats, policies, seeds, together, device), others
+    teams: list[TeamSeats] = []
+    learners: list[NetLearner] = []
+    for team, names in group_trained_teams(config, env, seats).items():
+        own = {name: seats[name] for name in names}
+        settings = {name: policies[name] for name in names}
+        learners.append(algorithm.build_learner(env, own, settings, seeds, together, device))
+        played: dict[str, list[int]] = {}
+        for seat in sorted(number for numbers in own.values() for number in numbers):
+            played.setdefault(named[env.seats[seat]], []).append(seat)
+        teams.append(TeamSeats(team, played))
+    return TeamLearners(algorithm.type, teams, learners), others
+
+
+def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
+    """Returns the team of each seat. Raises ValueError for a team of seats that the env does not have."""
+    return resolve_teams(seat_policies(config, env), config.teams, _plays(env))
+
+
+def group_trained_teams(
+    config: VectorConfig, env: VectorEnv, seats: Mapping[str, Sequence[int]]
+) -> dict[str, list[str]]:
+    """Returns the names of the trained networks of each team, from the `seats` of each network.
+
+    Raises ValueError if a network plays seats of two teams, or if there are several networks or seats and no team has
+    more than one of what the algorithm combines.
+    """
+    team_of, kind, found = team_by_seat(config, env), config.algorithm.type, dict[str, list[str]]()
+    for name, own in seats.items():
+        teams = list(dict.fromkeys(team_of[env.seats[seat]] for seat in own))
+        if len(teams) > 1:
+            raise ValueError(
+                f"policy {name} plays seats of the teams {' and '.join(teams)}, and {kind} trains each team by itself: "
+                "give each team a policy of its own"
+            )
+        found.setdefault(teams[0], []).append(name)
+    size = {"seats": lambda name: len(seats[name]), "networks": lambda name: 1}[config.algorithm.combines]
+    if len(found) > 1 and all(sum(map(size, names)) == 1 for names in found.values()):
+        raise ValueError(
+            f"{kind} combines the {config.algorithm.combines} of a team, and every team has only one here "
+            f"({', '.join(found)}): put seats that play together into one team (teams: {{SEAT: TEAM, ...}}), or use "
+            "an algorithm that trains each policy on its own rewards, such as mappo or dqn"
+        )
+    return found
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
@@ -156,7 +206,7 @@ class ActorSetup:
     """Env and players of one actor process."""
 
     env: VectorEnv
-    learner: NetLearner
+    learner: NetLearner | TeamLearners
     fixed_players: list[VectorPolicy]
 
     def players(self, progress: float) -> list[VectorPolicy]:
@@ -175,13 +225,13 @@ def make_actor_setup(config: VectorConfig) -> ActorSetup:
     return ActorSetup(env, *build_players(config, env, ProcessRank(0, 1, "")))
 
 
-def _actors(config: VectorConfig, learner: NetLearner) -> ActorPool:
+def _actors(config: VectorConfig, learner: NetLearner | TeamLearners) -> ActorPool:
     makers = [partial(make_actor_setup, config)] * config.num_actors
     return ActorPool(ActorSetup(learner.env, learner, []), makers, config.algorithm.rollout_length, config.seed)
 
 
 def _build_eval(
-    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner, every: int
+    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner | TeamLearners, every: int
 ) -> VectorEval:
     wanted = config.env | evaluation.env
     env = make_vector_env(wanted)

@@ -9,6 +9,7 @@ import numpy as np
 
 from palestra.core.accel.malloc import check_fits_memory
 from palestra.envs import VectorEnv, load_env_class, validate_env_options
+from palestra.envs.vector_base import find_difference
 from palestra.vector.config import VectorConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
@@ -43,6 +44,19 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
         return env, whole
     env.close()
     return make_vector_env(config.env, own), whole
+
+
+def seed_notes(env: VectorEnv) -> list[str]:
+    """Returns a line that says that the env is not a function of its seeds, if two resets to the same seeds begin
+    different games."""
+    seeds = np.arange(env.num_envs)
+    first = env.reset(seeds).copy()
+    if part := find_difference(env.reset(seeds), first):
+        return [
+            f'env "{env.label}" begins other games when it is reset to the same seeds ({part} differ): results cannot '
+            "be repeated, and a resume begins its games anew. Draw all randomness from the seed of reset to avoid that"
+        ]
+    return []
 
 
 def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algorithm: Any) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,12 @@ class AlgorithmConfig(StrictModel, ABC):
     @abstractmethod
     def learner_class(self) -> Callable[..., NetLearner]:
         """Returns the learner class of this config."""
+
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        """What of a team is trained together: the values or actions of its `seats`, or its `networks` one after
+        another, each by what the earlier ones have become. `nothing`: each seat has its own reward."""
+        return "nothing"
 
     def build_learner(
         self,

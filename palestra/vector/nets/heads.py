@@ -17,7 +17,16 @@ from torch.autograd.function import once_differentiable
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 from palestra.vector.nets.on_device import exponential_like, normal_like
 
-MASKED_LOGIT = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
+MASKED_LOGIT = -1e9  # log-probability of illegal actions: finite, so that products with a zero probability are not nan
+
+
+def mask_illegal(values: Tensor, action_mask: Tensor | None) -> Tensor:
+    """Returns values or logits [..., A] with the lowest finite number of their dtype in place of those of illegal
+    actions (`action_mask` [..., >= A]; None: all are legal): no legal action has less. Infinity would make rows without
+    a legal action, of seats that do not act, NaN."""
+    if action_mask is None:
+        return values
+    return values.masked_fill(~action_mask[..., : values.shape[-1]], torch.finfo(values.dtype).min)
 
 
 class ActionHead(ABC):
@@ -57,10 +66,10 @@ class CategoricalHead(ActionHead):
 
     def logits(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         """Returns normalised log-probabilities [..., n]."""
-        if action_mask is not None:
-            out = out.masked_fill(~action_mask[..., : self.outputs], MASKED_LOGIT)
+        out = mask_illegal(out, action_mask)
         out = out - out.detach().amax(-1, keepdim=True)
-        return out - out.exp().sum(-1, keepdim=True).log()  # four times as fast as log_softmax over so few numbers
+        logp = out - out.exp().sum(-1, keepdim=True).log()  # four times as fast as log_softmax over so few numbers
+        return logp if action_mask is None else logp.clamp(min=MASKED_LOGIT)
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         logp = self.logits(out, action_mask)

@@ -9,15 +9,17 @@ from typing import Any, Self
 import numpy as np
 
 from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
+from palestra.runs.headline import TEAM_RETURN
 
 EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
 
 
 class VectorMetrics:
-    """Accumulates the metrics of vector training between two log lines."""
+    """Accumulates the metrics of vector training between two log lines. `seats` maps seats to policies, `teams` to
+    teams."""
 
-    def __init__(self, policies: Sequence[str], seats: Mapping[Seat, str]) -> None:
-        self.policies, self.seats = list(policies), dict(seats)
+    def __init__(self, policies: Sequence[str], seats: Mapping[Seat, str], teams: Mapping[Seat, str]) -> None:
+        self.policies, self.seats, self.teams = list(policies), dict(seats), dict(teams)
         self.games: list[EndedEpisodes] = []
         self.learner_metrics: dict[str, list[Metrics]] = {name: [] for name in policies}
         self.notes: list[Metrics] = []
@@ -45,8 +47,8 @@ class VectorMetrics:
         return first
 
     def metrics_by_policy(self) -> dict[str, Metrics]:
-        """Returns metrics by policy, and those of all seats together under "team". Returns and lengths are left out if
-        no episode ended."""
+        """Returns metrics by policy, and those of all seats together under "team", with the return of each team if
+        there are several. Returns and lengths are left out if no episode ended."""
         returns = np.concatenate([games["returns"] for games in self.games])
         names = list(self.seats.values())
         result = {}
@@ -59,9 +61,20 @@ class VectorMetrics:
         team: Metrics = {"episodes": float(len(lengths)), "env_steps_here": float(self.env_steps)}
         if len(lengths):
             team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
+            team |= returns_by_team(returns, list(self.teams.values()))
         if len(success):
             team["success"] = float(success.mean())
         return result | {TEAM: team | mean_metrics(self.notes)}
+
+
+def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
+    """Returns the mean return of each team as `return.TEAM`, from returns [G, N] and the team of each seat; nothing if
+    all seats are one team."""
+    names = list(dict.fromkeys(teams))
+    if len(names) < 2:
+        return {}
+    seats_of = {name: [seat for seat, team in enumerate(teams) if team == name] for name in names}
+    return {f"{TEAM_RETURN}{name}": float(returns[:, seats].mean()) for name, seats in seats_of.items()}
 
 
 def mean_metrics(lines: Sequence[Metrics]) -> Metrics:
@@ -77,10 +90,10 @@ def all_episodes_done(parts: Sequence[EndedEpisodes], places: int, each: int) ->
 
 
 def evaluation_metrics(
-    parts: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int
+    parts: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int, teams: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat
-    and of all, length, and success if the env reports it."""
+    """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat,
+    of each team if `teams`, those of the seats, are several, and of all; length, and success if the env reports it."""
     whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     seen: dict[int, int] = {}
     chosen = []
@@ -96,6 +109,7 @@ def evaluation_metrics(
         "steps_per_episode": float(whole["lengths"][index].mean()),
         "returns": {seat: float(value) for seat, value in zip(seats, returns.mean(0), strict=True)},
         "deviation": float(returns.mean(1).std()),
+        **returns_by_team(returns, teams),
     }
     if len(whole["success"]):
         metrics["success"] = float(whole["success"][index].mean())

@@ -30,6 +30,10 @@ class ReplayRecorder(VectorEnv):
         self._agent_mask = np.zeros((0, 0), bool)
         self._shown: dict[int, RenderFrame] = {}  # positions of the games that are recorded
 
+    @property
+    def label(self) -> str:
+        return self.env.label
+
     def reset(self, seeds: np.ndarray) -> VectorStep:
         step = self.env.reset(seeds)
         self.games = [GameReplay(int(seed)) for seed in seeds[: self.num_episodes]]

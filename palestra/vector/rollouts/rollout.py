@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from palestra.envs.vector_base import Arrays, Continuous, MultiDiscrete, VectorE
 from palestra.vector.policies.base import VectorPolicy
 
 MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
+MAX_EPISODE_STEPS = 100_000  # joint steps after which what waits for the end of an episode gives up
 LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
 
 
@@ -31,15 +32,16 @@ class VectorRollout:
 
     def restart(self, seeds: np.ndarray) -> None:
         """Resets all games to `seeds` [B]."""
-        self.vector_step = without_absent_views(self.env.reset(seeds))
+        self.vector_step = self._call("reset", seeds)
         self.is_first = np.ones(self.env.num_envs, bool)
         self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))
         self.recurrent_states.clear()
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
-        current states. Raises RunFailed if the env raises, or if a reward or the observation of a seat that acts is not
-        finite; the observation of a seat that has terminated may be NaN (`without_absent_views`).
+        current states. Raises RunFailed if the env raises, if a reward or the observation of a seat that acts is not
+        finite, or if a seat acts that has no legal action; the observation of a seat that has terminated may be NaN
+        (`without_absent_views`).
 
         Actions are recorded as the policies chose them, not as the env clips them to its spaces: log-probabilities are
         those of the chosen actions. Critics and discriminators, which evaluate the action that the env took, clip it
@@ -55,7 +57,7 @@ class VectorRollout:
             seen = self.vector_step if self.zeros is np.zeros else seen_in_batch(self.vector_step, batch, t)
             for player in players:
                 self._act(player, seen, batch, t)
-            self.vector_step = self._step(batch.actions[t])
+            self.vector_step = self._call("step", batch.actions[t])
             batch.rewards[t] = self.vector_step.rewards
             batch.terminated[t], batch.truncated[t] = self.vector_step.terminated, self.vector_step.truncated
             if batch.seat_terminated is not None:
@@ -69,15 +71,27 @@ class VectorRollout:
         batch.episode_stats = self.episode_stats.pop_ended()
         check_rewards(self.env, batch.rewards)
         check_observations(self.env, batch)
+        check_legal_actions(self.env, batch)
         return batch
 
-    def _step(self, actions: np.ndarray) -> VectorStep:
-        """Returns the env's next step. Raises RunFailed with the traceback if the env raises."""
+    def check_episodes_end(self) -> None:
+        """Raises RunFailed if a game has run for more than `MAX_EPISODE_STEPS` steps: for whatever waits for the end of
+        games."""
+        if self.episode_stats.lengths.max() > MAX_EPISODE_STEPS:
+            game = int(self.episode_stats.lengths.argmax())
+            raise RunFailed(
+                f'env "{self.env.label}" has not ended after {MAX_EPISODE_STEPS:,} steps in game {game}, and its end '
+                "is waited for: give the env a limit of steps after which it truncates an episode (Gymnasium: "
+                "options: {max_episode_steps: 1000})"
+            )
+
+    def _call(self, method: Literal["reset", "step"], argument: np.ndarray) -> VectorStep:
+        """Returns the result of the env's `reset` or `step`. Raises RunFailed with the traceback if the env raises."""
         try:
-            vector_step = self.env.step(actions)
+            vector_step: VectorStep = getattr(self.env, method)(argument)
         except Exception as error:
             message, trace = describe_error(error)
-            raise RunFailed.from_traceback(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
+            raise RunFailed.from_traceback(f'env "{self.env.label}" failed in {method}: {message}', trace) from error
         return without_absent_views(vector_step)
 
     def _note(self, batch: RolloutBatch, t: int) -> None:
@@ -230,9 +244,26 @@ def check_observations(env: VectorEnv, batch: RolloutBatch) -> None:
     if wrong.any():
         _, game, seat = np.argwhere(wrong)[0]
         raise RunFailed(
-            f'env "{_name(env)}" shows seat "{env.seats[seat]}" observations that are not finite numbers in game '
+            f'env "{env.label}" shows seat "{env.seats[seat]}" observations that are not finite numbers in game '
             f"{game}, in which the seat acts: fix the env; only a seat that has terminated may see NaN. "
             "palestra.envs.check_env tests it"
+        )
+
+
+def check_legal_actions(env: VectorEnv, batch: RolloutBatch) -> None:
+    """Raises RunFailed, with seat and game, if a seat acts that has no legal action."""
+    if batch.action_mask is None:
+        return
+    width, acts = batch.action_mask.shape[-1], batch.agent_mask[:-1].ravel()
+    place = np.arange(len(acts)) * width + batch.actions.ravel().clip(0, width - 1)
+    if (batch.action_mask[:-1].ravel()[place] | ~acts).all():  # a policy takes a legal action if there is one
+        return
+    stuck = batch.agent_mask[:-1] & ~batch.action_mask[:-1].any(-1)
+    if stuck.any():
+        _, game, seat = np.argwhere(stuck)[0]
+        raise RunFailed(
+            f'env "{env.label}" lets seat "{env.seats[seat]}" act in game {game} and gives it no legal action: its '
+            "action_mask must allow at least one action, or the seat must not act. palestra.envs.check_env tests it"
         )
 
 
@@ -241,7 +272,7 @@ def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
     if not np.isfinite(rewards).all():
         t, game, seat = np.argwhere(~np.isfinite(rewards))[0]
         raise RunFailed(
-            f'env "{_name(env)}" gives seat "{env.seats[seat]}" a reward of {rewards[t, game, seat]} in game {game}: '
+            f'env "{env.label}" gives seat "{env.seats[seat]}" a reward of {rewards[t, game, seat]} in game {game}: '
             "rewards must be finite numbers (in float32). Fix the env; palestra.envs.check_env tests it"
         )
 
@@ -254,14 +285,10 @@ def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
     for shown, seat_axis, when in ((batch.obs, 2, ""), (valued, 1, " at the end of a truncated game")):
         if not np.isfinite(shown).all():
             seat = env.seats[np.argwhere(~np.isfinite(shown))[0][seat_axis]]
-            return f'Env "{_name(env)}" shows seat "{seat}" observations{when} that are not finite numbers: fix the env'
+            return f'Env "{env.label}" shows seat "{seat}" observations{when} that are not finite numbers: fix the env'
     if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE_REWARD:
         return f"Rewards are as large as {largest:.3g}: scale them down in the env"
     return "A smaller learning rate or a smaller max_grad_norm may help"
-
-
-def _name(env: VectorEnv) -> str:
-    return env.name or type(env).__name__
 
 
 def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: MakeZeros = np.zeros) -> RolloutBatch:

@@ -7,6 +7,7 @@ import torch
 
 from palestra.vector.losses import (
     best_action,
+    conservative_gap,
     dueling_values,
     gather_values,
     next_value,
@@ -22,6 +23,16 @@ def test_best_action_is_legal() -> None:
     assert best_action(q, torch.tensor([[False, True, True], [False, True, True]])).tolist() == [2, 2]
     wider = torch.tensor([[True, True, False, True], [False, True, False, True]])  # of a seat with more actions
     assert best_action(q, wider).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("size", [1e9, 1e20, 3e38])
+def test_no_legal_value_is_below_that_of_an_illegal_action(size: float) -> None:
+    """Legal values below -1e9 made an illegal action the best."""
+    q, mask = torch.tensor([-size / 2, -size, 0.0]), torch.tensor([True, True, False])
+    assert best_action(q, mask).item() == 0 and next_value(q, q, mask).item() == pytest.approx(-size / 2)
+    assert torch.isfinite(conservative_gap(q, torch.tensor(0.0), mask))
+    nothing_legal = conservative_gap(q, torch.tensor(0.0), torch.zeros(3, dtype=torch.bool))
+    assert (nothing_legal * 0).item() == 0  # a seat that does not act has weight 0
 
 
 def test_dueling_values_by_hand() -> None:

@@ -115,6 +115,16 @@ def test_action_mask_blocks_gradients_without_nan() -> None:
     assert not out.grad[:, 1].any() and out.grad[:, [0, 2, 3]].any()
 
 
+def test_logits_below_a_billion_do_not_make_illegal_actions_likely() -> None:
+    head, mask = CategoricalHead(Discrete(3)), torch.tensor([[True, True, False]])
+    out = torch.tensor([[-2e9, -3e9, 0.0]], requires_grad=True)
+    assert head.mode(out, mask).item() == 0
+    assert head.sample(out, mask, torch.Generator().manual_seed(0))[0].item() == 0
+    logp, entropy = head.evaluate_actions(out, torch.tensor([0]), mask)
+    (logp + entropy).sum().backward()
+    assert logp.item() == 0 and entropy.item() == 0 and torch.isfinite(out.grad).all()
+
+
 def test_masks_may_be_wider_than_the_actions() -> None:
     """Seats with fewer actions than others have masks padded at the end."""
     head, out = CategoricalHead(Discrete(2)), noise(5, 2)

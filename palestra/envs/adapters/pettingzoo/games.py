@@ -23,8 +23,11 @@ from palestra.envs.adapters.gymnasium import (
     without_action_mask,
 )
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, to_reward
 from palestra.envs.vector_base import Discrete
+
+MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
+CHECKED_PAYMENTS = 100  # rewards of a turn-based env that are compared with what `last` reports; it takes time
 
 # Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
 CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
@@ -42,6 +45,7 @@ class _PettingZooGame:
                 f"{env} has no possible_agents: its seats are unknown without them; define them in the env"
             )
         self.agents = list(env.possible_agents)
+        self.seat_numbers = {agent: seat for seat, agent in enumerate(self.agents)}
         seen = [split_action_mask(env.observation_space(agent)) for agent in self.agents]
         self.has_dict_obs = [is_masked for _, is_masked in seen]
         self.obs_encoders = [
@@ -71,8 +75,22 @@ class _PettingZooGame:
             not any(self.has_dict_obs) and not self.spec.has_action_mask
         )  # the env's observations need no unpacking
 
+    def check_agents(self, named: Collection[Any], what: str) -> None:
+        """Raises ValueError if the env names an agent that is not one of its `possible_agents`."""
+        if not self.seat_numbers.keys() >= (named.keys() if isinstance(named, dict) else set(named)):
+            unknown = next(agent for agent in named if agent not in self.seat_numbers)
+            raise ValueError(
+                f"{self.env} {what} {unknown!r}, which is none of its possible_agents "
+                f"({', '.join(map(str, self.agents))}): correct the one or the other"
+            )
+
     def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
+        if seen is None:
+            raise ValueError(
+                f'{self.env} shows agent "{self.agents[seat]}" None: show it an observation of its space; only an '
+                "agent that has terminated needs none"
+            )
         observation = self.obs_encoders[seat].encode(without_action_mask(seen) if self.has_dict_obs[seat] else seen)
         space = self.spec.action_spaces[seat]
         if not self.spec.has_action_mask or not isinstance(space, Discrete):
@@ -136,8 +154,9 @@ def _state_size(env: Any) -> int:
 class ParallelGame(_PettingZooGame):
     """A parallel env. An agent that was terminated or truncated does not act again; if a step reports both, it was
     terminated. One that was terminated gets no further reward, one that was truncated what the env still pays it. The
-    game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that has
-    ended acts again."""
+    agents in `env.agents` with an observation act next; if a step shows none, all of them act on what they saw last.
+    The game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that
+    has ended acts again, and for agents that are not in `possible_agents`."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         super().__init__(env, env.reset(seed=0)[1], state)
@@ -145,7 +164,11 @@ class ParallelGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         seen, infos = self.env.reset(seed=seed)
-        return self._build_step(seen, infos, set(seen))
+        self.check_agents(seen, "observes agent")
+        live = {agent for agent in self.env.agents if agent in seen}
+        if not live:
+            raise ValueError(f"{self.env} shows none of its `agents` an observation after its reset: one must act")
+        return self._build_step(seen, infos, live)
 
     def step(self, actions: np.ndarray) -> SingleStep:
         live = self.live_agents
@@ -155,11 +178,14 @@ class ParallelGame(_PettingZooGame):
         earning = (
             {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards
         )
-        live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
+        self.check_agents(rewards, "pays agent")
+        self.check_agents(seen, "observes agent")
+        left = {agent for agent in self.env.agents if not (terminated.get(agent, False) or truncated.get(agent, False))}
+        live = left.intersection(seen) or left - self.terminated_agents - self.truncated_agents
         self.check_ended_stay_away(live)
         self.record_ended(terminated, truncated)
         step = self._build_step(seen, infos, live)
-        step.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
+        step.rewards = [to_reward(rewards[agent], str(agent)) if agent in earning else 0.0 for agent in self.agents]
         self.write_ends(step, over=not live)
         return step
 
@@ -170,9 +196,9 @@ class ParallelGame(_PettingZooGame):
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
-            if agent not in seen:
+            if agent not in seen or (seen[agent] is None and agent in self.terminated_agents):
                 continue
-            if self.has_plain_obs:
+            if self.has_plain_obs and seen[agent] is not None:
                 if "action_mask" in infos.get(agent, ()):
                     refuse_late_mask(str(self.env))
                 observations[seat] = self.obs_encoders[seat].encode(seen[agent])
@@ -193,6 +219,8 @@ class AECGame(_PettingZooGame):
     def __init__(self, env: Any, state: bool = False) -> None:
         env.reset(seed=0)
         super().__init__(env, env.infos, state)
+        self.booked: set[str] = set()  # how much of its rewards the env adds to what `last` reports
+        self.unchecked_payments = CHECKED_PAYMENTS
 
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
@@ -200,27 +228,54 @@ class AECGame(_PettingZooGame):
         return self._build_step(list(self.env.agents))  # others join later
 
     def step(self, actions: np.ndarray) -> SingleStep:
-        env, seat = self.env, self.agents.index(self.env.agent_selection)
-        present = set(env.agents)
+        env, mover = self.env, self.env.agent_selection
+        present, before = {*env.agents, mover}, self.booked_rewards() if self.unchecked_payments > 0 else {}
+        self.check_agents(present, "plays with agent")
+        seat = self.seat_numbers[mover]
         env.step(self.action_decoders[seat].decode(actions[seat]))
         present.update(env.agents)
-        rewards = [float(env.rewards.get(agent, 0.0)) if agent in present else 0.0 for agent in self.agents]
+        self.check_agents(given := env.rewards, "pays agent")
+        paid = {agent: to_reward(given.get(agent, 0.0), str(agent)) for agent in present}
+        if self.unchecked_payments > 0:
+            self.check_booked(paid, before | {mover: 0.0})  # the env clears those of the agent that acts
+        rewards = [paid.get(agent, 0.0) for agent in self.agents]
         self.record_ended(env.terminations, env.truncations)
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
-        while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
-            env.step(None)  # removes an agent that has ended
         if not over:
+            remove_ended(env)
             self.check_ended_stay_away([env.agent_selection])
         step = self._build_step(list(env.agents) if over else [env.agent_selection])
         step.rewards = rewards
         self.write_ends(step, over, env.agents)
         return step
 
+    def booked_rewards(self) -> dict[Any, float]:
+        """Returns a copy of the rewards that `last` reports, by agent."""
+        return dict(getattr(self.env, "_cumulative_rewards", ()))
+
+    def check_booked(self, paid: dict[Any, float], before: dict[Any, float]) -> None:
+        """Raises ValueError if what a step `paid` is not what it added to the rewards that `last` reports, which were
+        `before`; PettingZoo's own test of envs refuses that too. An env that never adds anything there is left alone:
+        its `rewards` are meant."""
+        after = self.booked_rewards()
+        for agent, reward in paid.items():
+            added = after.get(agent, 0.0) - before.get(agent, 0.0)
+            if reward or added:
+                self.unchecked_payments -= 1
+                self.booked.add(
+                    "all" if abs(added - reward) <= 1e-6 * (1 + abs(reward)) else "other" if added else "none"
+                )
+            if len(self.booked) > 1 or "other" in self.booked:
+                raise ValueError(
+                    f"{self.env} pays agent {agent} {reward:g} in `rewards` and adds {added:g} to what `last` reports: "
+                    "set `rewards` in every step and call _accumulate_rewards() once, as pettingzoo.test.api_test wants"
+                )
+
     def _build_step(self, observed: list[Any]) -> SingleStep:
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
-            seat = self.agents.index(agent)
+            seat = self.seat_numbers[agent]
             observations[seat], action_mask[seat] = self.encode_seat(
                 seat, self.env.observe(agent), self.env.infos.get(agent, {})
             )
@@ -269,10 +324,26 @@ class LeanParallelWrapper(aec_to_parallel_wrapper):
                 rewards[rewarded] += env.rewards[rewarded]
         ends = {**env.terminations}, {**env.truncations}, {**env.infos}
         seen = {agent: env.observe(agent) for agent in env.agents}
-        while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
-            env.step(None)  # removes an agent that has ended
+        if env.agents:
+            remove_ended(env)
         self.agents = env.agents
         return seen, rewards, *ends
+
+
+def remove_ended(env: Any) -> None:
+    """Steps a turn-based env until an agent is selected that has not ended, or none is left. Raises ValueError if the
+    env does not remove those that have."""
+    for _ in range(MAX_REMOVALS):
+        agent = env.agent_selection
+        if not (env.terminations[agent] or env.truncations[agent]):
+            return
+        env.step(None)
+        if not env.agents:
+            return
+    raise ValueError(
+        f"{env} selects agent {env.agent_selection} again and again, which has ended: step(None) must remove it from "
+        "`agents` and select another (_was_dead_step does)"
+    )
 
 
 def strip_check_wrappers(env: Any) -> Any:
@@ -303,4 +374,4 @@ class PettingZooEnv(PackageVectorEnv):
         state: bool = False,
         num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(load_game, env, options, state), num_envs, num_processes)
+        super().__init__(partial(load_game, env, options, state), num_envs, num_processes, env)

@@ -46,6 +46,10 @@ class FACMAC(DeterministicConfig):
     mixer_units: int = Field(32, ge=1, le=65_536)
     """Units of the mixing network's hidden layer."""
 
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        return "seats"
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return FACMACLearner
 

@@ -54,6 +54,10 @@ class MAT(PPO):
             )
         return self
 
+    @property
+    def combines(self) -> Literal["nothing", "seats", "networks"]:
+        return "seats"
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return MATLearner
 

@@ -36,9 +36,8 @@ from palestra.vector.algorithms.q_learning import ValueHead, legal_rows, with_la
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix, write_policy
-from palestra.vector.losses import ILLEGAL_VALUE
 from palestra.vector.nets.dense import MLP
-from palestra.vector.nets.heads import ActionHead
+from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
 from palestra.vector.nets.on_device import RolloutTensors, as_tensor
 from palestra.vector.nets.replay import TransitionBatch
@@ -257,9 +256,7 @@ class MAVENLearner(QMIXLearner):
         """Returns the state and the seats' Boltzmann policies [T, M, G + J*A], zeros for seats that do not act."""
         parts = []
         for stack, values in zip(self.stacks, q, strict=True):
-            legal = legal_rows(stack, drawn.action_mask)
-            if legal is not None:
-                values = values.masked_fill(~legal[..., : values.shape[-1]], ILLEGAL_VALUE)
+            values = mask_illegal(values, legal_rows(stack, drawn.action_mask))
             acts = stack.rows(drawn.agent_mask)[..., None]
             chances = nn.functional.pad(values.softmax(-1) * acts, (0, self._num_actions - values.shape[-1]))
             parts.append(stack.seat_mapping.by_seat(chances))
