@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from helpers.gguf_files import tiny_llama, write_gguf
 from tokenizers import decoders
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,7 +29,6 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.trainer import Trainer
-from tests.helpers.gguf_files import tiny_llama, write_gguf
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter, Keys, RopeScalingType
+from helpers.gguf_files import tiny_llama, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
@@ -18,7 +19,6 @@ from palestra.engine.bases import gguf
 from palestra.engine.bases.gguf_fields import ATTRIBUTES, HARMLESS, NEUTRAL, check_tensors, complete_config
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import resolve_base
-from tests.helpers.gguf_files import tiny_llama, write_gguf
 
 THETA = 10_000.0
 LINEAR = {"rope_type": "linear", "factor": 4.0}
