@@ -20,6 +20,12 @@ from transformers import PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+try:
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS as BY_NEWER_LOADER
+    from transformers.integrations.gguf import read_gguf_metadata
+except ImportError:  # older versions of transformers have one loader
+    BY_NEWER_LOADER = {}
+
 # Fields that transformers leaves out for some architectures, and the attributes that configs have for them.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "attention.key_length": ("head_dim",),
@@ -87,7 +93,7 @@ def check_tensors(model: PreTrainedModel, reader: Any, file: str) -> None:
     """Raises ValueError if the file has tensors that no weight of `model` takes. For architectures that transformers
     reads by its newer loader, loading itself returns their names."""
     architecture = reader.get_field("general.architecture").contents()
-    if _by_newer_loader(architecture):
+    if architecture in BY_NEWER_LOADER:
         return
     loader = modeling_gguf_pytorch_utils
     kind = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
@@ -110,24 +116,14 @@ def _is_neutral(key: str, value: Any) -> bool:
 
 def _read_by_transformers(config: Any, architecture: str, file: str) -> set[str]:
     """Returns the fields of an architecture that transformers puts into the config."""
-    if _by_newer_loader(architecture):
-        from transformers.integrations.gguf import get_gguf_config, read_gguf_metadata
-
+    if architecture in BY_NEWER_LOADER:
         metadata, tensors = read_gguf_metadata(file)
         noted = _Noted(metadata)
-        get_gguf_config(noted, tensors)
+        BY_NEWER_LOADER[architecture](noted, tensors)
         return {key.removeprefix(f"{architecture}.") for key in noted.read}
     names = (architecture, config.model_type, config.model_type.removesuffix("_text"))
     mapping: dict[str, Any] = next((GGUF_CONFIG_MAPPING[name] for name in names if name in GGUF_CONFIG_MAPPING), {})
     return {key for key, attribute in mapping.items() if attribute is not None}
-
-
-def _by_newer_loader(architecture: str) -> bool:
-    try:
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-    except ImportError:  # transformers before 5.2x
-        return False
-    return architecture in GGUF_CONFIG_ARCHS
 
 
 class _Noted(dict[str, Any]):
