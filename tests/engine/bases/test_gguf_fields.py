@@ -11,7 +11,7 @@ from gguf import GGUFReader, GGUFWriter, Keys, RopeScalingType
 from helpers.gguf_files import tiny_llama, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -167,6 +167,32 @@ def test_values_that_transformers_leaves_at_their_defaults_are_set():
     complete_config(config, Reader(), "gemma.gguf")
     assert config.final_logit_softcapping == 20.0 and config.attn_logit_softcapping is None
     assert config.rope_parameters["rope_type"] == "linear" and config.rope_parameters["factor"] == 8.0
+
+
+def test_architectures_of_the_newer_loader_are_checked_too(tmp_path: Path):
+    def header(name: str, add: Callable[[GGUFWriter], None]) -> Path:
+        writer = GGUFWriter(tmp_path / name, "lfm2")
+        writer.add_context_length(128)
+        writer.add_embedding_length(32)
+        writer.add_block_count(2)
+        writer.add_feed_forward_length(64)
+        writer.add_head_count(4)
+        writer.add_head_count_kv([0, 2])
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(THETA)
+        writer.add_shortconv_l_cache(3)
+        writer.add_token_list(["a", "b"])
+        add(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return tmp_path / name
+
+    known = header("known.gguf", lambda w: w.add_vocab_size(2))
+    complete_config(Lfm2Config(), GGUFReader(known), str(known))
+    unknown = header("unknown.gguf", lambda w: w.add_logit_scale(0.5))
+    with pytest.raises(ValueError, match=r"which has lfm2\.logit_scale \(0\.5\):"):
+        complete_config(Lfm2Config(), GGUFReader(unknown), str(unknown))
 
 
 # ---- any field, any tensor
