@@ -74,7 +74,7 @@ def make_readable(agent: TrainedAgent, config: Tree) -> Tree:
     """Returns an adapter's PEFT config with targets that PEFT reads as they were trained. Checkpoints have them since
     `target_by_weight`; a base that cannot be found is not asked for. Raises ValueError if PEFT cannot."""
     try:
-        remapped = remapped_targets(config, model_without_weights(agent.lm_settings["base"]))
+        remapped = remapped_targets(config, model_without_weights(agent.lm_settings.get("base", "")))
     except (OSError, ValueError):
         return config
     if remapped and config.get("use_dora"):

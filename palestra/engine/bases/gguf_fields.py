@@ -84,8 +84,8 @@ def complete_config(config: Any, reader: Any, file: str) -> None:
     read = _read_by_transformers(config, architecture, file)
     left = {key: value for key, value in fields.items() if key not in read and key not in HARMLESS}
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FREQS), None)
-    done = _set_rope(config, left, fields.get("context_length"), factors)
-    done |= {key for key, value in left.items() if _set(config, key, value) or _is_neutral(key, value)}
+    done = {key for key, value in left.items() if _set(config, key, value) or _is_neutral(key, value)}
+    done |= _set_rope(config, left, fields.get("context_length"), factors)  # by the width of the heads that is set
     refuse([f"{architecture}.{key} ({left[key]!s:.40})" for key in left if key not in done], file)
 
 
@@ -146,9 +146,11 @@ def _set(config: Any, key: str, value: Any) -> bool:
     """Sets the config's attribute of a field; false if it has none, or none that its model uses."""
     layers = getattr(config, "layer_types", None)
     if key == "attention.sliding_window_pattern" and layers:
-        slides = value if isinstance(value, list) else [bool((i + 1) % value) for i in range(len(layers))]
-        config.layer_types = ["sliding_attention" if slide else "full_attention" for slide in slides]
-        return len(slides) == len(layers)
+        every = value if isinstance(value, int) and value > 0 else 1
+        slides = value if isinstance(value, list) else [bool((i + 1) % every) for i in range(len(layers))]
+        if len(slides) == len(layers):
+            config.layer_types = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        return len(slides) == len(layers) and (slides is value or every == value)
     if key == "attention.sliding_window" and layers and "sliding_attention" not in layers:
         return False
     if key in WITHOUT_IF_ZERO and not value:
@@ -175,25 +177,23 @@ def _head_dim(config: Any) -> int:
 def _set_rope(config: Any, left: Mapping[str, Any], context: int | None, factors: np.ndarray | None) -> set[str]:
     """Sets the rotary embedding as the fields `left` and the frequencies' divisors `factors` state it. Returns the
     fields that it has used. Raises ValueError if `factors` are not those of a known kind."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
-        return set()
+    parameters = getattr(config, "rope_parameters", None) or {}
     full, done = parameters.get("full_attention", parameters), set()
     for key, of in (("rope.freq_base", full), ("rope.freq_base_swa", parameters.get("sliding_attention"))):
-        if key in left and of is not None:
+        if key in left and of:
             of["rope_theta"] = left[key]
             done.add(key)
-    if left.get("rope.dimension_count") == int(_head_dim(config) * _rotary_share(config, full)):
+    if full and left.get("rope.dimension_count") == int(_head_dim(config) * _rotary_share(config, full)):
         done.add("rope.dimension_count")
     scaling = {name: left[f"rope.scaling.{name}"] for name in SCALING if f"rope.scaling.{name}" in left}
     if "rope.scale_linear" in left:  # the name in old files
         scaling.setdefault("factor", left["rope.scale_linear"])
     new = _scaled(scaling, context, sliding=full is not parameters)
-    if new is not None:
+    if new == {} or (new and full):  # of no scaling, or one that the model can have
         full.update(new)
         done |= {f"rope.scaling.{name}" for name in SCALING} | {"rope.scale_linear"}
     if factors is not None and not np.allclose(factors, 1):
-        full.update(_llama3(config, factors) if not new and full is parameters else {})
+        full.update(_llama3(config, factors) if full and not new and full is parameters else {})
         if full.get("rope_type") != "llama3":
             raise ValueError(f"{ROPE_FREQS} scales the rotary embedding in another way than Llama 3 does. {REMEDY}")
     return done

@@ -11,7 +11,16 @@ from gguf import GGUFReader, GGUFWriter, Keys, RopeScalingType
 from helpers.gguf_files import tiny_llama, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+)
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -193,6 +202,32 @@ def test_architectures_of_the_newer_loader_are_checked_too(tmp_path: Path):
     unknown = header("unknown.gguf", lambda w: w.add_logit_scale(0.5))
     with pytest.raises(ValueError, match=r"which has lfm2\.logit_scale \(0\.5\):"):
         complete_config(Lfm2Config(), GGUFReader(unknown), str(unknown))
+
+
+def test_widths_of_heads_and_windows_of_layers_are_those_of_the_file(tmp_path: Path):
+    def add(writer: GGUFWriter) -> None:
+        writer.add_key_length(64)
+        writer.add_rope_dimension_count(64)
+
+    def changed(config: Any, name: str, architecture: str, add: Callable[[GGUFWriter], None]) -> Any:
+        writer = GGUFWriter(tmp_path / name, architecture)
+        add(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        complete_config(config, GGUFReader(tmp_path / name), name)
+        return config
+
+    assert changed(Qwen3Config(), "qwen3.gguf", "qwen3", add).head_dim == 64
+    layers = [True, False, False]
+    gemma = Gemma3TextConfig(num_hidden_layers=3)
+    changed(gemma, "gemma3.gguf", "gemma3", lambda w: w.add_sliding_window_pattern(layers))
+    assert [kind == "sliding_attention" for kind in gemma.layer_types] == layers
+    for value in ([True], 0):
+        with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window_pattern"):
+            changed(gemma, f"{value}.gguf", "gemma3", lambda w, v=value: w.add_sliding_window_pattern(v))
+    with pytest.raises(ValueError, match=r"bloom\.rope\.scaling\.factor"):  # it has no rotary embedding
+        changed(BloomConfig(), "bloom.gguf", "bloom", lambda w: w.add_rope_scaling_factor(2.0))
 
 
 # ---- any field, any tensor
