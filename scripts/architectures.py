@@ -38,7 +38,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.peft_format import save_adapter
+from palestra.engine.training.peft_format import MISREAD, save_adapter
 from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
 
@@ -244,7 +244,10 @@ def play(engine: Engine, adapter: Adapter) -> tuple[list[Sample], list[bool]]:
 
 
 def in_peft(plain: PreTrainedModel, adapter: Adapter) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """Returns the model with the saved adapter, loaded by `peft`, and its weights in the order of the adapter's."""
+    """Returns the model with the saved adapter, loaded by `peft`, and its weights in the order of the adapter's. Raises
+    ValueError if `peft` refuses it, or finds not all of its tensors."""
+    if plain.config.model_type in MISREAD:
+        raise ValueError("peft looks for tensors under other names")
     with tempfile.TemporaryDirectory() as folder:
         save_adapter(Path(folder), adapter, "base", plain)
         model = PeftModel.from_pretrained(plain, folder, is_trainable=True).eval()
@@ -337,7 +340,7 @@ def page(found: list[Row]) -> str:
         *(f"## On packed rows ({len(packed)})", "", *_table(packed), ""),
         *(f"## On the plain path ({len(plain)})", "", *_table(plain), ""),
         *(f"Without a cache, since transformers' own is wrong or cannot be divided: {uncached}.", ""),
-        *(f"`peft` refuses adapters of all linear layers, so palestra's own were compared: {alone}.", ""),
+        *(f"`peft` refuses or misreads adapters of all linear layers, so palestra's own were compared: {alone}.", ""),
         *("## Refused", "", *refused, ""),
         *("## Not compared", "", NOT_COMPARED + rest + ".", ""),
     ]

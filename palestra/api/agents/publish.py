@@ -18,7 +18,7 @@ from palestra.engine.bases.names import model_without_weights, resolve_base
 from palestra.engine.bases.pretrained import load_config
 from palestra.engine.forward.quantized import round_to_quantized
 from palestra.engine.lora.adapters import add_to_weight
-from palestra.engine.training.peft_format import load_adapter, remapped_targets, target_by_weight
+from palestra.engine.training.peft_format import MISREAD, load_adapter, remapped_targets, target_by_weight
 
 # Training state: not published.
 TRAINING_FILES = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")
@@ -74,9 +74,14 @@ def make_readable(agent: TrainedAgent, config: Tree) -> Tree:
     """Returns an adapter's PEFT config with targets that PEFT reads as they were trained. Checkpoints have them since
     `target_by_weight`; a base that cannot be found is not asked for. Raises ValueError if PEFT cannot."""
     try:
-        remapped = remapped_targets(config, model_without_weights(agent.lm_settings.get("base", "")))
+        model = model_without_weights(agent.lm_settings.get("base", ""))
     except (OSError, ValueError):
         return config
+    wrong = MISREAD.get(model.config.model_type)
+    targets = config.get("target_modules") or [], config.get("target_parameters") or []
+    if wrong and any(wrong in str(target) for part in targets for target in part):
+        raise ValueError(f"peft does not find the adapter's tensors of {wrong[1:-1]} in this model: use --merge")
+    remapped = remapped_targets(config, model)
     if remapped and config.get("use_dora"):
         raise ValueError(
             f"peft would give DoRA of {remapped[0]} to the experts of {agent.lm_settings['base']}: train without "

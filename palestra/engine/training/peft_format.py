@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel, conversion_mapping
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot, Weights
@@ -32,6 +33,7 @@ from palestra.engine.lora.variants import Extras, stacked_parameters
 PEFT_PREFIX = "base_model.model."
 A_END, B_END, MAGNITUDE_END = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 BASE_LAYER, WEIGHT_END = ".base_layer", ".weight"
+MISREAD = {"laguna": ".shared_experts."}  # layers whose tensors PEFT looks for under wrong names, by kind of model
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
 UNSUPPORTED = (
@@ -49,7 +51,7 @@ UNSUPPORTED = (
 )
 
 
-def save_adapter(folder: Path, adapter: Adapter, base: str, model: nn.Module | None = None) -> None:
+def save_adapter(folder: Path, adapter: Adapter, base: str, model: PreTrainedModel | None = None) -> None:
     """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model, `model` the base."""
     config = adapter.config
     about: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.lora_dropout}
@@ -72,7 +74,7 @@ def _save(
     extras: Extras,
     about: Mapping[str, Any],
     base: str,
-    model: nn.Module | None = None,
+    model: PreTrainedModel | None = None,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(_named_tensors(weights, extras))
@@ -96,9 +98,11 @@ def _save(
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-def remapped_targets(config: Mapping[str, Any], model: nn.Module) -> list[str]:
+def remapped_targets(config: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
     """Returns the target modules of a PEFT config that PEFT would take for stacked experts of the base `model`."""
-    if not any(weight.dim() == 3 and "expert" in name for name, weight in model.named_parameters()):
+    kinds: Mapping[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    by_kind = kinds.get(getattr(model.config, "model_type", "")) in ("mixtral", "qwen2_moe")  # also if all are dense
+    if not by_kind and not any(w.dim() == 3 and "expert" in name for name, w in model.named_parameters()):
         return []
     targets = config.get("target_modules")
     return [t for t in targets if t.rpartition(".")[2] in REMAPPED] if isinstance(targets, list) else []

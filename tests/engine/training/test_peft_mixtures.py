@@ -163,3 +163,14 @@ def test_training_dora_that_peft_cannot_read_is_noted(mixture: Engine):
     (line,) = notes(use_dora=True)
     assert "it will not be published; without use_dora it is" in line
     assert notes() == notes(use_dora=True, target_modules=["o_proj"]) == []
+
+
+def test_laguna_whose_shared_experts_peft_does_not_find_is_not_published(tmp_path: Path):
+    config = AutoConfig.for_model("laguna", **SHAPE | {"num_experts": 4, "head_dim": 8})
+    config.save_pretrained(tmp_path / "base")
+    about = {"peft_type": "LORA", "target_modules": ["model.layers.1.mlp.shared_experts.up_proj"]}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about))
+    agent = TrainedAgent("speaker", 1, tmp_path / "a", "adapter", {"base": str(tmp_path / "base")})
+    with pytest.raises(ValueError, match=r"does not find the adapter's tensors of shared_experts.*--merge"):
+        publish(agent, tmp_path / "x")
