@@ -1,5 +1,5 @@
 """Compares sampling, training and LoRA gradients of every decoder of transformers, run by palestra, with transformers'
-own eager forward of single unpadded sequences. Writes the page docs/models.md.
+own eager forward of single unpadded sequences, with adapters loaded by `peft`. Writes the page docs/models.md.
 
     python scripts/architectures.py                     # all of them, a few minutes; writes docs/models.md
     python scripts/architectures.py llama qwen3_next    # some of them; prints their rows
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -36,6 +38,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.peft_format import MISREAD, save_adapter
 from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
 
@@ -172,7 +175,7 @@ MAX_WEIGHTS = 30e6  # of a model to build: defaults of keys that are not set her
 class Row(NamedTuple):
     """Results of one architecture: how it runs (`way`), why not on packed rows or why it is refused (`reason`), the
     largest differences of log-probabilities in nats (sampled, trained), and that of gradients, relative to the largest
-    gradient of all weights."""
+    gradient of all weights, and whether `peft` loaded the adapter."""
 
     kind: str
     way: str
@@ -180,6 +183,7 @@ class Row(NamedTuple):
     sampled: float = 0.0
     trained: float = 0.0
     gradient: float = 0.0
+    by_peft: bool = True
 
 
 def random_model(kind: str, **changes: Any) -> PreTrainedModel:
@@ -239,12 +243,24 @@ def play(engine: Engine, adapter: Adapter) -> tuple[list[Sample], list[bool]]:
     return samples, [request.adapter is not None for request in requests for _ in range(request.n)]
 
 
-def own_logprobs(plain: PreTrainedModel, adapter: Adapter | None, sample: Sample) -> torch.Tensor:
+def in_peft(plain: PreTrainedModel, adapter: Adapter) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Returns the model with the saved adapter, loaded by `peft`, and its weights in the order of the adapter's. Raises
+    ValueError if `peft` refuses it, or finds not all of its tensors."""
+    if plain.config.model_type in MISREAD:
+        raise ValueError("peft looks for tensors under other names")
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(Path(folder), adapter, "base", plain)
+        model = PeftModel.from_pretrained(plain, folder, is_trainable=True).eval()
+    weights = dict(model.named_parameters())
+    names = [f"base_model.model.{name}.lora_{letter}.default.weight" for name in adapter.weights for letter in "AB"]
+    return model, [weights[name] for name in names]
+
+
+def own_logprobs(plain: torch.nn.Module, sample: Sample) -> torch.Tensor:
     """Returns the log-probabilities [T] of an answer from one unpadded eager forward of transformers, with
     gradients."""
     ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]])
-    with with_adapter(plain, adapter):
-        logits = plain(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+    logits = plain(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
     answer = ids[0, len(sample.prompt_ids) :, None]
     return torch.log_softmax(logits, -1)[len(sample.prompt_ids) - 1 :].gather(1, answer)[:, 0]
 
@@ -261,18 +277,26 @@ def measure(kind: str, **changes: Any) -> Row:
     way = "packed" if path is None else "plain" if path.uses_cache else "plain, without a cache"
     adapter = random_adapter(engine)
     samples, adapted = play(engine, adapter)
-    own = [own_logprobs(plain, adapter if with_it else None, s) for s, with_it in zip(samples, adapted, strict=True)]
+    try:
+        adapted_model, weights = in_peft(copy.deepcopy(plain), adapter)
+        hooks: Adapter | None = None
+    except ValueError:  # peft refuses to adapt some layers of some architectures
+        adapted_model, weights, hooks = plain, adapter.parameters(), adapter
+    own = []
+    for sample, with_it in zip(samples, adapted, strict=True):
+        with with_adapter(plain, hooks if with_it else None):
+            own.append(own_logprobs(adapted_model if with_it else plain, sample))
     sampled = max(_gap(s.logprobs, logp) for s, logp in zip(samples, own, strict=True))
     trainer = Trainer(engine, adapter)
     mine = [s for s, with_it in zip(samples, adapted, strict=True) if with_it]
     own = [logp for logp, with_it in zip(own, adapted, strict=True) if with_it]
     trained = max(_gap(logp, expected) for logp, expected in zip(trainer.logprobs(mine), own, strict=True))
     loss = -sum(logp.sum() for logp in own) / sum(len(logp) for logp in own)
-    expected = torch.autograd.grad(loss, adapter.parameters(), allow_unused=True)
+    expected = torch.autograd.grad(loss, weights, allow_unused=True)
     trainer.forward_backward(mine, cross_entropy_loss)
     largest = max(float(g.abs().max()) for g in expected if g is not None)
     gaps = [_gradient_gap(w.grad, g) for w, g in zip(adapter.parameters(), expected, strict=True)]
-    return Row(kind, way, path.reason if path else "", sampled, trained, max(gaps) / largest)
+    return Row(kind, way, path.reason if path else "", sampled, trained, max(gaps) / largest, hooks is None)
 
 
 def _gap(found: np.ndarray, expected: torch.Tensor) -> float:
@@ -311,10 +335,12 @@ def page(found: list[Row]) -> str:
     refused = [f"- `{row.kind}`: {_why(row)}" for row in found if row.way == "refused"]
     rest = ", ".join(f"`{row.kind}`" for row in found if row.way == "not built")
     uncached = ", ".join(f"`{row.kind}`" for row in plain if row.way != "plain")
+    alone = ", ".join(f"`{row.kind}`" for row in [*packed, *plain] if not row.by_peft)
     parts = [
         *(f"## On packed rows ({len(packed)})", "", *_table(packed), ""),
         *(f"## On the plain path ({len(plain)})", "", *_table(plain), ""),
         *(f"Without a cache, since transformers' own is wrong or cannot be divided: {uncached}.", ""),
+        *(f"`peft` refuses or misreads adapters of all linear layers, so palestra's own were compared: {alone}.", ""),
         *("## Refused", "", *refused, ""),
         *("## Not compared", "", NOT_COMPARED + rest + ".", ""),
     ]
@@ -344,10 +370,10 @@ HEAD = """# Language models that run
 
 Made by `python scripts/architectures.py`. A decoder of transformers either gives the same numbers as in transformers or
 is refused at load: a check compares sampling and training with the model's own eager forward, on a small model of the
-same architecture (`engine/self_check.py`); there is no list of supported names. The tables have differences measured on
-tiny random models: the largest of log-probabilities in nats, sampled from the cache and computed in training, and of
-LoRA gradients, relative to the largest gradient. Compared are prompts of several lengths with siblings in one batch,
-with an adapter and without, a second turn, and prompts longer than every window.
+same architecture (`engine/check/self_check.py`); there is no list of supported names. The tables have differences
+measured on tiny random models: the largest of log-probabilities in nats, sampled from the cache and computed in
+training, and of LoRA gradients, relative to the largest gradient. Compared are prompts of several lengths with siblings
+in one batch, with an adapter, which `peft` loads, and without, a second turn, and prompts longer than every window.
 
 - **On packed rows**: prompts are computed once for all their answers, and nothing is padded. Sliding windows, chunked
   attention, attention sinks, capped scores and latent attention (MLA) are included.

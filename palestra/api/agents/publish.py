@@ -11,13 +11,14 @@ import torch
 
 from palestra.api.agents.model_card import model_card
 from palestra.api.agents.trained_agent import AGENT_FILE, TrainedAgent
+from palestra.core.config import Tree
 from palestra.core.files import atomic_folder, read_json
 from palestra.engine.bases.model import Engine
-from palestra.engine.bases.names import resolve_base
+from palestra.engine.bases.names import model_without_weights, resolve_base
 from palestra.engine.bases.pretrained import load_config
 from palestra.engine.forward.quantized import round_to_quantized
 from palestra.engine.lora.adapters import add_to_weight
-from palestra.engine.training.peft_format import load_adapter
+from palestra.engine.training.peft_format import MISREAD, load_adapter, remapped_targets, target_by_weight
 
 # Training state: not published.
 TRAINING_FILES = ("optimizer.safetensors", "critic.safetensors", "training.safetensors", "member.json")
@@ -30,7 +31,8 @@ def publish(
 
     `merge` adds an adapter to its base and writes the whole model. `base_name` replaces the base's name in the
     published files, for bases that were a local folder in training; the run's config on the card is quoted as it was.
-    Raises ValueError if `out` exists, or if `merge` is set and the agent is not an adapter.
+    Raises ValueError if `out` exists, if `merge` is set and the agent is not an adapter, or if PEFT would not read the
+    adapter as it was trained.
     """
     if out.exists():
         raise ValueError(f"{out} already exists: name a new folder, or remove that one")
@@ -55,15 +57,39 @@ def publish(
 
 
 def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:
-    """Copies the weight files, without training state; sets an adapter's base to `base_name` if given."""
+    """Copies the weight files, without training state; sets an adapter's base to `base_name` if given. Raises
+    ValueError if PEFT would not read the adapter as it was trained."""
     kept = (*TRAINING_FILES[:-1], "reference") if agent.kind == "network" else (*TRAINING_FILES, "reference")
     for path in agent.folder.iterdir():
         if path.is_file() and path.name not in kept:
             shutil.copyfile(path, folder / path.name)
-    if agent.kind == "adapter" and base_name:
+    if agent.kind == "adapter":
         config = read_json(folder / "adapter_config.json", dict)
-        config["base_model_name_or_path"] = base_name
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        changed = make_readable(agent, config) | ({"base_model_name_or_path": base_name} if base_name else {})
+        if changed != config:
+            (folder / "adapter_config.json").write_text(json.dumps(changed, indent=2))
+
+
+def make_readable(agent: TrainedAgent, config: Tree) -> Tree:
+    """Returns an adapter's PEFT config with targets that PEFT reads as they were trained. Checkpoints have them since
+    `target_by_weight`; a base that cannot be found is not asked for. Raises ValueError if PEFT cannot."""
+    try:
+        model = model_without_weights(agent.lm_settings.get("base", ""))
+    except (OSError, ValueError):
+        return config
+    wrong = MISREAD.get(model.config.model_type)
+    targets = config.get("target_modules") or [], config.get("target_parameters") or []
+    if wrong and any(wrong in str(target) for part in targets for target in part):
+        raise ValueError(f"peft does not find the adapter's tensors of {wrong[1:-1]} in this model: use --merge")
+    remapped = remapped_targets(config, model)
+    if remapped and config.get("use_dora"):
+        raise ValueError(
+            f"peft would give DoRA of {remapped[0]} to the experts of {agent.lm_settings['base']}: train without "
+            "use_dora or with target_modules of attention alone, or use it with `palestra serve-agent`"
+        )
+    changed = dict(config)
+    target_by_weight(changed, remapped)
+    return changed
 
 
 def save_merged(agent: TrainedAgent, folder: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str, **options: Any) -> Any:
     """Returns the config of a model. Raises OSError if there is none, ValueError if it needs code of its own."""
     with _explain(path):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
 
 
 def load_tokenizer(path: str, **options: Any) -> Any:

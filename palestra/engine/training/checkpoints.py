@@ -41,7 +41,7 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
     if not trainer.group.is_rank_zero:
         return
     if trainer.reference:
-        save_adapter(folder / REFERENCE_DIR, trainer.reference, trainer.engine.name)
+        save_adapter(folder / REFERENCE_DIR, trainer.reference, trainer.engine.name, trainer.engine.model)
     if trainer.full_reference and not trainer.full_reference.is_base:
         trainer.full_reference.save(folder / FULL_REFERENCE_FILE)
     if trainer.critic:
@@ -64,7 +64,7 @@ def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -
     """Writes the adapter, or for a full model the weights `weights`, in the format of its architecture that others read
     (the names in the files need not be those in the model)."""
     if trainer.adapter:
-        save_adapter(folder, trainer.adapter, trainer.engine.name)
+        save_adapter(folder, trainer.adapter, trainer.engine.name, trainer.engine.model)
     else:
         trainer.engine.model.save_pretrained(folder, state_dict=weights)
         trainer.engine.tokenizer.save_pretrained(folder)

@@ -5,6 +5,10 @@ unchanged. A and B of stacked experts are matrices there: `A [r*E, in]`, expert 
 rank. Where one module has several stacked weights with an adapter, PEFT wraps it once for each, so that all but the
 last have names with `base_layer` in them.
 
+In mixtures of experts, PEFT takes target modules with the old names of expert layers (`REMAPPED`) for the stacked
+experts, also if they are dense or shared layers. Such layers are `target_parameters` in the config, by their weight's
+name, which PEFT reads as they were trained; the tensors are the same.
+
 Shapes: `E` experts, `r` rank.
 """
 
@@ -12,13 +16,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel, conversion_mapping
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot, Weights
@@ -27,7 +32,9 @@ from palestra.engine.lora.variants import Extras, stacked_parameters
 
 PEFT_PREFIX = "base_model.model."
 A_END, B_END, MAGNITUDE_END = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-BASE_LAYER = ".base_layer"
+BASE_LAYER, WEIGHT_END = ".base_layer", ".weight"
+MISREAD = {"laguna": ".shared_experts."}  # layers whose tensors PEFT looks for under wrong names, by kind of model
+REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
 UNSUPPORTED = (
     "lora_bias",
@@ -44,12 +51,12 @@ UNSUPPORTED = (
 )
 
 
-def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
-    """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model."""
+def save_adapter(folder: Path, adapter: Adapter, base: str, model: PreTrainedModel | None = None) -> None:
+    """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model, `model` the base."""
     config = adapter.config
     about: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.lora_dropout}
     about |= {key: getattr(config, key) for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")}
-    _save(folder, adapter.weights, adapter.extras, about, base)
+    _save(folder, adapter.weights, adapter.extras, about, base, model)
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
@@ -61,7 +68,14 @@ def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
     _save(folder, snapshot.weights, snapshot.extras, about, base)
 
 
-def _save(folder: Path, weights: Weights, extras: Extras, about: Mapping[str, Any], base: str) -> None:
+def _save(
+    folder: Path,
+    weights: Weights,
+    extras: Extras,
+    about: Mapping[str, Any],
+    base: str,
+    model: PreTrainedModel | None = None,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(_named_tensors(weights, extras))
     tensors = {f"{PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
@@ -79,7 +93,37 @@ def _save(folder: Path, weights: Weights, extras: Extras, about: Mapping[str, An
         config["target_parameters"] = sorted(extras.experts)
     if extras.modules:
         config["modules_to_save"] = sorted({name.rpartition(".")[0] for name in extras.modules})
+    if model is not None and not config["use_dora"]:  # PEFT has no DoRA of parameters
+        target_by_weight(config, remapped_targets(config, model))
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def remapped_targets(config: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+    """Returns the target modules of a PEFT config that PEFT would take for stacked experts of the base `model`."""
+    kinds: Mapping[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    by_kind = kinds.get(getattr(model.config, "model_type", "")) in ("mixtral", "qwen2_moe")  # also if all are dense
+    if not by_kind and not any(w.dim() == 3 and "expert" in name for name, w in model.named_parameters()):
+        return []
+    targets = config.get("target_modules")
+    return [t for t in targets if t.rpartition(".")[2] in REMAPPED] if isinstance(targets, list) else []
+
+
+def target_by_weight(config: dict[str, Any], names: Sequence[str]) -> None:
+    """Makes a PEFT config name some of its target modules by their weights. Ranks and alphas are kept; dropout, which
+    is of training alone, is not: PEFT has none for parameters."""
+    if not names:
+        return
+    config["target_modules"] = [name for name in config["target_modules"] if name not in names]
+    stacked = config.get("target_parameters") or []
+    config["target_parameters"] = sorted([*stacked, *(name + WEIGHT_END for name in names)])
+    config["lora_dropout"] = 0.0
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        found = {name: next((p for p in patterns if matches_pattern(p, name)), None) for name in names}
+        own = {
+            re.escape(name + WEIGHT_END): patterns[pattern] for name, pattern in found.items() if pattern is not None
+        }
+        config[key] = patterns | own
 
 
 def _named_tensors(weights: Weights, extras: Extras) -> Iterator[tuple[str, Tensor]]:
@@ -116,6 +160,8 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
     about = json.loads((folder / "adapter_config.json").read_text())
     _check_supported(about, folder)
+    stacked = [t for t in about.get("target_parameters") or () if not _is_of_linear(t, engine)]
+    about["target_parameters"] = stacked
     tensors = _without_prefix(load_file(folder / "adapter_model.safetensors"))
     _drop_base_weights(tensors, engine, folder)
     config = _config(about, tensors, engine, folder)
@@ -142,6 +188,12 @@ def load_into(adapter: Adapter, folder: Path, engine: Engine) -> None:
     _fill(adapter, dict(_named_tensors(saved.weights, saved.extras)))
 
 
+def _is_of_linear(target: str, engine: Engine) -> bool:
+    """True if a target parameter is the weight of a linear layer, whose adapter is a pair of matrices like others."""
+    layer = target.removesuffix(WEIGHT_END)
+    return layer != target and any(name == layer or name.endswith(f".{layer}") for name in engine.linear_layers)
+
+
 def _layout(adapter: Adapter) -> dict[str, Any]:
     """The shape of each tensor of an adapter, and the scale of each layer or stacked weight."""
     shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(adapter.weights, adapter.extras)}
@@ -156,7 +208,10 @@ def _check_supported(about: Mapping[str, Any], folder: Path) -> None:
 def check_plain_lora(config: dict[str, Any], folder: Path) -> None:
     """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
     biases)."""
-    _refuse({key: config[key] for key in (*VARIANTS, *UNSUPPORTED) if config.get(key)} | _other_kinds(config), folder)
+    unusual = {key: config[key] for key in (*VARIANTS, *UNSUPPORTED) if config.get(key)}
+    if all(str(target).endswith(WEIGHT_END) for target in unusual.get("target_parameters", ())):  # of linear layers
+        unusual.pop("target_parameters", None)
+    _refuse(unusual | _other_kinds(config), folder)
 
 
 def _other_kinds(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -244,5 +244,6 @@ def save_weights(folder: Path, live_model: LiveModel, *, optimizer: bool) -> Non
     if optimizer:
         save_trainer(folder, live_model.trainer)
     else:
-        assert live_model.trainer.adapter is not None
-        save_adapter(folder, live_model.trainer.adapter, live_model.base.name)
+        trainer = live_model.trainer
+        assert trainer.adapter is not None
+        save_adapter(folder, trainer.adapter, live_model.base.name, trainer.engine.model)

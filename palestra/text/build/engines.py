@@ -13,10 +13,10 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
 from palestra.engine.conversation.rendering import with_chat_template
 from palestra.engine.conversation.report import conversation_notes
-from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.adapters import Adapter, target_names
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.checkpoints import load_full_model
-from palestra.engine.training.peft_format import load_adapter
+from palestra.engine.training.peft_format import load_adapter, remapped_targets
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, LocalWeights
@@ -75,6 +75,13 @@ class Engines:
                 f"policies with the base {config.base} share it, and have different chat_template: give all the same"
             )
         self._lines += conversation_notes(config.base, engine.tokenizer, config.chat_template_kwargs)
+        if isinstance(config, LoraPolicyConfig) and config.use_dora:
+            names = target_names(engine.linear_layers, config.target_modules)
+            if remapped := remapped_targets({"target_modules": names}, engine.model):
+                self._lines.append(
+                    f"{config.base}: peft would give DoRA of {remapped[0]} (of {len(remapped)} such layers) to the "
+                    "experts, so it will not be published; without use_dora it is"
+                )
 
     def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a separate copy of the base, sampled in this process."""

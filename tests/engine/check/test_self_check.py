@@ -96,7 +96,7 @@ def test_sliding_window_model_loads_and_keeps_its_window(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
         engine = Engine.load(str(tmp_path), device="cpu")
         assert engine.plain_path is None
-        own = architectures.own_logprobs(load_model(tmp_path), None, sample).detach().numpy()
+        own = architectures.own_logprobs(load_model(tmp_path), sample).detach().numpy()
         found.append(Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
         np.testing.assert_allclose(found[-1], own, atol=LOGPROB_ATOL)
     assert np.abs(found[0] - found[1]).max() > 0.01
