@@ -336,7 +336,7 @@ def test_sessions_are_batched_in_one_message(server):
 def test_server_supports_grpc_reflection(server):
     description = describe_env(server.address, type="helpers.remote_toys:Count")
     assert list(description.seats) == ["a", "b"] and description.expert and "math" in description.types
-    assert [option.shown for option in description.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
+    assert [option.shown for option in description.options] == ["to: int = 3", "split: str = 'train'"]
     with grpc.insecure_channel(server.address) as channel:
         assert health(channel) == "SERVING"
         from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
