@@ -302,12 +302,15 @@ def test_text_env_is_played() -> None:
     ("odd", "message"),
     [
         ("endless", 'env "words" has not ended after 20 joint steps'),
-        ("unknown reward", "env \"words\" rewards unknown seats ['Agent']; it has ['agent']: add them to env.seats"),
-        ("no reward", 'env "words" pays agent None: rewards must be numbers'),
-        ("text reward", "env \"words\" pays agent '1.0': rewards must be numbers"),
-        ("array reward", 'env "words" pays agent array([1.]): rewards must be numbers'),
-        ("list of messages", "env \"words\" shows seat agent [{'role': 'user', 'content': '1 + 1?'}]"),
-        ("none seen", 'env "words" shows seat agent None, which no prompt can show'),
+        ("unknown reward", "env \"words\" gives a reward to seat 'Agent', and its seats are agent: correct the name"),
+        ("no reward", 'env "words" gives seat "agent" a reward of None (NoneType): rewards must be finite numbers'),
+        ("text reward", 'env "words" gives seat "agent" a reward of \'1.0\' (str): rewards must be finite numbers'),
+        (
+            "array reward",
+            'env "words" gives seat "agent" a reward of array([1.]) (ndarray): rewards must be finite numbers',
+        ),
+        ("list of messages", "env \"words\" shows seat \"agent\" [{'role': 'user', 'content': '1 + 1?'}]"),
+        ("none seen", 'env "words" shows seat "agent" None, which no prompt can show'),
     ],
 )
 def test_text_env_is_refused_by_its_name(odd: str, message: str) -> None:
