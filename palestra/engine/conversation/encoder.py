@@ -119,8 +119,9 @@ class ChatEncoder:
         return found
 
     def _encode_prompt(self, messages: str, tools: str) -> np.ndarray:
-        offered = json.loads(tools)
-        text = self.renderer.render(json.loads(messages), offered)
+        asked, offered = json.loads(messages), json.loads(tools)
+        text = self.renderer.render(asked, offered)
+        self._check_shown([message for message in asked if message["role"] != "assistant"], text)
         if offered and self.form.calls is None:
             raise ValueError(
                 f"this conversation offers {len(offered)} tools, and no call of a tool can be read in the form of the "
@@ -172,8 +173,8 @@ class ChatEncoder:
             spelled = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
             if not any(each in text for each in spelled):
                 raise TemplateRefusal(
-                    f"the chat template of the base leaves out a message of role {message['role']} after this answer "
-                    f"({said[:60]!r}): take a base whose template shows it, or give chat_template"
+                    f"the chat template of the base leaves out a message of role {message['role']} ({said[:60]!r}): "
+                    "take a base whose template shows it, or give chat_template"
                 )
 
     # ---- answers
@@ -214,7 +215,7 @@ class ChatEncoder:
         """Returns the text of an answer without its end token, and that token."""
         form, told = self.form, text.rstrip()
         text = told.removesuffix(form.end) if form.end and told.endswith(form.end) else text
-        if not self.renderer.has_template:
+        if not self.renderer.has_template and not thought:
             return self.renderer.harmless(text), form.end
         if form.thought and not thought:
             thought, text = inline_thought(text)

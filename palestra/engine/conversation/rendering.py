@@ -145,6 +145,11 @@ class Renderer:
                 f"this conversation offers {len(tools)} tools, and the chat template of the base does not show tools "
                 "to the model: take a base whose template does (such as Qwen/Qwen3-0.6B), or describe them in messages"
             )
+        if self.form.thought_key is None and any("reasoning_content" in message for message in messages):
+            raise TemplateRefusal(
+                "a message has a thought (reasoning_content), and the base shows none: it has no chat template that "
+                "does. Leave thoughts out, or write them into the content"
+            )
         if not self.has_template:
             return "\n".join(str(message["content"]) for message in messages)
         most = max(len(message.get("tool_calls", ())) for message in messages) if messages else 0

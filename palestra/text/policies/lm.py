@@ -233,7 +233,8 @@ class Demonstration(Answer):
 
 class DemonstrationPolicy:
     """Records a teacher's answers with the student's tokens, as demonstrations for SFT. In a conversation the teacher
-    reads its own earlier prompts and answers: its tokenizer, template and system prompt may differ."""
+    reads its own earlier prompts and answers: its tokenizer, template and system prompt may differ. A student whose
+    chat template shows no thoughts is shown the teacher's answers without them."""
 
     def __init__(self, student: LanguagePolicy, teacher: Any) -> None:
         self.name, self._student, self._teacher = student.name, student, teacher
@@ -246,7 +247,8 @@ class DemonstrationPolicy:
         return [self._encode(query, answer) for answer in await self._teacher.act(replace(query, history=tuple(own)))]
 
     def _encode(self, query: Query, answer: Answer) -> Demonstration:
-        taught = self._student.encode_demonstration(query, answer.text, answer.stop_reason, answer.thought)
+        thought = answer.thought if self._student.encoder.form.thought else ""
+        taught = self._student.encode_demonstration(query, answer.text, answer.stop_reason, thought)
         return Demonstration(**vars(taught), original=answer)
 
 

@@ -244,8 +244,10 @@ def test_a_message_that_the_template_leaves_out_is_refused():
     encoder = ChatEncoder(tokenizer_of(silent + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"))
     prompt = encoder.encode_conversation(Chat((ASK,)))
     answer = Answer("four", "p", prompt, ids(encoder.tokenizer, "four<|im_end|>"))
-    with pytest.raises(ValueError, match="leaves out a message of role tool after this answer"):
+    with pytest.raises(ValueError, match="leaves out a message of role tool"):
         encoder.encode_next_turn(Chat((ASK,)), answer, [RESULT])
+    with pytest.raises(ValueError, match="leaves out a message of role tool"):
+        encoder.encode_conversation(Chat((ASK, {"role": "assistant", "content": "four"}, RESULT)))
 
 
 def test_a_base_without_a_template_gets_its_first_token_and_no_more():

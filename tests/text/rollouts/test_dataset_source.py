@@ -163,6 +163,16 @@ def test_the_thought_of_a_row_is_learned_as_the_template_writes_it(tmp_path, spe
     assert tokenizer.decode([*answer.prompt_ids, *answer.token_ids]) == wanted.rstrip("\n")
 
 
+def test_a_thought_that_the_base_cannot_show_is_refused(tmp_path, speaker):
+    """Its template shows none: the row would be learned without it, in silence."""
+    said = [{"role": "assistant", "content": "4", "reasoning_content": "two and two"}]
+    earlier = [{"role": "user", "content": "2 + 2"}, *said, {"role": "user", "content": "and 1?"}]
+    for row in ({"prompt": earlier[:1], "completion": said}, {"prompt": earlier, "completion": "5"}):
+        source = recorded(write_lines(tmp_path / "a.jsonl", row), {"a": speaker()})
+        with pytest.raises(ValueError, match=r"a\.jsonl, row 1: a message has a thought \(reasoning_content\), and the"):
+            play(source, [0])
+
+
 def test_rows_longer_than_the_base_are_refused_before_the_run_or_cut(tmp_path, speaker):
     policy = speaker()
     most = max_positions(policy.sampler.engine)
