@@ -68,7 +68,7 @@ class MarkedCalls(ABC):
         """Returns the content and the calls of an answer."""
         content, calls, unreadable = list[str](), list[ToolCall](), list[str]()
         at = 0
-        while marked := self.mark.search(text, at):
+        while at < len(text) and (marked := self.mark.search(text, at)):
             content.append(text[at : marked.start()])
             begun = self.start.match(text, marked.start())
             try:
@@ -251,6 +251,8 @@ def _named_calls(one: str, two: str = "") -> CallReader | None:
     if not _is_probe(value):
         return None
     parts = _parts(one, two, one[end:])
+    if not parts.mark.strip():  # a name that nothing marks is a text like any other
+        return None
     begin = _flexible(parts.mark) + NAME + _flexible(one[place:start])
     return NamedCalls(parts.wrapper, re.compile(_first_word(parts.mark)), re.compile(begin), parts.close)
 
@@ -268,10 +270,12 @@ def _element_calls(one: str, two: str = "") -> CallReader | None:
     if not value_close.strip() or not key_open or not after_name.endswith(key_open):
         return None
     element = (
-        rf"\s*{re.escape(key_open)}(?P<key>[^\s<>\"']+){_flexible(after_key, after=False)}\n?(?P<value>.*?)"
+        rf"\s*{re.escape(key_open)}(?P<key>[^\s<>\"']+){_any_truth(after_key)}\n?(?P<value>.*?)"
         rf"\n?{_flexible(value_close, before=False)}"
     )
     parts = _parts(one, two, after[len(value_close) :])
+    if not parts.mark.strip():
+        return None
     begin = _flexible(parts.mark) + NAME + _flexible(after_name.removesuffix(key_open))
     marks = re.compile(_first_word(parts.mark)), re.compile(begin)
     return ElementCalls(parts.wrapper, *marks, parts.close, re.compile(element, re.DOTALL))
@@ -327,6 +331,12 @@ def _any_number(text: str) -> str:
     """Returns a pattern of `text` with any digits in place of its own, but for those of the probe's name."""
     parts = [re.sub(r"\d+", r"\\d+", re.escape(part)) for part in text.split(TOOL_NAME)]
     return TOOL_NAME.join(parts)
+
+
+def _any_truth(text: str) -> str:
+    """Returns a pattern of the text between an argument's name and its value, in which an attribute may say of the
+    value that it is a string or not."""
+    return re.sub('"(?:true|false)"', '"(?:true|false)"', _flexible(text, after=False))
 
 
 def _dialect(opened: str, close: str, content: str, arguments: Json, end: str) -> Json:

@@ -186,14 +186,25 @@ class ChatEncoder:
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of an answer's tokens. Special tokens are left out, but for those with a meaning in it:
         marks of thoughts, calls and channels."""
-        kept = [int(token) for token in ids if int(token) not in self._silent_ids]
+        last = len(ids) - 1
+        kept = [
+            int(token)
+            for i, token in enumerate(ids)
+            if int(token) not in self._silent_ids and not (i == last and int(token) in self._end_ids)
+        ]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False))
 
     @cached_property
+    def _end_ids(self) -> set[int]:
+        spelled = {self.form.end, self.form.call_end} - {""}
+        return {number for number, token in self.renderer.special.items() if token in spelled}
+
+    @cached_property
     def _silent_ids(self) -> set[int | None]:
-        marks, ends = self.form.marks, {self.form.end, self.form.call_end}
-        kept = {number for number, token in self.renderer.special.items() if token in marks and token not in ends}
-        return self._special_ids - kept
+        thought = self.form.thought  # the end of a thought may be that of an answer too
+        ends = {self.form.end, self.form.call_end} - ({thought.open, thought.close} if thought else set())
+        marked = {number for number, token in self.renderer.special.items() if token in self.form.marks}
+        return self._special_ids - {number for number in marked if self.renderer.special[number] not in ends}
 
     def _begins_thought(self, prompt_ids: np.ndarray) -> bool:
         if self.form.thought is None:
