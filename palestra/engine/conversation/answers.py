@@ -36,6 +36,7 @@ from palestra.engine.conversation.rendering import (
     TemplateRefusal,
     common_start,
     probe_call,
+    whole_tags,
 )
 
 ANSWERED: Json = {"role": "assistant", "content": TEXT_MARK}
@@ -188,7 +189,7 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
     starts = [*sorted(before, key=len, reverse=True), *([start] if start.isspace() else [])]
     form = AnswerForm(end, end, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
     texts = _call_texts(renderer, form)
-    calls = _call_reader(renderer, texts, tail)
+    calls = _call_reader(renderer, form, texts, tail)
     if calls is None:
         return form
     call_end = _call_end(renderer, texts) or end
@@ -238,7 +239,7 @@ def _header(renderer: Renderer, after: str) -> str:
     if not text or THOUGHT_MARK not in text:
         return ""
     other = re.sub(rf"\A\s*{TAG}\s*", "", text.partition(THOUGHT_MARK)[2])
-    same = common_start(after, other)
+    same = whole_tags(common_start(after, other))
     is_word = after[len(same) :][:1].isalnum() and other[len(same) :][:1].isalnum()
     return re.sub(r"[^\s>]*\Z", "", same).strip() if is_word else same.strip()
 
@@ -277,13 +278,14 @@ def _call_texts(renderer: Renderer, form: AnswerForm) -> list[str]:
     return [text for i, text in enumerate(texts) if names and text.count(TOOL_NAME) == names * (i + 1)]
 
 
-def _call_reader(renderer: Renderer, texts: Sequence[str], tail: str) -> CallReader | None:
+def _call_reader(renderer: Renderer, form: AnswerForm, texts: Sequence[str], tail: str) -> CallReader | None:
     """Returns the reader of the template's calls; None if there is none that reads them."""
     wanted = [[ToolCall(TOOL_NAME, dict(PROBE_ARGUMENTS))] * (i + 1) for i in range(len(texts))]
     shipped = getattr(renderer.tokenizer, "response_template", None)
     for reader in call_readers(texts, tail, shipped) if texts else ():
         found = [reader.read(without_end(renderer, text), renderer.probe_tools) for text in texts]
-        if [each.calls for each in found] == wanted and not any(each.unreadable for each in found):
+        rest = [_without(each.content, form.starts).strip() or each.unreadable for each in found]
+        if [each.calls for each in found] == wanted and not any(rest):
             return reader
     return None
 

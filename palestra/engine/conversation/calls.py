@@ -25,6 +25,7 @@ from palestra.engine.conversation.rendering import (
     LAST_VALUE,
     TOOL_NAME,
     common_start,
+    whole_tags,
 )
 
 NAME = r"""(?P<name>[^\s<>"'(){}\[\],:|]+)"""
@@ -265,7 +266,7 @@ def _element_calls(one: str, two: str = "") -> CallReader | None:
     ends = [place + len(word) for place, word in zip(places, words, strict=True)]
     after_name, after_key = one[ends[0] : places[1]], one[ends[1] : places[2]]
     between, after = one[ends[2] : places[3]], one[ends[4] :]
-    value_close = re.sub(r"\s*[<\[]?$", "", common_start(between, after))
+    value_close = re.sub(r"\s*\[?$", "", whole_tags(common_start(between, after)))
     key_open = between[len(value_close) :].lstrip()
     if not value_close.strip() or not key_open or not after_name.endswith(key_open):
         return None
@@ -307,10 +308,13 @@ def _parts(one: str, two: str, after: str) -> _Parts:
     places = [found.start() for found in re.finditer(TOOL_NAME, two)]  # the name may stand twice in each call
     gap = two[places[len(places) // 2 - 1] + body : places[-1]]
     mark = common_start(before[::-1], gap[::-1])[::-1]
+    rest = before.removesuffix(mark)
+    if rest.rfind("<") > rest.rfind(">"):  # it begins within a tag
+        mark = mark.partition(">")[2]
     if not mark.strip():
         return _Parts("", before, re.compile(_flexible(after)))
     close = gap.removesuffix(mark).rstrip()
-    same = common_start(close, after)
+    same = whole_tags(common_start(close, after))
     further = [_flexible(text[len(same) :]) for text in (close, after) if text[len(same) :].strip()]
     ends = _flexible(same) + (f"(?:{'|'.join(further)})?" if further else "")
     return _Parts(before.removesuffix(mark).strip(), mark, re.compile(ends))

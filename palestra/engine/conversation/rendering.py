@@ -58,6 +58,11 @@ def common_start(one: str, other: str) -> str:
     return one[:length]
 
 
+def whole_tags(text: str) -> str:
+    """Returns a text without a part of a tag at its end."""
+    return re.sub(r"<[^<>]*\Z", "", text)
+
+
 def with_chat_template(tokenizer: Any, choice: str | None) -> Any:
     """Returns the tokenizer with another chat template: "none" for none, the name of one of its own, or Jinja text.
     None keeps its template. Raises ValueError if it has no template of that name."""

@@ -230,6 +230,34 @@ def test_marks_that_are_special_tokens_stay_in_answers():
     assert following == rendered(tokenizer, [ASK, CALLED | {"reasoning_content": "two"}, RESULT], [TOOL])
 
 
+TURNS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BARE = "{{ c.function.name }}\n{{ c.function.arguments | tojson }}"  # nothing marks the beginning of a call
+TYPED = (  # an attribute says whether a value is a string
+    '<invoke name="{{ c.function.name }}">{% for k, v in c.function.arguments.items() %}'
+    "<parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">"
+    "{{ v if v is string else v | tojson }}</parameter>{% endfor %}</invoke>"
+)
+
+
+def test_a_call_that_nothing_marks_is_refused_and_attributes_of_values_may_vary():
+    bare = ChatEncoder(tokenizer_of(TURNS.replace("CALL", BARE)))
+    with pytest.raises(ValueError, match="no call of a tool can be read"):
+        bare.encode_conversation(Chat((ASK,), (TOOL,)))
+    typed = ChatEncoder(tokenizer_of(TURNS.replace("CALL", TYPED)))
+    chat = Chat((ASK,), (TOOL,))
+    written = (
+        '<invoke name="find"><parameter name="text" string="true">7</parameter>'
+        '<parameter name="count" string="false">3</parameter></invoke><|im_end|>'
+    )
+    read = typed.read(ids(typed.tokenizer, written), typed.encode_conversation(chat), chat.tools)
+    (call,) = tool_calls_of(parse_assistant_message(read.text))
+    assert call.arguments == {"text": "7", "count": 3}
+
+
 def test_tools_are_refused_where_calls_cannot_be_read():
     encoder = ChatEncoder(real_tokenizer("lfm2"))  # it shows tools, and writes no calls
     with pytest.raises(ValueError, match="no call of a tool can be read"):

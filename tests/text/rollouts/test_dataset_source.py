@@ -169,7 +169,9 @@ def test_a_thought_that_the_base_cannot_show_is_refused(tmp_path, speaker):
     earlier = [{"role": "user", "content": "2 + 2"}, *said, {"role": "user", "content": "and 1?"}]
     for row in ({"prompt": earlier[:1], "completion": said}, {"prompt": earlier, "completion": "5"}):
         source = recorded(write_lines(tmp_path / "a.jsonl", row), {"a": speaker()})
-        with pytest.raises(ValueError, match=r"a\.jsonl, row 1: a message has a thought \(reasoning_content\), and the"):
+        with pytest.raises(
+            ValueError, match=r"a\.jsonl, row 1: a message has a thought \(reasoning_content\), and the"
+        ):
             play(source, [0])
 
 
