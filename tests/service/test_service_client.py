@@ -324,6 +324,8 @@ def test_unsupported_features_are_refused_before_training(server: Server, tmp_pa
     warm = LoraPolicyConfig(**speech | {"sampling": SamplingConfig(max_tokens=4, temperature=0.7)})
     with pytest.raises(ValueError, match=r"policies\.x\.sampling\.temperature must be 1"):
         engines.check_supported(clipped_policy_loss, {}, {"x": warm})
+    with pytest.raises(ValueError, match=r"policies\.x\.chat_template: with engine: the server ends answers by"):
+        engines.check_supported(clipped_policy_loss, {}, {"x": LoraPolicyConfig(**speech, chat_template="none")})
     with pytest.raises(ValueError, match=r"entropy_coef: -0\.1 is a cost"):
         engines.check_supported(clipped_policy_loss, {"entropy": -0.1}, {})
     with pytest.raises(ValueError, match="servers train adapters"):

@@ -41,12 +41,18 @@ class RemoteEngines:
         policies: Mapping[str, Any],
         eval_sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError if the server cannot train the loss, if a policy's sampling temperature is not 1 or it
-        keeps sampling masks, or if the stop conditions of training, or of evaluations, cannot be sent."""
+        """Raises ValueError if the server cannot train the loss, if a policy's sampling temperature is not 1, or it
+        keeps sampling masks or has a chat template of its own, or if the stop conditions of training, or of
+        evaluations, cannot be sent."""
         supported_wire_loss(self.connection, loss, options)
         for name, policy in policies.items():
             if isinstance(policy, LMPolicyConfig):
                 _check_stops(name, policy.sampling, eval_sampling or {})
+            if isinstance(policy, LMPolicyConfig) and policy.chat_template is not None:
+                raise ValueError(
+                    f"policies.{name}.chat_template: with engine: the server ends answers by the base's own template: "
+                    "leave one of them out"
+                )
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
                 raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.records_mask:
