@@ -1,4 +1,4 @@
-"""What a GGUF file states about its model: whatever transformers does not read is set in the config here, or refused.
+"""Reads the fields and tensors of a GGUF file that transformers does not: each sets the config, or is refused.
 
 transformers reads some fields of an architecture and drops the rest, and tensors that no weight takes. Here each of
 them is set in the config (`ATTRIBUTES`, the rotary embedding), is known to change nothing (`HARMLESS`, `NEUTRAL`), or

@@ -33,7 +33,6 @@ from palestra.engine.conversation.rendering import (
     THOUGHT_MARK,
     TOOL_NAME,
     Renderer,
-    TemplateRefusal,
     common_start,
     probe_call,
     whole_tags,
@@ -48,7 +47,8 @@ INLINE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class ThoughtMarks:
-    """What begins and what ends a thought, and what stands after it whether text or calls follow."""
+    """Marks of a thought: `open` before it, `close` after it, and the `header` that the template writes next, whether
+    text or calls follow."""
 
     open: str
     close: str
@@ -65,7 +65,7 @@ class ReadAnswer:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What a base writes around the parts of its answers."""
+    """Form of a base's answers: the texts that its template writes around thoughts, contents and calls."""
 
     end: str = ""
     """Special token that ends an answer; empty if there is none."""
@@ -74,7 +74,7 @@ class AnswerForm:
     thought: ThoughtMarks | None = None
     """Marks of a thought; None if the template shows none."""
     starts: tuple[str, ...] = ()
-    """What may stand before the content of an answer."""
+    """Texts that the template writes before the content of an answer, the longest first."""
     calls: CallReader | None = None
     """Reader of calls; None if the template writes none, or none that can be read."""
     call_text: str = "<tool_call></tool_call>"
@@ -145,7 +145,7 @@ def answer_text(renderer: Renderer, message: Json, tools: Sequence[Json] = ()) -
     try:
         prompt = renderer.render([ASKED], tools)
         whole = renderer.render([ASKED, message], tools, generate=False)
-    except (TemplateRefusal, ValueError):
+    except ValueError:
         return None
     return after_prompt(prompt, whole)
 
@@ -199,8 +199,7 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
 def leading_specials(renderer: Renderer, text: str) -> list[str]:
     """Returns the special tokens with which a text begins after white space, one directly after the other."""
     begins, found = text.lstrip(), list[str]()
-    specials = {*renderer.special.values(), str(renderer.tokenizer.eos_token or "")} - {""}
-    while token := max((token for token in specials if begins.startswith(token)), key=len, default=""):
+    while token := max(filter(begins.startswith, renderer.special_texts), key=len, default=""):
         begins = begins.removeprefix(token)
         found.append(token)
     return found
@@ -294,8 +293,7 @@ def without_end(renderer: Renderer, text: str) -> str:
     """Returns an answer's text without the white space and the last special token that the template writes after
     it."""
     body = text.rstrip()
-    ends = {*renderer.special.values(), str(renderer.tokenizer.eos_token or "")} - {""}
-    last = max((token for token in ends if body.endswith(token)), key=len, default="")
+    last = max(filter(body.endswith, renderer.special_texts), key=len, default="")
     return body.removesuffix(last) if last else text
 
 

@@ -34,7 +34,7 @@ DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class FoundCalls:
-    """What an answer's text holds: the content outside of calls, the calls, and the texts of calls that could not be
+    """Parts of an answer's text: the content outside of calls, the calls, and the texts of calls that could not be
     read."""
 
     content: str
@@ -292,7 +292,7 @@ def _is_probe(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What may stand before the first call, what begins each up to its name, and what ends one."""
+    """Texts around calls: `wrapper` before the first one, `mark` before each name, and a pattern of the `close`."""
 
     wrapper: str
     mark: str

@@ -186,12 +186,10 @@ class ChatEncoder:
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of an answer's tokens. Special tokens are left out, but for those with a meaning in it:
         marks of thoughts, calls and channels."""
-        last = len(ids) - 1
-        kept = [
-            int(token)
-            for i, token in enumerate(ids)
-            if int(token) not in self._silent_ids and not (i == last and int(token) in self._end_ids)
-        ]
+        tokens = ids.tolist()
+        if tokens and tokens[-1] in self._end_ids:
+            tokens.pop()
+        kept = [token for token in tokens if token not in self._silent_ids]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False))
 
     @cached_property

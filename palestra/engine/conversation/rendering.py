@@ -118,6 +118,7 @@ class Renderer:
         self.special = {number: str(t) for number, t in tokenizer.added_tokens_decoder.items() if t.special}
         spelled = sorted((t for t in self.special.values() if len(t) > 1), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
+        self.special_texts = {*self.special.values(), str(tokenizer.eos_token or "")} - {""}
         ends = "|".join(map(re.escape, sorted({*spelled, str(tokenizer.eos_token)}, key=len, reverse=True)))
         self._trailing_specials = re.compile(rf"(?:(?:{ends})\s*)+\Z")
 

@@ -1,4 +1,4 @@
-"""What a base's conversations are, compared with its chat template: shown by `palestra info --base`, noted at a start.
+"""Compares a base's conversations with its chat template, for `palestra info --base` and the notes at a start.
 
 Each probe is a small conversation. It passes through the code that encodes prompts and reads answers in training, and
 the tokens are compared with the text that the template itself makes of the finished conversation.

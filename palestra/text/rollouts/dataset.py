@@ -43,7 +43,7 @@ class DataConfig(StrictModel):
     """`keep` uses recorded tokens if they decode to the recorded text; `retokenize` always tokenises prompts and
     answers again."""
     too_long: Literal["refuse", "cut"] = "refuse"
-    """What becomes of a row with more tokens than the base takes: `refuse` ends the run before it begins, with the row;
+    """Treatment of rows with more tokens than the base takes: `refuse` ends the run before it begins and names the row,
     `cut` drops the end of the answer."""
 
 

@@ -9,7 +9,7 @@ siblings are their pairs, or with `joints: crossed` all combinations: siblings t
 A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
 other error of an env or a policy costs the branch in which it happens: this branch is lost, and its siblings play on.
 If an error ends all branches, the episode fails, with message and traceback; other episodes continue. With a
-`failed_reward`, a branch that its env fails in ends with that reward instead. A branch whose env says that it has no
+`failed_reward`, a branch whose env raises ends with that reward instead. A branch whose env says that it has no
 reward (`NO_REWARD_KEY`) is left out like a lost one, and did not fail.
 """
 
