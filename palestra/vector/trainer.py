@@ -232,7 +232,9 @@ class VectorTrainer:
         why = self._load_games(folder / ENV_STATE_FILE)
         if why is not None:
             self.rollout.restart(self.env_seeds(checkpoint.step))
-        if reasons := [reason for reason in self.all_gather(why) if reason]:
+        with explain_dead_process():
+            reasons = [reason for reason in self.all_gather(why) if reason]
+        if reasons:
             self.resume_notes.append(
                 f'env "{self.rollout.env.label}" is not a function of its seeds, so its games begin anew: the saved '
                 f"ones could not be played again ({reasons[0]})"
