@@ -51,6 +51,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
         f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
         "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
+        _damage_warning(run),
         metric_tiles(logs, tree),
         section("What was learned", eval_table(logs)),
         section("Curves", curves),
@@ -67,6 +68,13 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         f"<title>{escape_text(run.resolve().name)}</title><style>{STYLE}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body class="palestra">\n{body}\n</body></html>\n'
+
+
+def _damage_warning(run: Path) -> str:
+    """Returns a paragraph on the first log that has lost or changed lines since the newest checkpoint, or ""."""
+    newest = list_checkpoints(run)[-1:]
+    changed = newest[0].find_changed_log(run) if newest else ""
+    return f"<p><strong>Damaged:</strong> {escape_text(changed)}.</p>" if changed else ""
 
 
 def _unfolded(summary: str, inside: str) -> str:
