@@ -46,14 +46,14 @@ class PairAlgorithm(GroupAlgorithm):
         pairs: list[tuple[int, int, int]] = []
         flat = 0
         for number, group in enumerate(groups):
-            found = self._paired(group.values, answered_sides(group))
+            found = self._preference_pairs(group.values, answered_sides(group))
             _annotate(group, found)
             pairs += [(number, better, worse) for better, worse in found]
             flat += not found
         share = flat / len(groups) if groups else 0.0
         return groups, pairs, {"groups": float(len(groups)), "pairs": float(len(pairs)), "zero_std_fraction": share}
 
-    def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
+    def _preference_pairs(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
         """Returns index pairs (better, worse) of siblings whose values and texts differ."""
         tokens = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
         gaps = {
@@ -101,7 +101,7 @@ class DPO(PairAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _joined(self) -> Self:
+    def _check_margin(self) -> Self:
         if self.margin == "joint" and (
             self.branch_at == "root" or not self.reference_free or self.loss_type not in ("sigmoid", "hinge")
         ):

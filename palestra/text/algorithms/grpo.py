@@ -111,14 +111,14 @@ class GRPO(GRPOConfig):
             samples += [] if self._is_skipped(turns) else added
         without = sum(not any(map(any, turns)) for turns in by_turn)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
-        return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
+        return samples, metrics | (self._contributions(episodes, policy) if self._is_crossed else {})
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
         if self._penalises and samples:
-            samples, metrics = await self._penalised(samples, learner, memory)
+            samples, metrics = await self._credit_with_penalty(samples, learner, memory)
         elif self.kl_coef and not self.entropy_coef:
             samples = skip_at_reference(samples, learner)
         if not any(sample.has_gradient for sample in samples):
@@ -127,7 +127,7 @@ class GRPO(GRPOConfig):
             samples = await add_reference_logprobs(samples, learner)
         return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), metrics
 
-    async def _penalised(
+    async def _credit_with_penalty(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with advantages from rewards that include the KL penalty, and metrics; `reference_kl` is
@@ -165,7 +165,7 @@ class GRPO(GRPOConfig):
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
         for group in super().groups(episode):
-            yield credit_group(group, self.credit) if self._crossed else group
+            yield credit_group(group, self.credit) if self._is_crossed else group
 
     def _advantages(
         self, groups: Sequence[tuple[str, SiblingGroup]], flat: Sequence[bool], memory: AlgorithmState
