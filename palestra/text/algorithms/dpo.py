@@ -128,7 +128,7 @@ class DPO(PairAlgorithm):
         return {"kind": self.loss_type, "beta": beta} | {name: value for name, value in options.items() if value}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and the metrics
         of `find_pairs`."""
@@ -147,7 +147,7 @@ class DPO(PairAlgorithm):
         return not (self.reference_free or self.loss_type in REFERENCE_FREE_KINDS)
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         return (await add_reference_logprobs(samples, learner) if self.needs_reference and samples else samples), {}
 

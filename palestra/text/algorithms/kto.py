@@ -62,7 +62,7 @@ class KTO(GroupAlgorithm):
         return {"beta": self.beta}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the sides that `policy` trains on, as groups of samples, and metrics; writes 1 or -1 to the nodes of
         desirable and undesirable answers, 0 to others.
@@ -122,7 +122,7 @@ class KTO(GroupAlgorithm):
         return np.where(np.abs(gaps) > MIN_VALUE_GAP, np.sign(gaps), 0).astype(int).tolist()
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with reference log-probabilities to which the reference point is added, and the metric
         `reference_point`, z_0 in nats."""
