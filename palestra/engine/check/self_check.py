@@ -188,12 +188,12 @@ def compare(model: PreTrainedModel, way: Way, build: BuildEngine, expected: Expe
         snapshots = [adapter.snapshot(str(i), engine.dtype) for i, adapter in enumerate(expected.adapters)]
         stack = AdapterStack(snapshots, engine.linear_layers)
         with torch.no_grad(), failures("a pass of training"):
-            _match(engine, "a pass of training", _trained(engine, expected.cases, stack), expected)
+            _match(engine, "a pass of training", _training_logits(engine, expected.cases, stack), expected)
             alone = expected.of(0)
-            _match(engine, "a pass of training", _trained(engine, alone.cases, expected.adapters[0]), alone)
+            _match(engine, "a pass of training", _training_logits(engine, alone.cases, expected.adapters[0]), alone)
         with torch.no_grad(), failures("sampling"):
             cases = expected.cases
-            sampled = _sampled_plain(engine, cases, snapshots) if way.plain else _sampled(engine, cases, stack)
+            sampled = _plain_logits(engine, cases, snapshots) if way.plain else _kv_logits(engine, cases, stack)
             _match(engine, "sampling", sampled, expected)
     except Exception:
         keep = False
@@ -225,7 +225,7 @@ def compare_gaps(gaps: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
     return gap, gap <= limit
 
 
-def _trained(
+def _training_logits(
     engine: Engine, cases: Sequence[Case], adapters: AdapterStack | Adapter
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
     """Yields the number, positions and logits of each case, from one pass over a forest of each owner's sequences. With
@@ -246,7 +246,7 @@ def _trained(
         yield number, np.arange(1, len(path)), logits_MV[engine.tensor(np.searchsorted(keep, path[1:]))]
 
 
-def _sampled(engine: Engine, cases: Sequence[Case], stack: AdapterStack) -> Iterator[tuple[int, np.ndarray, Tensor]]:
+def _kv_logits(engine: Engine, cases: Sequence[Case], stack: AdapterStack) -> Iterator[tuple[int, np.ndarray, Tensor]]:
     """Yields the number, position and logits of each case at each token from the last of its prompt on: prompts in one
     pass, then a token of every case at a time."""
     shape = engine.attention
@@ -282,10 +282,10 @@ def _route(stack: AdapterStack, rows: Sequence[tuple[int | None, int]]) -> Multi
     return MultiAdapterRoute(stack, [sum(n for of, n in rows if of == owner) for owner in owners])
 
 
-def _sampled_plain(
+def _plain_logits(
     engine: Engine, cases: Sequence[Case], snapshots: Sequence[Any]
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-    """Yields what `_sampled` yields, on the plain path: each prompt's cases share its cache."""
+    """Yields what `_kv_logits` yields, on the plain path: each prompt's cases share its cache."""
     path = engine.plain_path
     assert path is not None
     keys = [(case.owner, case.prompt.tobytes()) for case in cases]

@@ -81,14 +81,14 @@ class ChartCurve:
     is_faint: bool = False
 
     @cached_property
-    def drawn(self) -> Series:
+    def thinned_series(self) -> Series:
         """The points that are drawn, at most about `MAX_POINTS`."""
         return thin(self.series, MAX_POINTS)
 
     @property
     def has_dots(self) -> bool:
         """True if dots are drawn: one known value alone would make no line."""
-        return self.has_markers or int(np.isfinite(self.drawn.y).sum()) == 1
+        return self.has_markers or int(np.isfinite(self.thinned_series.y).sum()) == 1
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class Chart:
     is_log: bool = False
 
     @property
-    def shown(self) -> list[ChartCurve]:
+    def curves_with_values(self) -> list[ChartCurve]:
         """The curves that have a known value."""
         return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
 
     @property
-    def named(self) -> list[ChartCurve]:
+    def legend_curves(self) -> list[ChartCurve]:
         """The curves that have a legend entry: the colour of the i-th is `COLOURS[i % 6]`."""
-        return [curve for curve in self.shown if not curve.is_faint]
+        return [curve for curve in self.curves_with_values if not curve.is_faint]
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,10 @@ def _svg_uri(panel: Callable[[Any], None], size: tuple[float, float], settings: 
 
 def draw_chart(axis: Any, chart: Chart) -> None:
     """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
-    for curve in chart.shown:
+    for curve in chart.curves_with_values:
         if curve.is_faint:
-            axis.plot(*curve.drawn, color=_grid_colour(), linewidth=1.0)
-    for number, curve in enumerate(chart.named):
+            axis.plot(*curve.thinned_series, color=_grid_colour(), linewidth=1.0)
+    for number, curve in enumerate(chart.legend_curves):
         _draw_curve(axis, curve, number)
     if chart.is_log:
         axis.set_yscale("log")
@@ -226,7 +226,7 @@ def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
         axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
     marker = "o" if curve.has_dots else None
     axis.plot(
-        *curve.drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
+        *curve.thinned_series, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
         gid=f"curve {number}",
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def _set_limits(axis: Any, chart: Chart) -> None:
 
     bottom, top = axis.get_ylim()
     if not chart.is_log:
-        known = np.concatenate([curve.series.y for curve in chart.shown] or [np.zeros(1)])
+        known = np.concatenate([curve.series.y for curve in chart.curves_with_values] or [np.zeros(1)])
         lowest, highest = np.nanmin(known), np.nanmax(known)
         if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
             bottom, top = lowest - 0.1 * abs(highest), highest + 0.1 * abs(highest)
@@ -278,9 +278,9 @@ def chart_panel(chart: Chart) -> Callable[[Any], None]:
     def draw(axis: Any) -> None:
         draw_chart(axis, chart)
         axis.set_title(visible_text(chart.title), wrap=True)
-        if 1 < len(chart.named) <= MAX_LEGEND:
+        if 1 < len(chart.legend_curves) <= MAX_LEGEND:
             handles = [line for line in axis.get_lines() if line.get_gid()]
-            labels = [shorten(curve.name) for curve in chart.named]
+            labels = [shorten(curve.name) for curve in chart.legend_curves]
             axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
 
     return draw
@@ -326,7 +326,7 @@ def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, ch
 
 def chart_html(chart: Chart) -> str:
     """Returns a chart as an HTML figure; "" if no curve has a value."""
-    return panel_html(chart.title, chart_panel(chart)) if chart.shown else ""
+    return panel_html(chart.title, chart_panel(chart)) if chart.curves_with_values else ""
 
 
 def heat_map_html(heat: HeatMap) -> str:
