@@ -176,7 +176,7 @@ def grade_in_child(
         run_child(grader.grade, request, rules, parent, end)
     os.close(end)
     with os.fdopen(report, "rb") as pipe:
-        if pipe not in select.select([pipe, requester], [], [])[0]:
+        if report not in select.select([report, requester.fileno()], [], [])[0]:
             os.kill(child, signal.SIGKILL)
         data = pipe.read(MAX_REPORT_BYTES)
     return child_outcome(os.waitpid(child, 0)[1], data)
