@@ -18,22 +18,23 @@ from palestra.runs.headline import (
     training_return_label,
     training_success_label,
 )
+from palestra.runs.metric_catalog import metric_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 
 MAX_PANELS = 6  # charts of `plot_run`
-POLICY_CHARTS = [  # metric, title
-    ("entropy", "entropy (nats)"),
-    ("kl", "KL from the sampling policy"),
-    ("zero_std_fraction", "zero-advantage groups (share)"),
-    ("invalid", "invalid answers (share)"),
-    ("value_loss", "critic loss"),
-    ("clip_fraction", "clipped (share of tokens or actions)"),
-    ("td_loss", "TD loss"),
-    ("grad_norm", "gradient norm"),
-    ("policy_loss", "policy loss"),
-    ("local_reward", "local reward"),
-    ("tokens", "answer length (tokens)"),
-]
+POLICY_CHARTS = (
+    "entropy",
+    "kl",
+    "zero_std_fraction",
+    "invalid",
+    "value_loss",
+    "clip_fraction",
+    "td_loss",
+    "grad_norm",
+    "policy_loss",
+    "local_reward",
+    "tokens",
+)
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
 
 
@@ -55,8 +56,8 @@ def metric_charts(logs: RunLogs) -> str:
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
     """Yields the charts for which the run has values, the most informative first."""
     charts = [_success(logs), _returns(logs), _rewards(logs)]
-    titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
-    charts += [_of_policies(logs, key, title) for key, title in titles]
+    charts.append(_of_policies(logs, "return", training_return_label(logs.config)))
+    charts += [_of_policies(logs, name, metric_label(name)) for name in POLICY_CHARTS]
     return (chart for chart in [*charts, _speed(logs)] if chart.curves_with_values)
 
 
