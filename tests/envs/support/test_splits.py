@@ -33,6 +33,7 @@ def test_canonical_form_by_hand():
 
 
 @pytest.mark.parametrize(("game", "options"), GAMES)
+@pytest.mark.few(1)
 def test_no_layout_is_in_two_splits(game, options):
     met: dict[tuple, set[str]] = {}
     for split in SPLIT_SHARES:
