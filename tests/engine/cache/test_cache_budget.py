@@ -53,7 +53,7 @@ def mixed_requests(snapshots: list[Snapshot | None]) -> list[Request]:
         make_request(
             i, int(rng.integers(1, 7)), int(rng.integers(20, 120)), int(rng.integers(4, 90)), adapter=snapshots[i % 3]
         )
-        for i in range(9)
+        for i in range(6)
     ]
 
 

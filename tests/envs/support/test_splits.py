@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from palestra.envs import make_env
 from palestra.envs.support.splits import SPLIT_SHARES, canonical_layout, split_of_layout, split_of_text, symmetries
 
-GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "wall_density": 0.1})]
+GAMES = [pytest.param("sokoban", {"size": 4}, marks=pytest.mark.slow), ("plan_path", {"size": 4, "wall_density": 0.1})]
 
 
 def test_the_symmetries_of_a_2x2_board():
@@ -33,7 +33,6 @@ def test_canonical_form_by_hand():
 
 
 @pytest.mark.parametrize(("game", "options"), GAMES)
-@pytest.mark.few(1)
 def test_no_layout_is_in_two_splits(game, options):
     met: dict[tuple, set[str]] = {}
     for split in SPLIT_SHARES:

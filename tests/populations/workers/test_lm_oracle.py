@@ -139,6 +139,7 @@ def test_greedy_members_are_deterministic_tables(response: Any) -> None:
     assert abs(cell.mean[0] - value(greedy, {"bold": out}, "bold", "uniform")[0]) < 4 * np.sqrt(cell.m2[0]) / 400
 
 
+@pytest.mark.slow
 def test_responses_are_reproducible_from_task_name_and_seed(taught_worker: LanguageWorker, tmp_path: Path) -> None:
     """The same task in two workers gives equal files; another name does not."""
     weights = []
