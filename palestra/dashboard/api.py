@@ -43,8 +43,8 @@ class DashboardApi:
 
     def runs(self, request: Request) -> Response:
         """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`."""
-        held = held_locks()
-        lines = [line for name in self.library.names() if (line := self._entry_or_error(name, held))]
+        locks = held_locks()
+        lines = [line for name in self.library.names() if (line := self._entry_or_error(name, locks))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         deadline = time.monotonic() + ALARM_BUDGET_S
         shown = [line | {"alarms": self._alarm_names(line, deadline)} for line in lines[:MAX_LISTED_RUNS]]
@@ -57,18 +57,18 @@ class DashboardApi:
         known = self._listed_alarms.get(name)
         if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
             try:
-                found = run_status.run_alarms(self._refreshed_run(name))
-                known = changed, list(dict.fromkeys(alarm.name for alarm in found))
+                alarms = run_status.run_alarms(self._refreshed_run(name))
+                known = changed, list(dict.fromkeys(alarm.name for alarm in alarms))
             except UNREADABLE:
                 known = changed, []
             self._listed_alarms[name] = known
         return known[1] if known else None
 
-    def _entry_or_error(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
+    def _entry_or_error(self, name: str, locks: dict[int, int]) -> dict[str, Any] | None:
         """Returns a run's list entry; None if the run was just removed or its files lead out of its folder. If files
         cannot be read, the entry holds the error, so that one run never hides the others."""
         try:
-            return self._entry(name, held)
+            return self._entry(name, locks)
         except (NotFound, FileNotFoundError):
             return None
         except UNREADABLE as error:
@@ -244,9 +244,9 @@ class DashboardApi:
 def base_models(run: CatalogRun) -> dict[str, str]:
     """Returns the base model of each policy; under "", the base that all members of a population share."""
     tree = run.config
-    found = {name: str(own.get("base") or "") for name, own in (tree.get("policies") or {}).items() if own}
+    bases = {name: str(policy.get("base") or "") for name, policy in (tree.get("policies") or {}).items() if policy}
     oracle = (tree.get("oracle") or {}).get("policy") or {}
-    return found | ({"": str(oracle["base"])} if "base" in oracle else {})
+    return bases | ({"": str(oracle["base"])} if "base" in oracle else {})
 
 
 def json_response(request: Request, tree: Any) -> Response:

@@ -61,8 +61,8 @@ def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: 
     if len(members) <= count:
         return list(members)
     mix = meta.marginal(player)
-    kept = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
-    return [name for name in members if name in kept]
+    chosen = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
+    return [name for name in members if name in chosen]
 
 
 def start_member(
@@ -134,8 +134,8 @@ def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
 
 def newest_snapshots(responses: Iterable[Response], players: Sequence[Player]) -> dict[Player, dict[str, str]]:
     """Returns, by player, the newest snapshot of each response in training that has one."""
-    found: dict[Player, dict[str, str]] = {player: {} for player in players}
+    snapshots: dict[Player, dict[str, str]] = {player: {} for player in players}
     for response in responses:
         if response.latest and not response.is_frozen:
-            found[response.player][response.name] = response.latest
-    return found
+            snapshots[response.player][response.name] = response.latest
+    return snapshots
