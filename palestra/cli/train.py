@@ -218,10 +218,10 @@ def _print_results(path: Path) -> None:
 def _print_population(path: Path, config: Any) -> None:
     from palestra.evaluation.report.population_plots import plot_population
 
-    print_line(f"pictures: {plot_population(path)}")
+    print_line(f"figures: {plot_population(path)}")
     if config.population.type != "xdo":  # whose members play no games
         print_cycles(path)
-        print_line(f"who beats whom: palestra league standings {shlex.quote(str(path))}")
+        print_line(f"standings: palestra league standings {shlex.quote(str(path))}")
 
 
 def _interruptible(run: Path | None) -> AbstractContextManager[None]:

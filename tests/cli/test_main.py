@@ -68,7 +68,7 @@ def test_short_help_version_and_groups():
     done = invoke("--version")
     assert done.exit_code == 0 and done.output.startswith("palestra 0.")
     text = plain(invoke("-h").output)
-    assert text.index("Train ") < text.index(" demo ") < text.index("See what was learned") < text.index(" runs ")
+    assert text.index("Train ") < text.index(" demo ") < text.index("Results") < text.index(" runs ")
     assert "--install-completion" in text
 
 

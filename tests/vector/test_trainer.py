@@ -151,7 +151,7 @@ def test_an_evaluation_called_dev_plays_other_games() -> None:
         "evals": {name: {"episodes": 8, "replays": 0} for name in ("dev", "test", "held_out")},
     }
     trainer = build_vector_run(validate(VectorConfig, tree))
-    dev, test, held_out = (trainer.evaluate(each)["returns"] for each in trainer.evals)
+    dev, test, held_out = (trainer.evaluate(-1, each)["returns"] for each in trainer.evals)
     assert test == held_out != dev
 
 

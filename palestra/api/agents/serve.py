@@ -115,7 +115,7 @@ class ServedAgent:
             raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
         prompt_ids = await self._fitting_prompt(asked.chat)
         request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
-        (sampled,) = await policy.sampler.sample(request)
+        (sampled,) = await policy.sample(request)
         read = policy.read(sampled, prompt_ids, asked.chat.tools)
         counts = (len(prompt_ids), len(sampled.token_ids))
         return ChatReply(read.text, sampled.stop_reason == "length", counts, read.thought)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from palestra.core.types import Seat, Step
 from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
 from palestra.environments.math.expressions import evaluate
-from palestra.environments.math.grader_client import MATH_GRADER
+from palestra.environments.math.grader_client import require_package
 from palestra.environments.math.grading import INCORRECT, AnswerGrade, grade_answer, grade_directly
 from palestra.environments.math.problem import Problem, ProblemKind
 from palestra.environments.math.problem_source import ProblemSource
@@ -79,7 +79,7 @@ class Math(Env):
         self.source = ProblemSource(kinds, difficulty, path, columns, reasoning, split)
         self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)
         if reasoning is None and not (self.source.is_generated and self.is_compact):
-            MATH_GRADER.require_package()
+            require_package("math")
         self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
         self._over = True
 

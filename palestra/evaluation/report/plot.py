@@ -177,7 +177,7 @@ def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: s
             axis.fill_between(group.x, *band_bounds(group.y, figure.band), color=colour, alpha=0.2, linewidth=0)
     axis.set_xlabel(x_title)
     axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+    axis.xaxis.set_major_formatter(format_compact)
     axis.set_ylabel(y_title)
     if len(groups) > 1:
         axis.legend(handlelength=1.6)

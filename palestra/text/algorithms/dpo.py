@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.groups import GroupAlgorithm, SiblingGroup
 from palestra.text.learners.base import Learner
@@ -161,7 +161,7 @@ def answered_sides(group: SiblingGroup) -> list[list[Answer]]:
 def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, mean: bool) -> list[Sample]:
     """Returns the samples of a pair. A pair's weights sum to one, however long its sides are; with `mean` each side's
     advantages are divided by its length."""
-    lengths = [sum(len(answer.token_ids) for answer in side) for side in (chosen, rejected)]
+    lengths = [sum(map(num_sampled, side)) for side in (chosen, rejected)]
     samples = []
     for side, sign, length in zip((chosen, rejected), (1.0, -1.0), lengths, strict=True):
         for answer in side:

@@ -16,7 +16,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample, skip_at_reference
 from palestra.text.algorithms.groups import SiblingGroup
 from palestra.text.algorithms.grpo_config import GRPOConfig
@@ -195,7 +195,7 @@ class GRPO(GRPOConfig):
                 node.advantages[group.seat] = credit[id(node.answers[group.seat])] = advantage
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
             answered = [answer for answer in answers if len(answer.token_ids)]
-            whole = sum(len(answer.token_ids) for answer in answered)
+            whole = sum(map(num_sampled, answered))
             added = [self._sample(answer, credit[id(answer)], whole) for answer in answered]
             if gaps and self.baseline in ("batch", "role"):
                 pasts = earlier_penalties(answered, gaps, self.kl_coef)
@@ -213,13 +213,13 @@ class GRPO(GRPOConfig):
         return replace(sample, advantages=advantages, has_gradient=learns)
 
     def _sample(self, answer: Answer, advantage: float, trajectory_tokens: int) -> Sample:
-        """Returns the sample of an answer of a trajectory with `trajectory_tokens` tokens of the seat."""
-        length = len(answer.token_ids)
+        """Returns the sample of an answer of a trajectory with `trajectory_tokens` sampled tokens of the seat."""
+        length = num_sampled(answer)
         weight = {"sequence": 1 / length, "trajectory": 1 / trajectory_tokens}.get(self.loss_aggregation, 1.0)
         regularised = self._kl_in_loss or self.entropy_coef != 0
         return build_sample(
             answer,
-            np.full(length, advantage, np.float32),
+            np.full(len(answer.token_ids), advantage, np.float32),
             weight=weight,
             denominator=self.max_completion_length if self.loss_aggregation == "constant" else None,
             has_gradient=not self._is_masked(answer) and (advantage != 0 or regularised),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.dpo import MIN_VALUE_GAP, answered_sides
 from palestra.text.algorithms.groups import GroupAlgorithm, SiblingGroup
@@ -135,7 +135,7 @@ class KTO(GroupAlgorithm):
 
 def _side_samples(side: Sequence[Answer], weight: float, number: int) -> list[Sample]:
     """Returns the samples of a side. Its tokens' weights sum to one, however long it is."""
-    length = sum(len(answer.token_ids) for answer in side)
+    length = sum(map(num_sampled, side))
     return [
         build_sample(answer, np.full(len(answer.token_ids), weight, np.float32), weight=1 / length, group=number)
         for answer in side
@@ -176,7 +176,14 @@ def _mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     sides = list(by_prompt.values())
     return [
         # a new sample, since the recorded experts (`routed_experts`) are those of the prompt's own answer
-        Sample(one.prompt_ids, other.token_ids, other.logprobs, other.advantages, one.temperature)
+        Sample(
+            one.prompt_ids,
+            other.token_ids,
+            other.logprobs,
+            other.advantages,
+            one.temperature,
+            sampling_mask=other.sampling_mask and other.sampling_mask.forced_only(),
+        )
         for own, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
         for one, other in zip(own, cycle(others), strict=False)
         if len(sides) > 1

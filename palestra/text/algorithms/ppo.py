@@ -27,7 +27,7 @@ from palestra.core.losses import (
     clipped_policy_loss,
     policy_gradient_loss,
 )
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, is_sampled, num_sampled
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
 from palestra.text.credit.estimators import explained_variance, gae, standardise
 from palestra.text.credit.importance import ImportanceSampling, add_old_logprobs
@@ -51,6 +51,13 @@ def action_sums(tokens: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
     if level == "turn":
         return np.array([values.astype(np.float64).sum() for values in tokens])
     return np.concatenate(tokens).astype(np.float64)
+
+
+def of_sampled(tokens: Sequence[np.ndarray], turns: Sequence[Sample], level: ActionLevel) -> list[np.ndarray]:
+    """Returns the arrays without the entries of tokens that were forced, which are no actions."""
+    if level == "turn":
+        return list(tokens)
+    return [own[is_sampled(turn)] for own, turn in zip(tokens, turns, strict=True)]
 
 
 def action_values(values: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
@@ -312,13 +319,13 @@ class PPO(ImportanceSampling, TextAlgorithm):
         if not samples:
             return samples, {}
         turns, metrics, level = cast("list[PPOSample]", samples), Metrics(), self.action_level
-        values_M = action_values(await learner.values(turns), level)
-        rewards_M = action_sums([turn.advantages for turn in turns], level)
+        values_M = action_values(of_sampled(await learner.values(turns), turns, level), level)
+        rewards_M = action_sums(of_sampled([turn.advantages for turn in turns], turns, level), level)
         if self.kl_coef:
-            gaps_M = action_sums(await _reference_gaps(turns, learner), level)
+            gaps_M = action_sums(of_sampled(await _reference_gaps(turns, learner), turns, level), level)
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
-        sequences = [[len(turn.token_ids) for turn in sequence] for _, sequence in groupby(turns, lambda t: t.group)]
+        sequences = [[num_sampled(turn) for turn in sequence] for _, sequence in groupby(turns, lambda t: t.group)]
         cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
         pairs = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*pair, gamma=self.gamma, gae_lambda=self.gae_lambda) for pair in pairs])
@@ -375,10 +382,18 @@ def _with_credit(
 ) -> list[Sample]:
     """Returns the samples with their advantages, values and returns (float32), no longer grouped by sequence; writes
     mean advantages to their nodes."""
-    lengths = [len(turn.token_ids) for turn in turns]
+    lengths = list(map(num_sampled, turns))
     columns = (by_token(column, lengths, level) for column in (advantages_M, values_M, returns_M))
     taught: list[Sample] = []
-    for turn, advantages, values, returns in zip(turns, *columns, strict=True):
-        turn.node.advantages[turn.seat] = float(advantages.mean())
+    for turn, *credit in zip(turns, *columns, strict=True):
+        turn.node.advantages[turn.seat] = float(credit[0].mean())
+        advantages, values, returns = (_at_sampled(column, turn) for column in credit)
         taught.append(replace(turn, group=-1, advantages=advantages, values=values, returns=returns))
     return taught
+
+
+def _at_sampled(values: np.ndarray, turn: Sample) -> np.ndarray:
+    """Returns an array [T] with the values of the sampled tokens, and 0 for those that were forced."""
+    spread = np.zeros(len(turn.token_ids), np.float32)
+    spread[is_sampled(turn)] = values
+    return spread

@@ -139,7 +139,13 @@ def _imitations(trajectories: Sequence[SeatTrajectory]) -> list[Sample]:
             node.advantages[trajectory.seat] = 1.0
             answers[id(node.answers[trajectory.seat])] = node.answers[trajectory.seat]
     return [
-        Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, np.ones(len(answer.token_ids), np.float32))
+        Sample(
+            answer.prompt_ids,
+            answer.token_ids,
+            answer.logprobs,
+            np.ones(len(answer.token_ids), np.float32),
+            sampling_mask=answer.sampling_mask and answer.sampling_mask.forced_only(),
+        )
         for answer in answers.values()
     ]
 
