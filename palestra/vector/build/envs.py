@@ -22,9 +22,9 @@ def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorE
     options = validate_env_options(
         cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
     )
-    made = cls(**options)
-    assert isinstance(made, VectorEnv)
-    return made
+    built = cls(**options)
+    assert isinstance(built, VectorEnv)
+    return built
 
 
 def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, int]:
@@ -33,17 +33,17 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
     Raises ValueError if the copies cannot be divided equally.
     """
     env = make_vector_env(config.env)
-    parts = config.num_actors or config.num_processes
-    if env.num_envs % parts:
+    shares = config.num_actors or config.num_processes
+    if env.num_envs % shares:
         raise ValueError(
-            f"{env.num_envs} games cannot be shared by {parts} processes: set env.num_envs to a multiple of {parts}"
+            f"{env.num_envs} games cannot be shared by {shares} processes: set env.num_envs to a multiple of {shares}"
         )
-    own = env.num_envs // (config.num_actors or num_processes)
-    whole = env.num_envs // (config.num_actors or 1)
-    if own == env.num_envs:
-        return env, whole
+    share_size = env.num_envs // (config.num_actors or num_processes)
+    covered = env.num_envs // (config.num_actors or 1)
+    if share_size == env.num_envs:
+        return env, covered
     env.close()
-    return make_vector_env(config.env, own), whole
+    return make_vector_env(config.env, share_size), covered
 
 
 def seed_notes(env: VectorEnv) -> list[str]:
@@ -51,9 +51,9 @@ def seed_notes(env: VectorEnv) -> list[str]:
     different games."""
     seeds = np.arange(env.num_envs)
     first = env.reset(seeds).copy()
-    if part := find_difference(env.reset(seeds), first):
+    if field := find_difference(env.reset(seeds), first):
         return [
-            f'env "{env.label}" begins other games when it is reset to the same seeds ({part} differ): results cannot '
+            f'env "{env.label}" begins other games when it is reset to the same seeds ({field} differ): results cannot '
             "be repeated, and a resume begins its games anew. Draw all randomness from the seed of reset to avoid that"
         ]
     return []
