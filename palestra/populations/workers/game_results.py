@@ -46,8 +46,8 @@ def opponent_results(
     totals: dict[str, dict[str, float]] = {}
     for place in range(members.shape[1]):
         for number in np.unique(members[:, place]):
-            met = members[:, place] == number
-            _add(totals.setdefault(names[number], {}), own[met], theirs[met, place])
+            against = members[:, place] == number
+            _add(totals.setdefault(names[number], {}), own[against], theirs[against, place])
     return {name: _opponent_result(total) for name, total in totals.items()}
 
 
@@ -68,12 +68,12 @@ def _opponent_result(total: Mapping[str, float]) -> OpponentResult:
 
 
 def _add(total: dict[str, float], own: np.ndarray, theirs: np.ndarray) -> None:
-    found = {
+    sums = {
         "games": len(own),
         "return": float(own.sum()),
         "square": float(np.square(own).sum()),
         "wins": int((own > theirs).sum()),
         "draws": int((own == theirs).sum()),
     }
-    for key, value in found.items():
+    for key, value in sums.items():
         total[key] = total.get(key, 0) + value
