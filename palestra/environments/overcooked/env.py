@@ -154,8 +154,8 @@ class Overcooked(NativeEnv):
         if tile == COUNTER and lying in ITEM_COLOURS:
             canvas.disc(x, y, 0.2, ITEM_COLOURS[lying])
         elif tile in (ONIONS, PLATES):
-            for aside in (-0.28, 0.0, 0.28):
-                canvas.disc(x + aside, y, 0.14, AMBER if tile == ONIONS else WHITE)
+            for shift in (-0.28, 0.0, 0.28):
+                canvas.disc(x + shift, y, 0.14, AMBER if tile == ONIONS else WHITE)
         elif tile == POT:
             pot = self.kitchen.pot_C[cell]
             onions, left = self.internal_state["onions"][game, pot], self.internal_state["cooking"][game, pot]
