@@ -213,12 +213,12 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
 def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
-    paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
-    own = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
-    total = sum(max(0.0, value) for value in own.values())
-    if len(own) < 2 or total < 0.05:
+    paid = {name: values for name, values in policies.items() if np.any(values.get("local_reward", np.zeros(0)) != 0)}
+    values = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
+    total = sum(max(0.0, value) for value in values.values())
+    if len(values) < 2 or total < 0.05:
         return
-    for name, value in own.items():
+    for name, value in values.items():
         if value / total >= DOMINANT_REWARD_SHARE:
             yield Alarm(
                 "one seat carries the team",

@@ -74,15 +74,15 @@ class DashboardApi:
         except UNREADABLE as error:
             return run_status.unreadable_entry(name, error)
 
-    def _entry(self, name: str, held: dict[int, int]) -> dict[str, Any]:
+    def _entry(self, name: str, locks: dict[int, int]) -> dict[str, Any]:
         """Returns a run's list entry; cached while its logs are unchanged."""
         run = self.library.run(name)
         stamp = run_status.file_stamp(run.path)
         known, line = self._lines.get(name, ((), {}))
         if known != stamp:
-            line = run_status.list_entry(run, held)
+            line = run_status.list_entry(run, locks)
             self._lines[name] = (stamp, line)
-        return line | {"status": run_status.status(run, line["done"], line["total"], held)}
+        return line | {"status": run_status.status(run, line["done"], line["total"], locks)}
 
     def curves(self, request: Request) -> Response:
         """Returns curves of metrics of one or several runs; see `curve_queries.CurveQuery` for the query."""
@@ -148,8 +148,8 @@ class DashboardApi:
         fitting = episode_filter.matching_rows(columns, query)
         head = {"of": len(columns), "fit": len(fitting), "unread": unread}
         if query.text and len(fitting):
-            found, end = episode_filter.search_text(run.file("episodes"), columns, fitting, query)
-            return json_response(request, head | {"rows": episode_filter.page_rows(columns, found), "searched": end})
+            rows, end = episode_filter.search_text(run.file("episodes"), columns, fitting, query)
+            return json_response(request, head | {"rows": episode_filter.page_rows(columns, rows), "searched": end})
         shown = episode_filter.page_rows(columns, fitting[query.first : query.first + query.count])
         return json_response(
             request, head | {"rows": shown, "spread": episode_filter.return_histogram(columns, fitting)}
@@ -159,11 +159,11 @@ class DashboardApi:
         """Returns the tree of an episode. With `line=NODE`, or `line=played` for the node where play ended, also the
         texts on the path to that node, so that a page needs one request to open."""
         run, step, episode = self._episode(request)
-        found = trees.tree_view(run.file(step), episode)
-        if (asked := request.query_params.get("line")) and found["nodes"]:
-            node = trees.last_played_node(found["nodes"]) if asked == "played" else int(asked)
-            found |= {"at": node, "line": trees.path_texts(run.file(step), episode, node)}
-        return json_response(request, found)
+        view = trees.tree_view(run.file(step), episode)
+        if (asked := request.query_params.get("line")) and view["nodes"]:
+            node = trees.last_played_node(view["nodes"]) if asked == "played" else int(asked)
+            view |= {"at": node, "line": trees.path_texts(run.file(step), episode, node)}
+        return json_response(request, view)
 
     def words(self, request: Request) -> Response:
         """Returns observations and answers on the path from the root to a node."""
