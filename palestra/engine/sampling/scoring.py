@@ -176,8 +176,8 @@ def _gather_logprobs(
         route = _route(engine, [adapter], [rows.stop - rows.start])
         logp_CV = torch.log_softmax(widen(engine.head_logits(hidden_SH[rows], route)), -1)
         mine = order[slice(*np.searchsorted(row_A, [rows.start, rows.stop], sorter=order))]
-        found = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
-        logp_A[mine] = found.cpu().numpy()
+        logp = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
+        logp_A[mine] = logp.cpu().numpy()
         if k:
             logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
     return logp_A, ids_Sk, logps_Sk.astype(np.float32)

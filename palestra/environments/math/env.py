@@ -303,13 +303,13 @@ def _full(turn: MathTurn, seat: Seat) -> str:
     return "\n".join(_quote_reply(who, reply, who == seat) for who, reply in turn.items())
 
 
-def _quote_reply(who: Seat, reply: Reply, own: bool) -> str:
+def _quote_reply(who: Seat, reply: Reply, is_own: bool) -> str:
     if who == "tool":
         came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
-        whose = "Your" if own else "The tool user's"
+        whose = "Your" if is_own else "The tool user's"
         return f"{whose} program:\n```python\n{reply.text[-MAX_QUOTE_CHARS:]}\n```\n{came}"
     answer = reply.answer or "none was found: end with #### and the answer"
-    return f"{'You' if own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
+    return f"{'You' if is_own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
 
 
 # ---- the tool seat's Python: a program that prints an answer, or a single expression

@@ -102,13 +102,13 @@ def gain_error(
 ) -> float | None:
     """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
     standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
-    met, seat = list(result.opponents.values()), meta.seats.index(response.player)
-    games = sum(own.games for own in met)
+    opponents, seat = list(result.opponents.values()), meta.seats.index(response.player)
+    games = sum(own.games for own in opponents)
     if games < 2:
         return None
     mean, square = (
-        sum(own.games * value for own, value in zip(met, values, strict=True)) / games
-        for values in ([own.mean_return for own in met], [own.mean_squared_return for own in met])
+        sum(own.games * value for own, value in zip(opponents, values, strict=True)) / games
+        for values in ([own.mean_return for own in opponents], [own.mean_squared_return for own in opponents])
     )
     joint, error = meta.joint, stderr[seat]
     if response.recommended:

@@ -112,10 +112,10 @@ def uniform_policy(tree: GameTree) -> np.ndarray:
 def realization_plan(tree: GameTree, policy: np.ndarray) -> np.ndarray:
     """Returns the realisation plan float64 [S]: the product of the player's own action probabilities along each
     sequence (von Stengel, 1996)."""
-    made = np.empty(tree.num_sequences)
+    plan = np.empty(tree.num_sequences)
     for player in range(tree.num_players):
-        write_realization_plan(made, tree, policy, player)
-    return made
+        write_realization_plan(plan, tree, policy, player)
+    return plan
 
 
 def write_realization_plan(plan_out: np.ndarray, tree: GameTree, policy: np.ndarray, player: int) -> None:

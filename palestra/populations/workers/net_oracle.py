@@ -110,11 +110,11 @@ class OpponentStats:
     def result(self, env_steps: int) -> TrainResult:
         """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
         returns, members = np.concatenate(self.returns), np.concatenate(self.members)
-        own, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
+        ours, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
         return TrainResult(
             env_steps=env_steps,
-            mean_return=mean_return(own),
-            opponents=opponent_results(own, theirs, members, self.names),
+            mean_return=mean_return(ours),
+            opponents=opponent_results(ours, theirs, members, self.names),
             metrics=dict(mean_metrics(self.metrics)),
         )
 

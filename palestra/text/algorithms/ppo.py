@@ -57,7 +57,7 @@ def of_sampled(tokens: Sequence[np.ndarray], turns: Sequence[Sample], level: Act
     """Returns the arrays without the entries of tokens that were forced, which are no actions."""
     if level == "turn":
         return list(tokens)
-    return [own[is_sampled(turn)] for own, turn in zip(tokens, turns, strict=True)]
+    return [values[is_sampled(turn)] for values, turn in zip(tokens, turns, strict=True)]
 
 
 def action_values(values: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:

@@ -68,20 +68,20 @@ def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algori
     games, horizon = _number(env.get("num_envs")), algorithm.rollout_length + 1
     if games < 1:
         raise ValueError(f"env.num_envs is {games}: set it to 1 or more")
-    kept = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
+    capacity = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
     wide = [max(one.hidden) ** 2 if len(one.hidden) > 1 else one.hidden[0] for one in nets]
     check_fits_memory(
         16 * sum(wide), "networks, with gradients and Adam's moments,", "make policies' hidden layers smaller"
     )
     check_fits_memory(8 * games, f"env.num_envs: {games:,}", "play fewer games at once")
-    moment = _moment(env) if games * horizon + kept > MEASURE_ABOVE else 8
+    moment = _moment(env) if games * horizon + capacity > MEASURE_ABOVE else 8
     check_fits_memory(
         moment * games * horizon,
         f"a rollout of {games:,} games and {horizon - 1:,} steps",
         "lower algorithm.rollout_length or env.num_envs",
     )
     check_fits_memory(
-        moment * kept, f"a buffer of {kept:,} transitions", "lower algorithm.buffer_size (nfsp: reservoir_size)"
+        moment * capacity, f"a buffer of {capacity:,} transitions", "lower algorithm.buffer_size (nfsp: reservoir_size)"
     )
 
 

@@ -168,9 +168,9 @@ class EpisodeStats:
         int64 and `success [G]` bool (empty if the env reports none), oldest first."""
         seats = self.returns.shape[1]
         nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
-        parts = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
+        columns = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
         self._ended.clear()
-        return dict(zip(("game", "returns", "lengths", "success"), parts, strict=True))
+        return dict(zip(("game", "returns", "lengths", "success"), columns, strict=True))
 
 
 class FinalObservations:
