@@ -79,8 +79,8 @@ def _returns(logs: RunLogs) -> Chart:
     several."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
-        whole = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
-        curves.append(_with_interval(logs, _eval_name(logs, name), whole, "return"))
+        points = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
+        curves.append(_with_interval(logs, _eval_name(logs, name), points, "return"))
         seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
         curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
     curves += _smoothed_curves(training_return_label(logs.config), logs.series(logs.team, "return"))
@@ -92,12 +92,12 @@ def _eval_name(logs: RunLogs, name: str) -> str:
 
 
 def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:
-    own = [
+    points = [
         {"step": line["step"], "own": line["returns"][seat], "half": line.get("returns_ci95", {}).get(seat) or 0.0}
         for line in lines
         if line.get("returns", {}).get(seat) is not None
     ]
-    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", own, "own")
+    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", points, "own")
 
 
 def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:
@@ -111,8 +111,8 @@ def _rewards(logs: RunLogs) -> Chart:
     curves = []
     for name, lines in logs.policies.items():
         paid = [line for line in lines if "team_reward" in line and "local_reward" in line]
-        team, own = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
-        curves.append(ChartCurve(name, Series(team.x, smooth(team.y + own.y))))
+        team, local = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
+        curves.append(ChartCurve(name, Series(team.x, smooth(team.y + local.y))))
     return Chart("reward of an answer (team + own)", curves, logs.x_title)
 
 
