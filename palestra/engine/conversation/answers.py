@@ -72,6 +72,8 @@ class AnswerForm:
     """Special token that ends an answer; empty if there is none."""
     call_end: str = ""
     """Special token that ends an answer with calls."""
+    blank_end: str = ""
+    """White space that the template writes after an answer, if no special token follows there."""
     thought: ThoughtMarks | None = None
     """Marks of a thought; None if the template shows none."""
     starts: tuple[str, ...] = ()
@@ -195,7 +197,8 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
     thought, after_thought = _thought_marks(renderer)
     before = {start.strip() if marked else "", after_thought} - {""}
     starts = [*sorted(before, key=len, reverse=True), *([start] if start.isspace() else [])]
-    form = AnswerForm(end, end, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
+    blank = tail if tail.isspace() else ""
+    form = AnswerForm(end, end, blank, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
     texts = _call_texts(renderer, form)
     calls = _call_reader(renderer, form, texts, tail)
     if calls is None:

@@ -23,7 +23,14 @@ from palestra.engine.conversation.answers import (
     find_answer_form,
     inline_thought,
 )
-from palestra.engine.conversation.rendering import FIRST_KEY, TEXT_MARK, THOUGHT_MARK, Renderer, TemplateRefusal
+from palestra.engine.conversation.rendering import (
+    ASKED,
+    FIRST_KEY,
+    TEXT_MARK,
+    THOUGHT_MARK,
+    Renderer,
+    TemplateRefusal,
+)
 from palestra.engine.forward.tree_attention import common_prefix
 
 HistoryThoughts = Literal["template", "keep"]
@@ -61,6 +68,22 @@ class ChatEncoder:
     def form(self) -> AnswerForm:
         """The form of the base's answers."""
         return find_answer_form(self.renderer)
+
+    @property
+    def drops_thoughts(self) -> bool:
+        """True if later prompts may have an earlier answer in another form, without its thought."""
+        return self.history_thoughts == "template" and self.form.rewrites_answers
+
+    def check_template(self) -> None:
+        """Raises ValueError if the chat template does not take one message of a user without tools. It does not write
+        what its form is found by then, and would refuse the first prompt."""
+        try:
+            self.renderer.render([ASKED])
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (a template that takes nothing but conversations with tools, such as tool_use, cannot be "
+                "used alone): set chat_template to another of the base's own by name, or to a .jinja file"
+            ) from None
 
     # ---- prompts
 
@@ -106,7 +129,16 @@ class ChatEncoder:
                 return np.concatenate([earlier, sampled, between[ends[last] + 1 :]])
         else:
             sampled = answer[:-1]
-        return np.concatenate([earlier, sampled, between])
+        return np.concatenate([earlier, sampled, self._without_repeated_end(sampled, between)])
+
+    def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
+        """Returns what follows an answer, without the white space that ends both it and each turn of a template that
+        has no special token for that."""
+        text, end = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False), self.form.blank_end
+        repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")
+        if not repeated:
+            return between
+        return self.encode_text(self.tokenizer.decode(between, skip_special_tokens=False).removeprefix(repeated))
 
     def _leading_special_ids(self, ids: np.ndarray) -> dict[int, int]:
         """Returns the special tokens with which `ids` begins, after white space, and their indices."""
@@ -135,7 +167,7 @@ class ChatEncoder:
         template writes the answer differently once it is an earlier turn (without its thought), else None."""
         before, offered, answers, added = map(json.loads, (earlier, tools, message, new))
         between = self.encode_text(self.between(before, offered, answers[0], added))
-        if self.history_thoughts == "keep" or not self.form.rewrites_answers:
+        if not self.drops_thoughts:
             return between, None
         whole = self.renderer.render([*before, *answers, *added], offered)
         finished = self.renderer.render([*before, *answers], offered, generate=False)
