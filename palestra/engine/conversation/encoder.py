@@ -108,7 +108,9 @@ class ChatEncoder:
     def encode_next_turn(self, earlier: Chat, answer: Answer, new: Sequence[Json]) -> np.ndarray:
         """Returns the prompt [P] int32 of a later turn: `earlier` is the conversation to which `answer` was given, and
         `new` are the messages since. The answer's end appears once, whether or not it was sampled."""
-        message = parse_assistant_message(answer.text)
+        message: Json = {"role": "assistant", "content": answer.text}
+        if self.renderer.form.has_calls:
+            message = parse_assistant_message(answer.text)
         if answer.thought:
             message["reasoning_content"] = answer.thought
         keys = _cache_key(earlier.messages), _cache_key(earlier.tools), _cache_key([message]), _cache_key(new)
