@@ -168,38 +168,38 @@ class ChatEncoder:
         """Returns the tokens between an answer and the next one; and the text of the whole new prompt where the
         template writes the answer differently once it is an earlier turn (without its thought), else None."""
         before, offered, answers, added = map(json.loads, (earlier, tools, message, new))
-        between = self.encode_text(self.between(before, offered, answers[0], added))
-        if not self.drops_thoughts:
-            return between, None
-        whole = self.renderer.render([*before, *answers, *added], offered)
-        finished = self.renderer.render([*before, *answers], offered, generate=False)
-        thought = self.renderer.harmless(answers[0].get("reasoning_content", ""))
-        is_kept = thought in finished and whole.startswith(self.renderer.without_specials(finished).rstrip())
-        return between, None if is_kept and finished.startswith(self.renderer.render(before, offered)) else whole
-
-    def between(self, earlier: list[Json], tools: list[Json], answer: Json, new: Sequence[Json]) -> str:
-        """Returns what the template writes between the content or the calls of `answer` and the next answer. Raises
-        ValueError if it leaves out what a new message says."""
         if not self.renderer.has_template:
-            return "".join(f"\n{message['content']}" for message in map(to_template_message, new))
-        marked = self._marked(answer)
-        whole = self.renderer.render([*earlier, marked, *new], tools)
-        after = whole.partition(TEXT_MARK)[2]
-        if "tool_calls" in marked:
-            finished = self.renderer.render([*earlier, marked], tools, generate=False).partition(TEXT_MARK)[2]
-            after = after.removeprefix(self.renderer.without_specials(finished))
-        self._check_shown(new, after)
-        return after
+            lines = (f"\n{message['content']}" for message in map(to_template_message, added))
+            return self.encode_text("".join(lines)), None
+        marked, is_kept = self._marked(answers[0]), True
+        start, _, between = self.renderer.render([*before, marked, *added], offered).partition(TEXT_MARK)
+        if "tool_calls" in marked or self.drops_thoughts:
+            finished = self.renderer.render([*before, marked], offered, generate=False)
+            same, _, end = self.renderer.without_specials(finished).partition(TEXT_MARK)
+            is_kept = start == same and between.startswith(end.rstrip())
+            between = between.removeprefix(end) if "tool_calls" in marked else between
+        self._check_shown(added, between)
+        if self.drops_thoughts and not (is_kept and self._follows_prompt(before, offered, answers[0], start)):
+            return self.encode_text(between), self.renderer.render([*before, *answers, *added], offered)
+        return self.encode_text(between), None
+
+    def _follows_prompt(self, before: list[Json], tools: list[Json], answer: Json, start: str) -> bool:
+        """Returns whether `start`, what the template writes before an answer's content, begins with the prompt to which
+        it was given, and has its thought."""
+        thought = self.renderer.harmless(answer.get("reasoning_content", ""))
+        return thought in start and start.startswith(self.renderer.render(before, tools))
 
     def _marked(self, answer: Json) -> Json:
-        """Returns an answer with a mark in place of its content, or of its last call's arguments, and no thought."""
+        """Returns an answer with a mark in place of its content, or of its last call's arguments."""
+        thought = answer.get("reasoning_content", "") if self.renderer.form.thought_key else ""
+        said = {"role": "assistant", "content": TEXT_MARK, "reasoning_content": thought}
         calls = answer.get("tool_calls")
         if not calls or not self.renderer.form.has_calls:
-            return {"role": "assistant", "content": TEXT_MARK}
+            return said
         last = calls[-1]
         marked = {**last, "function": {**last["function"], "arguments": {FIRST_KEY: TEXT_MARK}}}
         kept = [*calls[:-1], marked] if self.renderer.form.has_many_calls else [marked]
-        return {"role": "assistant", "content": "", "tool_calls": kept}
+        return said | {"content": "", "tool_calls": kept}
 
     def _check_shown(self, messages: Sequence[Json], text: str) -> None:
         for message in messages:
