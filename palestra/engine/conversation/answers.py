@@ -16,11 +16,9 @@ from palestra.core.chat import (
     TOOL_CALL_PATTERN,
     Json,
     ToolCall,
-    parse_assistant_message,
     render_tool_call,
-    tool_calls_of,
 )
-from palestra.engine.conversation.calls import CallReader, call_readers
+from palestra.engine.conversation.calls import CallReader, CommonCalls, call_readers
 from palestra.engine.conversation.rendering import (
     ASKED,
     FIRST_KEY,
@@ -84,8 +82,11 @@ class AnswerForm:
     """An example of calls, as the template writes them."""
     rewrites_answers: bool = False
     """An answer is written differently once another turn follows: earlier thoughts are dropped."""
-    has_common_calls: bool = True
-    """Calls have the form in which envs get them, so that a text need not be rewritten."""
+
+    @property
+    def has_common_calls(self) -> bool:
+        """True if calls have the form in which envs get them, so that a text need not be rewritten."""
+        return isinstance(self.calls, CommonCalls)
 
     @property
     def marks(self) -> str:
@@ -204,7 +205,7 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
     if calls is None:
         return form
     call_end = _call_end(renderer, texts) or end
-    return replace(form, calls=calls, call_end=call_end, call_text=texts[0], has_common_calls=_is_common(renderer))
+    return replace(form, calls=calls, call_end=call_end, call_text=texts[0])
 
 
 def leading_specials(renderer: Renderer, text: str) -> list[str]:
@@ -323,12 +324,6 @@ def _call_end(renderer: Renderer, texts: Sequence[str]) -> str:
     except ValueError:
         return ""
     return "".join(leading_specials(renderer, whole.removeprefix(finished.rstrip()))[:1]) if whole != finished else ""
-
-
-def _is_common(renderer: Renderer) -> bool:
-    """Returns whether the template writes calls as `palestra.core.chat` reads them."""
-    text = answer_text(renderer, probe_call(PROBE_ARGUMENTS), renderer.probe_tools) or ""
-    return tool_calls_of(parse_assistant_message(text)) == [ToolCall(TOOL_NAME, dict(PROBE_ARGUMENTS))]
 
 
 def end_tokens(tokenizer: Any, options: dict[str, Any] | None = None) -> set[int]:
