@@ -16,11 +16,11 @@ export interface Section {
 
 const NAMES: [string, string, string, string[]][] = [
   ["Outcome", "success (held-out evaluations and training)", "share of episodes", ["metrics/success", "evals/success"]],
-  ["Outcome", "return (held-out evaluations and training)", "reward an episode", ["metrics/return", "evals/return"]],
-  ["Outcome", "return of the team", "reward an episode", ["metrics/team_return", "evals/team_return"]],
+  ["Outcome", "return (held-out evaluations and training)", "reward per episode", ["metrics/return", "evals/return"]],
+  ["Outcome", "return of the team", "reward per episode", ["metrics/team_return", "evals/team_return"]],
   ["Outcome", "NashConv", "reward, all players together", ["metrics/nash_conv"]],
   ["Outcome", "exploitability", "reward, mean over players", ["metrics/exploitability"]],
-  ["Outcome", "gap to an equilibrium of the payoff table", "reward", ["metrics/gap"]],
+  ["Outcome", "equilibrium gap of the payoff table", "reward", ["metrics/gap"]],
   ["Outcome", "value of the game to each player", "reward a game", ["metrics/value"]],
   ["Outcome", "win rate", "share of games", ["metrics/win_rate"]],
   ["Outcome", "win rate against the worst", "share of games", ["metrics/worst_win_rate"]],
@@ -46,9 +46,9 @@ const NAMES: [string, string, string, string[]][] = [
   ["Learning", "learning rate", "step size", ["metrics/lr"]],
   ["Learning", "members", "members", ["metrics/members"]],
   ["Learning", "games played", "games", ["metrics/games"]],
-  ["Speed", "sampled tokens", "tokens a second", ["timings/tokens_per_s"]],
-  ["Speed", "answers", "answers a second", ["timings/answers_per_s"]],
-  ["Speed", "env steps", "env steps a second", ["timings/env_steps_per_s"]],
+  ["Speed", "sampled tokens", "tokens/s", ["timings/tokens_per_s"]],
+  ["Speed", "answers", "answers/s", ["timings/answers_per_s"]],
+  ["Speed", "env steps", "env steps/s", ["timings/env_steps_per_s"]],
   ["Speed", "CPU time of rollouts", "CPU seconds a step", ["timings/rollout_cpu_s"]],
   ["Speed", "CPU time of training", "CPU seconds a step", ["timings/train_cpu_s"]],
   ["Machine", "CPU use of the run's process", "% of a core", ["timings/cpu_percent"]],
@@ -81,9 +81,9 @@ export function sections(logs: Logs[], phases: string[]): Section[] {
 }
 
 function other(metric: string, key: string): [string, Panel] {
-  if (metric.startsWith("evals/returns/")) return ["Rewards by part", { title: `held-out return of ${key.slice(8)}`, unit: "reward an episode", metrics: [metric] }];
+  if (metric.startsWith("evals/returns/")) return ["Rewards by part", { title: `held-out return of ${key.slice(8)}`, unit: "reward per episode", metrics: [metric] }];
   if (metric.startsWith("metrics/reward/")) return ["Rewards by part", { title: `own reward of an answer: ${key.slice(7)}`, unit: "reward", metrics: [metric] }];
-  const unit = key.endsWith("_per_s") ? "a second" : key.endsWith("_s") ? "seconds" : key.endsWith("_fraction") ? "share" : "";
+  const unit = key.endsWith("_per_s") ? "per second" : key.endsWith("_s") ? "seconds" : key.endsWith("_fraction") ? "share" : "";
   const title = key.replace(/_(per_s|s|fraction)$/, "").replaceAll("_", " ");
   return ["Other metrics", { title: `${title}${LOGS[metric.split("/")[0]] ?? ""}`, unit, metrics: [metric] }];
 }

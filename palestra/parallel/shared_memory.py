@@ -111,10 +111,9 @@ class ProcessRank:
 
 def all_gather(item: Any) -> list[Any]:
     """Returns every process's `item`, in rank order. All processes must call it; `item` must be picklable. Raises
-    RunFailed if another process died."""
+    RuntimeError if another process died, which `explain_dead_process` explains."""
     things: list[Any] = [None] * dist.get_world_size()
-    with explain_dead_process():
-        dist.all_gather_object(things, item)
+    dist.all_gather_object(things, item)
     return things
 
 

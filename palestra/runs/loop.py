@@ -1,8 +1,8 @@
 """The training loop of every run: collect, update, log, evaluate, checkpoint, stop.
 
-A trainer (`TrainerProtocol`) does the work of one kind of run: text.py trains language agents, async_rollouts.py does
-so while episodes are played ahead, vector.py trains networks in vectorised envs. This module imports neither torch nor
-any concrete env, algorithm or backend.
+A trainer (`Trainer`) does the work of one kind of run: text/training/trainer.py trains language agents,
+text/training/async_rollouts.py does so while episodes are played ahead, vector/trainer.py trains networks in vectorised
+envs. This module imports neither torch nor any concrete env, algorithm or backend.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from palestra.core.tracing import end_shared_span, shared_span, span
 from palestra.core.types import Episode, Metrics
@@ -80,9 +80,13 @@ class RunProtocol(Protocol):
     ) -> Any: ...
 
 
-class TrainerProtocol(Protocol):
+Collected = TypeVar("Collected")
+Update = TypeVar("Update")
+
+
+class Trainer(Protocol[Collected, Update]):
     """Protocol of a trainer: one step of a run of its kind, and its checkpoints. The loop calls `collect`, `update`
-    and, for logged steps, `log`, all inside `open`.
+    and, for logged steps, `log`, all inside `open`, and passes on what each returns.
 
     Evaluations, checkpoints and stops happen only after logged steps: after every `log_every` steps and the last.
     """
@@ -126,22 +130,23 @@ class TrainerProtocol(Protocol):
         """Context for the steps from `run.next_step` on; holds the processes and event loops that they need."""
         ...
 
-    def collect(self, step: int) -> None:
-        """Plays the episodes or the rollout of `step`."""
+    def collect(self, step: int) -> Collected:
+        """Plays and returns the episodes or the rollout of `step`."""
         ...
 
-    def update(self, step: int) -> None:
-        """Trains the policies on what `collect` played. Raises RunFailed if training cannot continue."""
+    def update(self, step: int, collected: Collected) -> Update:
+        """Trains the policies on what `collect` returned; returns what is logged of the step. Raises RunFailed if
+        training cannot continue."""
         ...
 
-    def log(self, step: int) -> Mapping[str, Metrics]:
-        """Writes metrics and timings since the last logged step to the run. Returns the metrics by policy, and those
-        of all together as "team"."""
+    def log(self, step: int, updates: Sequence[Update]) -> Mapping[str, Metrics]:
+        """Writes metrics and timings of the steps since the last logged one, of which `updates` are the results, to
+        the run. Returns the metrics by policy, and those of all together as "team"."""
         ...
 
-    def evaluate(self, evaluation: Any) -> dict[str, Any]:
-        """Plays one of `evals` with the current weights. Returns its metrics. Raises RunFailed if too many episodes
-        failed."""
+    def evaluate(self, step: int, evaluation: Any) -> dict[str, Any]:
+        """Plays one of `evals` after `step` with the current weights. Returns its metrics. Raises RunFailed if too
+        many episodes failed."""
         ...
 
     def save(self, step: int, folder: Path) -> None:
@@ -158,7 +163,7 @@ class TrainerProtocol(Protocol):
 
 
 def run_training(
-    trainer: TrainerProtocol,
+    trainer: Trainer[Collected, Update],
     run: RunProtocol,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -179,21 +184,18 @@ def run_training(
     callback = callback or Callback()
     any_rank = any_rank or (lambda flag: any(trainer.all_gather(flag)))
     saved_at = time.monotonic()
+    updates: list[Update] = []  # since the last logged step
     with trainer.open(run, callback):
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
         for step in range(run.next_step, trainer.steps):
-            with step_span(step):
-                with span("collect"):
-                    trainer.collect(step)
-                with span("update"):
-                    trainer.update(step)
-            end_shared_span(f"step {step}")
+            updates.append(train_step(trainer, step))
             done = step + 1
             last = done == trainer.steps
             if done % trainer.log_every and not last:
                 continue
-            callback.on_step(step, trainer.log(step))
+            callback.on_step(step, trainer.log(step, updates))
+            updates.clear()
             play_evals(trainer, run, step, callback)
             run.sync()
             stopping = any_rank(should_stop()) and not last
@@ -208,32 +210,43 @@ def run_training(
     return True
 
 
+def train_step(trainer: Trainer[Collected, Update], step: int) -> Update:
+    """Collects the data of `step` and trains on them; returns what is logged of the step."""
+    with step_span(step):
+        with span("collect"):
+            collected = trainer.collect(step)
+        with span("update"):
+            update = trainer.update(step, collected)
+    end_shared_span(f"step {step}")
+    return update
+
+
 def step_span(step: int) -> AbstractContextManager[Any]:
     """Context in which the span of `step` is current; it begins with the first episode that the step trains on."""
     return shared_span(f"step {step}", "step", step=step)
 
 
 def play_evals(
-    trainer: TrainerProtocol, run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
+    trainer: Trainer[Any, Any], run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
 ) -> None:
     """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
     run."""
     for evaluation in trainer.evals:
         if not due_only or evaluation.is_due(step, trainer.steps):
             with span("evaluate", evaluation=evaluation.name, step=step):
-                metrics = trainer.evaluate(evaluation)
+                metrics = trainer.evaluate(step, evaluation)
             run.log_eval(step, evaluation.name, metrics)
             callback.on_eval(step, evaluation.name, metrics)
 
 
-def save_checkpoint(trainer: TrainerProtocol, run: RunProtocol, step: int, *, keep: bool) -> None:
+def save_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol, step: int, *, keep: bool) -> None:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
     with span("checkpoint", step=step):
         run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
 
 
-def restore_checkpoint(trainer: TrainerProtocol, run: RunProtocol) -> int:
+def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
     """Restores the run and the trainer from the newest intact checkpoint. Returns the next step to train.
 
     Raises ValueError if the run has checkpoints and none can be loaded.
@@ -258,6 +271,16 @@ class PhaseTimer:
         wall, cpu = read_clocks()
         self.wall_s[phase] = self.wall_s.get(phase, 0.0) + wall - start[0]
         self.cpu_s[phase] = self.cpu_s.get(phase, 0.0) + cpu - start[1]
+
+    @classmethod
+    def sum(cls, timers: Sequence[PhaseTimer]) -> PhaseTimer:
+        """Returns a timer with the seconds of all `timers`."""
+        total = cls()
+        for timer in timers:
+            for phase, seconds in timer.wall_s.items():
+                total.wall_s[phase] = total.wall_s.get(phase, 0.0) + seconds
+                total.cpu_s[phase] = total.cpu_s.get(phase, 0.0) + timer.cpu_s[phase]
+        return total
 
     def metrics(self) -> Metrics:
         """Returns the seconds as metrics `<phase>_s` (wall clock) and `<phase>_cpu_s`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +22,13 @@ from palestra.runs.headline import DEV_EVAL
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
 from palestra.vector.policies.base import VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
-from palestra.vector.rollouts.metrics import EndedEpisodes, VectorMetrics, all_episodes_done, evaluation_metrics
+from palestra.vector.rollouts.metrics import (
+    EndedEpisodes,
+    VectorUpdate,
+    all_episodes_done,
+    evaluation_metrics,
+    training_metrics,
+)
 from palestra.vector.rollouts.replay_recorder import ReplayRecorder
 from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
 
@@ -78,6 +84,13 @@ class VectorEval(Evaluation):
     replays: int = 0
 
 
+class CollectedRollout(NamedTuple):
+    """One rollout, whose arrays are valid until the next one, and the time it took."""
+
+    batch: RolloutBatch
+    timer: PhaseTimer
+
+
 FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
 
 
@@ -113,12 +126,7 @@ class VectorTrainer:
     notes: Sequence[str] = ()  # about the env, to be printed before training
     resume_notes: list[str] = field(default_factory=list)  # about the checkpoint, likewise; set by `load`
 
-    # Set while the trainer is open: the run, the newest rollout, and metrics and times since the last logged step.
-    run: RunProtocol = field(init=False, repr=False)
-    step: int = field(init=False, repr=False)  # the last one collected, -1 before the first
-    batch: RolloutBatch = field(init=False, repr=False)
-    totals: VectorMetrics = field(init=False, repr=False)
-    timer: PhaseTimer = field(init=False, repr=False)
+    run: RunProtocol = field(init=False, repr=False)  # set while the trainer is open
 
     @property
     def policy_names(self) -> list[str]:
@@ -145,8 +153,7 @@ class VectorTrainer:
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """Context in which the run is trained; ends the envs and the other processes. Raises RunFailed if one of the
         processes died."""
-        self.run, self.step = run, run.next_step - 1
-        self._reset_metrics()
+        self.run = run
         try:
             with explain_dead_process(f"palestra train --resume {run.path}"):
                 yield
@@ -160,40 +167,44 @@ class VectorTrainer:
         for evaluation in self.evals:
             evaluation.env.close()
 
-    def collect(self, step: int) -> None:
+    def collect(self, step: int) -> CollectedRollout:
         """Plays one rollout. Raises RunFailed if an env fails or a reward is not finite."""
-        self.step, start = step, read_clocks()
+        timer = PhaseTimer()
+        start = read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
         seed = derive_seed(self.seed, "sweep", step, self.rank)
-        self.batch = self.rollout.collect(players, self.rollout_length, seed)
-        self.timer.add_since("rollout", start)
+        batch = self.rollout.collect(players, self.rollout_length, seed)
+        timer.add_since("rollout", start)
+        return CollectedRollout(batch, timer)
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, collected: CollectedRollout) -> VectorUpdate:
         """Trains on the rollout. Raises RunFailed if a loss is not finite; the message names step, policy, seats and
         the last checkpoint."""
+        batch, timer = collected
         start = read_clocks()
         try:
-            metrics = self.learner.update(self.batch, step / self.steps)
+            metrics = self.learner.update(batch, step / self.steps)
             self.learner.check_finite()
         except FloatingPointError as error:
-            raise RunFailed(self._explain_divergence(step, error)) from error
-        self.totals.add(self.batch, metrics)
-        self.timer.add_since("train", start)
+            raise RunFailed(self._explain_divergence(step, batch, error)) from error
+        timer.add_since("train", start)
+        return VectorUpdate(batch.episode_stats, batch.rollout_metrics, batch.terminated.size, metrics, timer)
 
-    def log(self, step: int) -> dict[str, Metrics]:
+    def log(self, step: int, updates: Sequence[VectorUpdate]) -> dict[str, Metrics]:
         """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
         by policy."""
         env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.num_processes)
-        found = VectorMetrics.merge(self.all_gather(self.totals)).metrics_by_policy()
-        lines = {name: {"env_steps": env_steps} | line for name, line in found.items()}
+        everywhere = [update for process in self.all_gather(updates) for update in process]
+        metrics = training_metrics(everywhere, self.learner.names, self.seats, self.teams)
+        lines = {name: {"env_steps": env_steps} | line for name, line in metrics.items()}
         for name, line in lines.items():
             self.run.log_metrics(step, name, line)
-        per_second = lines[TEAM]["env_steps_here"] / sum(self.timer.wall_s.values())
-        self.run.log_timings(step, TEAM, self.timer.metrics() | {"env_steps_per_s": per_second})
-        self._reset_metrics()
+        timer = PhaseTimer.sum([update.timer for update in updates])
+        per_second = lines[TEAM]["env_steps_here"] / sum(timer.wall_s.values())
+        self.run.log_timings(step, TEAM, timer.metrics() | {"env_steps_per_s": per_second})
         return lines
 
-    def evaluate(self, evaluation: VectorEval) -> dict[str, Any]:
+    def evaluate(self, step: int, evaluation: VectorEval) -> dict[str, Any]:
         """Plays an evaluation, writes its replays to the run and returns its metrics. One called "dev" plays games of
         its own, since settings may be chosen by it."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
@@ -203,7 +214,7 @@ class VectorTrainer:
             recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first, teams=teams
         )
         if replays := recorder.replays():
-            self.run.write_replays(self.step, evaluation.name, recorder.header(evaluation.seats), replays)
+            self.run.write_replays(step, evaluation.name, recorder.header(evaluation.seats), replays)
         return metrics
 
     def save(self, step: int, folder: Path) -> None:
@@ -232,7 +243,9 @@ class VectorTrainer:
         why = self._load_games(folder / ENV_STATE_FILE)
         if why is not None:
             self.rollout.restart(self.env_seeds(checkpoint.step))
-        if reasons := [reason for reason in self.all_gather(why) if reason]:
+        with explain_dead_process():
+            reasons = [reason for reason in self.all_gather(why) if reason]
+        if reasons:
             self.resume_notes.append(
                 f'env "{self.rollout.env.label}" is not a function of its seeds, so its games begin anew: the saved '
                 f"ones could not be played again ({reasons[0]})"
@@ -249,17 +262,14 @@ class VectorTrainer:
             return str(error)
         return None
 
-    def _reset_metrics(self) -> None:
-        self.totals, self.timer = VectorMetrics(self.learner.names, self.seats, self.teams), PhaseTimer()
-
-    def _explain_divergence(self, step: int, error: FloatingPointError) -> str:
+    def _explain_divergence(self, step: int, batch: RolloutBatch, error: FloatingPointError) -> str:
         policy = getattr(error, "policy", "")
         seats = ", ".join(seat for seat, name in self.seats.items() if name == policy)
         kept = self.run.next_step
         checkpoint = f"the last good checkpoint is after {kept} steps" if kept else "there is no checkpoint yet"
         return (
             f"step {step}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
-            f"{nonfinite_loss_advice(self.rollout.env, self.batch)}"
+            f"{nonfinite_loss_advice(self.rollout.env, batch)}"
         )
 
 

@@ -1,7 +1,7 @@
 """The training loop over any trainer: logging, evaluation, checkpoints, stopping and resuming."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ class Counter:
     can_save_any_time: bool = True
     total: int = 0
     events: list[str] = field(default_factory=list)
+    logged: list[list[int]] = field(default_factory=list)  # the updates of each logged step
 
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
@@ -40,19 +41,21 @@ class Counter:
         finally:
             self.events.append("closed")
 
-    def collect(self, step: int) -> None:
-        self.batch = step
+    def collect(self, step: int) -> int:
+        return step
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, collected: int) -> int:
         if step == self.fails_at:
             raise RunFailed("no gradient")
-        self.total += self.batch
+        self.total += collected
+        return collected
 
-    def log(self, step: int) -> dict[str, Metrics]:
+    def log(self, step: int, updates: Sequence[int]) -> dict[str, Metrics]:
+        self.logged.append(list(updates))
         self.run.log_metrics(step, TEAM, {"total": self.total})
         return {TEAM: {"total": float(self.total)}}
 
-    def evaluate(self, evaluation: Evaluation) -> dict[str, Any]:
+    def evaluate(self, step: int, evaluation: Evaluation) -> dict[str, Any]:
         return {"total": self.total}
 
     def save(self, step: int, folder: Path) -> None:
@@ -94,6 +97,12 @@ def test_evaluations_run_after_logged_steps_only(tmp_path: Path) -> None:
     assert seen.steps == [1, 3, 5, 7, 9, 10] and seen.evals == [-1, 3, 7, 10]
     assert [line["step"] for line in read_lines(path / "metrics.jsonl")] == seen.steps
     assert [line["total"] for line in read_lines(path / "evals.jsonl")] == [0, 6, 28, 55]
+
+
+def test_log_gets_what_update_returned_since_the_last_one(tmp_path: Path) -> None:
+    trainer = Counter(steps=5, log_every=2)
+    train(trainer, tmp_path)
+    assert trainer.logged == [[0, 1], [2, 3], [4]]
 
 
 def test_newest_two_and_kept_checkpoints_remain(tmp_path: Path) -> None:

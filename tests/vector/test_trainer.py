@@ -151,7 +151,7 @@ def test_an_evaluation_called_dev_plays_other_games() -> None:
         "evals": {name: {"episodes": 8, "replays": 0} for name in ("dev", "test", "held_out")},
     }
     trainer = build_vector_run(validate(VectorConfig, tree))
-    dev, test, held_out = (trainer.evaluate(each)["returns"] for each in trainer.evals)
+    dev, test, held_out = (trainer.evaluate(-1, each)["returns"] for each in trainer.evals)
     assert test == held_out != dev
 
 
@@ -209,6 +209,7 @@ def test_killed_process_is_named_in_the_error(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "training process 1 of 2 died (exit code -9, SIGKILL); resume from the last checkpoint" in err
+    assert f"palestra train --resume {run.relative_to(tmp_path)}" in err
 
 
 def test_nonfinite_loss_stops_the_run_with_advice(tmp_path: Path) -> None:

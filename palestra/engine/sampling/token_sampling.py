@@ -203,7 +203,7 @@ class StopStringMatcher:
     def append_and_match(self, stops: Sequence[str], tail: deque[int], token: int) -> bool:
         """Appends `token` to `tail`; returns whether the tail's text, without special tokens, contains one of
         `stops`."""
-        if not self._shown(token):
+        if not self._adds_text(token):
             return False
         tail.append(token)
         ids = list(tail)
@@ -215,7 +215,7 @@ class StopStringMatcher:
                 return False
         return False
 
-    def _shown(self, token: int) -> bool:
+    def _adds_text(self, token: int) -> bool:
         """Returns whether a token adds to the text. Decodes it twice in a row, as a decoder may drop the space at the
         start of a text."""
         if token not in self._shows:

@@ -57,7 +57,7 @@ def run_charts(logs: RunLogs) -> Iterator[Chart]:
     charts = [_success(logs), _returns(logs), _rewards(logs)]
     titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
     charts += [_of_policies(logs, key, title) for key, title in titles]
-    return (chart for chart in [*charts, _speed(logs)] if chart.shown)
+    return (chart for chart in [*charts, _speed(logs)] if chart.curves_with_values)
 
 
 def _success(logs: RunLogs) -> Chart:
@@ -69,7 +69,7 @@ def _success(logs: RunLogs) -> Chart:
             ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
         )
     title = "held-out success, with 95 % intervals" if evals else training_success_label(logs.config)
-    curves = [*evals, *_smoothed(training_success_label(logs.config), raw)]
+    curves = [*evals, *_smoothed_curves(training_success_label(logs.config), raw)]
     return Chart(title, curves, logs.x_title, low=0.0, high=1.0)
 
 
@@ -82,7 +82,7 @@ def _returns(logs: RunLogs) -> Chart:
         curves.append(_with_interval(logs, _eval_name(logs, name), whole, "return"))
         seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
         curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
-    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "return"))
+    curves += _smoothed_curves(training_return_label(logs.config), logs.series(logs.team, "return"))
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
 
 
@@ -126,6 +126,6 @@ def _speed(logs: RunLogs) -> Chart:
     return Chart("done in a second", curves, logs.x_title, low=0.0)
 
 
-def _smoothed(name: str, raw: Series) -> list[ChartCurve]:
+def _smoothed_curves(name: str, raw: Series) -> list[ChartCurve]:
     """Returns the moving mean of a series, and behind it the series itself."""
     return [ChartCurve("", raw, is_faint=True), ChartCurve(name, Series(raw.x, smooth(raw.y)))]

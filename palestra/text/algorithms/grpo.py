@@ -35,7 +35,7 @@ from palestra.text.credit.importance import add_old_logprobs
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.metrics import member_name
 
-ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by env and seat
+ROLE_BASELINES_KEY = "roles"  # key in `state`: moving average of returns by env and seat
 
 
 class GRPO(GRPOConfig):
@@ -74,7 +74,7 @@ class GRPO(GRPOConfig):
         return overlong_penalty(len(answer.token_ids), limit, self.overlong_buffer or max(1, limit // 5))
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples of `policy`, and metrics; writes every answer's advantage to its node.
 
@@ -90,16 +90,16 @@ class GRPO(GRPOConfig):
             pending: list[Sample] = [*uncredited_samples(self.policy_groups(episodes, policy), episodes, policy)]
             if pending:
                 return pending, {}
-        return self._credit(episodes, policy, {} if memory is None else memory, {})
+        return self._credit(episodes, policy, {} if state is None else state, {})
 
     def _credit(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState, gaps: Gaps
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState, gaps: Gaps
     ) -> tuple[list[Sample], Metrics]:
         """Returns samples and metrics, see `build_samples`. `gaps` are the answers' log-ratios to the reference for a
         KL penalty in the rewards (which is already written to the nodes); empty without one."""
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
         flat = self._flat_groups([group for _, group in groups], episodes, policy)
-        advantages = self._advantages(groups, flat, memory)
+        advantages = self._advantages(groups, flat, state)
         spread = _spread_of_answers(groups, advantages) if self.scale == "batch" and not all(flat) else 1.0
         samples: list[Sample] = []
         by_turn = [
@@ -111,14 +111,14 @@ class GRPO(GRPOConfig):
             samples += [] if self._is_skipped(turns) else added
         without = sum(not any(map(any, turns)) for turns in by_turn)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
-        return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
+        return samples, metrics | (self._contributions(episodes, policy) if self._is_crossed else {})
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
         if self._penalises and samples:
-            samples, metrics = await self._penalised(samples, learner, memory)
+            samples, metrics = await self._credit_with_penalty(samples, learner, state)
         elif self.kl_coef and not self.entropy_coef:
             samples = skip_at_reference(samples, learner)
         if not any(sample.has_gradient for sample in samples):
@@ -127,15 +127,15 @@ class GRPO(GRPOConfig):
             samples = await add_reference_logprobs(samples, learner)
         return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), metrics
 
-    async def _penalised(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    async def _credit_with_penalty(
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with advantages from rewards that include the KL penalty, and metrics; `reference_kl` is
         the mean over tokens of the log-ratio to the reference."""
         shared = cast(UncreditedSample, samples[0])
         gaps = await reference_gaps(samples, learner)
         write_penalties(self.policy_groups(shared.episodes, shared.policy), gaps, self.kl_coef)
-        credited, metrics = self._credit(shared.episodes, shared.policy, memory, gaps)
+        credited, metrics = self._credit(shared.episodes, shared.policy, state, gaps)
         return credited, metrics | {"reference_kl": float(np.concatenate(list(gaps.values())).mean())}
 
     def _flat_groups(self, groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str) -> list[bool]:
@@ -165,16 +165,16 @@ class GRPO(GRPOConfig):
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
         for group in super().groups(episode):
-            yield credit_group(group, self.credit) if self._crossed else group
+            yield credit_group(group, self.credit) if self._is_crossed else group
 
     def _advantages(
-        self, groups: Sequence[tuple[str, SiblingGroup]], flat: Sequence[bool], memory: AlgorithmState
+        self, groups: Sequence[tuple[str, SiblingGroup]], flat: Sequence[bool], state: AlgorithmState
     ) -> list[list[float]]:
         """Returns the advantages of each (env, group) before scaling by the batch; `flat` groups are not scaled."""
         if self.baseline == "batch":
             return batch_advantages([group.values for _, group in groups])
         if self.baseline == "role":
-            roles = memory.setdefault(ROLE_BASELINES_KEY, {})
+            roles = state.setdefault(ROLE_BASELINES_KEY, {})
             return [_beside_role(group, roles.setdefault(env, {})) for env, group in groups]
         scale: Literal["std", "none"] = "std" if self.scale == "std" else "none"
         return [

@@ -130,7 +130,7 @@ def _read(answer: Answer, with_answer: bool) -> np.ndarray:
     return np.concatenate([answer.prompt_ids, answer.token_ids]) if with_answer else answer.prompt_ids
 
 
-KL_COEF_KEY = "kl"  # key in `memory`: initial and current coefficient of the adaptive KL penalty
+KL_COEF_KEY = "kl"  # key in `state`: initial and current coefficient of the adaptive KL penalty
 MAX_KL_ERROR = 0.2  # bound of the relative error in the adaptive KL controller
 
 
@@ -151,7 +151,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     central` on top the same with a centralised critic (MAAC of CoMLRL).
 
     The KL penalty is part of the rewards: -kl_coef * (log-probability minus reference log-probability) for every token
-    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is stored in `memory` and
+    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is stored in `state` and
     carries over to the next stage unless that stage sets another `kl_coef`.
 
     KL penalty and GAE are computed for the policy that sampled. With `importance_cap`, each normalised advantage is
@@ -267,7 +267,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return own | self.importance_options
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers of `policy`, sequence by sequence, with token rewards in place of advantages
         (`finalize_samples` replaces them), and `sequences`, the number of sequences."""
@@ -307,7 +307,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return {"denominator": 1.0, "critic_ids": read}
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with values, returns and advantages, and metrics; writes the mean advantage of an answer
         to its node.
@@ -323,7 +323,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         rewards_M = action_sums(of_sampled([turn.advantages for turn in turns], turns, level), level)
         if self.kl_coef:
             gaps_M = action_sums(of_sampled(await _reference_gaps(turns, learner), turns, level), level)
-            penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
+            penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
         sequences = [[num_sampled(turn) for turn in part] for _, part in groupby(turns, lambda t: t.group)]
         cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
@@ -339,14 +339,14 @@ class PPO(ImportanceSampling, TextAlgorithm):
         taught = _with_credit(turns, advantages_M, values_M, returns_M, level)
         return (await add_old_logprobs(taught, learner) if self.old_logprobs == "trainer" else taught), metrics
 
-    def _penalty(self, gaps_M: np.ndarray, sequences: int, memory: AlgorithmState) -> tuple[float, Metrics]:
-        """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""
-        known = memory.get(KL_COEF_KEY, {})
+    def _penalty(self, gaps_M: np.ndarray, sequences: int, state: AlgorithmState) -> tuple[float, Metrics]:
+        """Returns the KL coefficient of this step and metrics; stores the next coefficient in `state` if it adapts."""
+        known = state.get(KL_COEF_KEY, {})
         now = known["now"] if self.kl_target and known.get("began") == self.kl_coef else self.kl_coef
         kl = float(gaps_M.sum() / sequences)
         if self.kl_target:
             then = adapt_kl_coef(now, kl, target=self.kl_target, sequences=sequences, horizon=self.kl_horizon)
-            memory[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
+            state[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
         return now, {"kl_sequence": kl, "kl_coef": now}
 
 

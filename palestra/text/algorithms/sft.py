@@ -75,7 +75,7 @@ class SFT(TextAlgorithm):
         return LOSSES["cross_entropy"]
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
         metrics.

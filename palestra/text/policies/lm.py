@@ -178,10 +178,10 @@ class LanguagePolicy:
             return ids
         whole = self._conversation(query)
 
-        def encoded(messages: Sequence[Message]) -> np.ndarray:
+        def encode(messages: Sequence[Message]) -> np.ndarray:
             return self.encoder.encode_conversation(Chat(tuple(messages), whole.tools))
 
-        rewritten = encoded(await self.context.rewrite(whole.messages, lambda part: len(encoded(part))))
+        rewritten = encode(await self.context.rewrite(whole.messages, lambda part: len(encode(part))))
         if len(rewritten) > limit:
             raise ContextLengthExceeded(
                 f"a conversation of {len(ids)} tokens was rewritten to {len(rewritten)} by context.compress: "

@@ -41,7 +41,7 @@ from palestra.runs import NUM_KEPT, list_checkpoints
 from palestra.runs.episodes import load_episodes, to_table
 from palestra.runs.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
 from palestra.text.rollouts.metrics import answers_of, member_name
-from palestra.text.training.trainer import CollectedStep, Stage, TextTrainer
+from palestra.text.training.trainer import CollectedEpisodes, Stage, TextTrainer, TextUpdate
 
 EPISODE_FILE = re.compile(r"episode-(\d+)@(\d+)\.parquet")
 FIRST_NUMBER_FILE = "first"
@@ -166,7 +166,7 @@ class AsyncTextTrainer(TextTrainer):
             else:
                 self._drop_trained()
 
-    def collect(self, step: int) -> None:
+    def collect(self, step: int) -> CollectedEpisodes:
         """Starts the episodes that may start, then waits for the episodes of `step`."""
         if self.run.next_step == step:
             self._drop_trained()
@@ -181,16 +181,17 @@ class AsyncTextTrainer(TextTrainer):
         stale = {name: staleness_metrics(finished, name, step) for name in self.policy_names}
         for name in self.in_flight:
             stale[name] |= token_staleness_metrics(episodes, name, self._versions(name))
-        self.current = CollectedStep(position, episodes, timer, stale)
+        return CollectedEpisodes(position, episodes, timer, stale)
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, collected: CollectedEpisodes) -> TextUpdate:
         """As for `TextTrainer`. Failed episodes of a run that ends are dropped, so that a resume plays them again."""
         try:
-            super().update(step)
+            update = super().update(step, collected)
         except RunFailed:
-            self.rollouts.buffer.drop_failed(self.current.position.first_episode)
+            self.rollouts.buffer.drop_failed(collected.position.first_episode)
             raise
         self._update_in_flight()
+        return update
 
     def _update_in_flight(self) -> None:
         for policy in self.in_flight.values():

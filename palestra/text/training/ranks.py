@@ -12,7 +12,7 @@ from typing import Any
 
 from palestra.parallel.process_group import join_process_group, leave_process_group
 from palestra.runs import Run, loop
-from palestra.runs.loop import Callback, TrainerProtocol
+from palestra.runs.loop import Callback, Trainer
 from palestra.runs.null_run import ReadOnlyRun
 
 CONNECTION_LOST_SIGNS = (
@@ -37,7 +37,7 @@ def distributed_run(open_run: Callable[[], Run]) -> Iterator[Run | ReadOnlyRun]:
     leave_process_group()
 
 
-def restore_checkpoint(trainer: TrainerProtocol, run: Any) -> int:
+def restore_checkpoint(trainer: Trainer[Any, Any], run: Any) -> int:
     """Runs `loop.restore_checkpoint` on every rank, on rank 0 first. Raises ValueError if the ranks find different
     checkpoints."""
     ranks = join_process_group()
@@ -56,7 +56,7 @@ def restore_checkpoint(trainer: TrainerProtocol, run: Any) -> int:
 
 
 def run_training(
-    trainer: TrainerProtocol,
+    trainer: Trainer[Any, Any],
     run: Any,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,

@@ -59,13 +59,13 @@ class Algorithm(Protocol):
         ...
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
         ...
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples completed with what `learner` computes, such as values, and metrics."""
         ...
@@ -131,17 +131,25 @@ class StepPosition:
         return self.stage_step / self.stage.steps
 
 
-@dataclass
-class CollectedStep:
-    """One step from its rollout until it is logged: its episodes, and metrics and phase times by policy. `replaced` are
-    episodes that were played and are not trained on (text/rollouts/refill.py)."""
+@dataclass(frozen=True)
+class CollectedEpisodes:
+    """The episodes of one step, the time of their rollout, and its metrics by policy. `replaced` are episodes that were
+    played and are not trained on (text/rollouts/refill.py)."""
 
     position: StepPosition
     episodes: Sequence[Episode]
     timer: PhaseTimer
-    metrics: dict[str, Metrics] = field(default_factory=dict)
-    timers: dict[str, PhaseTimer] = field(default_factory=dict)
+    metrics: Mapping[str, Metrics] = field(default_factory=dict)
     replaced: Sequence[Episode] = ()
+
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """What is logged of one step: its episodes, and metrics and phase times by policy, those of all as "team"."""
+
+    episodes: Sequence[Episode]
+    metrics: Mapping[str, Metrics]
+    timers: Mapping[str, PhaseTimer]
 
 
 @dataclass
@@ -173,7 +181,6 @@ class TextTrainer:
     run: RunProtocol = field(init=False, repr=False)
     callback: Callback = field(init=False, repr=False)
     event_loop: asyncio.Runner = field(init=False, repr=False)
-    current: CollectedStep = field(init=False, repr=False)
 
     @property
     def policy_names(self) -> list[str]:
@@ -244,44 +251,62 @@ class TextTrainer:
                 learner.start_stage()
         return position
 
-    def collect(self, step: int) -> None:
+    def collect(self, step: int) -> CollectedEpisodes:
         """Plays the episodes of `step` with the current weights."""
-        position, timer, start = self.enter_step(step), PhaseTimer(), read_clocks()
+        position = self.enter_step(step)
         stage = position.stage
+        timer = PhaseTimer()
+        start = read_clocks()
         playing = play_refilled(
             stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
         )
         episodes, replaced = self.run_async(playing)
         timer.add_since("rollout", start)
-        self.current = CollectedStep(position, episodes, timer, replaced=replaced)
+        return CollectedEpisodes(position, episodes, timer, replaced=replaced)
 
-    def update(self, step: int) -> None:
-        """Assigns credit and updates every learner. Raises RunFailed, with the episodes recorded, if too many
-        failed."""
-        self._check_failures(step)
-        now = self.current
-        learned = self.run_async(self._update_learners())
-        for name, metrics in learned.items():
-            now.metrics[name] = policy_metrics(now.episodes, name) | metrics | now.metrics.get(name, {})
-        mixture = now.position.stage.source.observe([*now.replaced, *now.episodes], self.algorithm_state)
-        now.metrics[TEAM] = episode_metrics(now.episodes) | mixture
+    def update(self, step: int, collected: CollectedEpisodes) -> TextUpdate:
+        """Assigns credit and updates every learner, one after another or, if they work in other processes,
+        concurrently. Raises RunFailed, with the episodes recorded, if too many failed."""
+        episodes, position = collected.episodes, collected.position
+        algorithm, progress = position.stage.algorithm, position.progress
+        self._check_failures(step, episodes)
+        timers = {name: PhaseTimer.sum([collected.timer]) for name in [*self.learners, TEAM]}
 
-    def log(self, step: int) -> dict[str, Metrics]:
+        async def update_learners() -> list[Metrics]:
+            updates = (
+                update_learner(algorithm, learner, episodes, progress, self.policy_state(name), timers[name])
+                for name, learner in self.learners.items()
+            )
+            if self.learners_are_remote:
+                return await asyncio.gather(*updates)
+            return [await update for update in updates]
+
+        start = read_clocks()
+        learner_metrics = self.run_async(update_learners())
+        timers[TEAM].add_since("train", start)
+        metrics = {}
+        for name, own in zip(self.learners, learner_metrics, strict=True):
+            metrics[name] = policy_metrics(episodes, name) | own | collected.metrics.get(name, {})
+        mixture = position.stage.source.observe([*collected.replaced, *episodes], self.algorithm_state)
+        metrics[TEAM] = episode_metrics(episodes) | mixture
+        return TextUpdate(episodes, metrics, timers)
+
+    def log(self, step: int, updates: Sequence[TextUpdate]) -> Mapping[str, Metrics]:
         """Writes metrics, timings and episodes of the step to the run. Returns the metrics by policy."""
-        now, run = self.current, self.run
+        (update,) = updates
+        run, episodes, timers = self.run, update.episodes, update.timers
         for name in self.learners:
-            run.log_metrics(step, name, now.metrics[name])
-            own = now.timers[name]
-            run.log_timings(step, name, own.metrics() | throughput(now.episodes, own, name))
-        run.log_metrics(step, TEAM, now.metrics[TEAM])
+            run.log_metrics(step, name, update.metrics[name])
+            run.log_timings(step, name, timers[name].metrics() | throughput(episodes, timers[name], name))
+        run.log_metrics(step, TEAM, update.metrics[TEAM])
         if self.record_every and step % self.record_every == 0:
-            run.write_episodes(step, list(now.episodes))
-        timings = now.timer.metrics() | throughput(now.episodes, now.timer) | self.worker_metrics()
+            run.write_episodes(step, list(episodes))
+        timings = timers[TEAM].metrics() | throughput(episodes, timers[TEAM]) | self.worker_metrics()
         run.log_timings(step, TEAM, timings)
         run.log_workers(step)
-        return now.metrics
+        return update.metrics
 
-    def evaluate(self, evaluation: TextEval) -> dict[str, Any]:
+    def evaluate(self, step: int, evaluation: TextEval) -> dict[str, Any]:
         """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
         episodes = self.run_async(evaluation.play(self.seed))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
@@ -305,10 +330,9 @@ class TextTrainer:
         state = checkpoint.path / STATE_FILE
         self.algorithm_state.update(json.loads(state.read_text()) if state.exists() else {})
 
-    def _check_failures(self, step: int) -> None:
+    def _check_failures(self, step: int, episodes: Sequence[Episode]) -> None:
         """Raises RunFailed if too many episodes of the step failed; writes them and a checkpoint of the previous step
         first."""
-        episodes = self.current.episodes
         try:
             check_failures(episodes, self.max_failed, f"step {step}")
         except RunFailed:
@@ -317,32 +341,6 @@ class TextTrainer:
             self.run.write_episodes(step, list(episodes))
             raise
 
-    async def _update_learners(self) -> dict[str, Metrics]:
-        """Updates every learner, one after another or, if they work in other processes, concurrently. Returns metrics
-        by policy."""
-        timer, start = self.current.timer, read_clocks()
-        if self.learners_are_remote:
-            every = await asyncio.gather(*map(self._update_learner, self.learners))
-            timer.add_since("train", start)
-            return dict(zip(self.learners, every, strict=True))
-        learned = {}
-        for name in self.learners:
-            start = read_clocks()
-            learned[name] = await self._update_learner(name)
-            timer.add_since("train", start)
-        return learned
-
-    async def _update_learner(self, name: str) -> Metrics:
-        now, start = self.current, read_clocks()
-        position = now.position
-        own = PhaseTimer({phase: seconds for phase, seconds in now.timer.wall_s.items() if phase != "train"})
-        metrics = await update_learner(
-            position.stage.algorithm, self.learners[name], now.episodes, position.progress, self.policy_state(name)
-        )
-        own.add_since("train", start)
-        now.timers[name] = own
-        return metrics
-
 
 async def update_learner(
     algorithm: Algorithm,
@@ -350,29 +348,28 @@ async def update_learner(
     episodes: Sequence[Episode],
     progress: float,
     state: AlgorithmState | None = None,
+    timer: PhaseTimer | None = None,
 ) -> Metrics:
     """Updates one learner on its own samples, with one optimizer step per batch. Returns metrics: those of the loss are
     means over the tokens of all batches, by their weights, those of the optimizer means over its steps.
 
-    `progress` is the elapsed share of the stage, for learning-rate schedules.
+    `progress` is the elapsed share of the stage, for learning-rate schedules. The time is added to `timer`.
     """
+    state = {} if state is None else state
+    start = read_clocks()
     with span("train", policy=learner.name):
-        return await _update(algorithm, learner, episodes, progress, {} if state is None else state)
-
-
-async def _update(
-    algorithm: Algorithm, learner: Learner, episodes: Sequence[Episode], progress: float, state: AlgorithmState
-) -> Metrics:
-    samples, credit = algorithm.build_samples(episodes, learner.name, state)
-    samples, more = await algorithm.finalize_samples(samples, learner, state)
-    batches = learner.batches(samples)
-    total = WeightedMeans()
-    for batch in batches:
-        metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
-        loss = {name: metrics.pop(name) for name in ("loss",) if name in metrics}
-        total.add(loss, batch_denominator(batch))
-        total.add(metrics, trained_weight(batch))
-        total.add(await learner.optim_step(progress))
+        samples, credit = algorithm.build_samples(episodes, learner.name, state)
+        samples, more = await algorithm.finalize_samples(samples, learner, state)
+        batches = learner.batches(samples)
+        total = WeightedMeans()
+        for batch in batches:
+            metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
+            loss = {name: metrics.pop(name) for name in ("loss",) if name in metrics}
+            total.add(loss, batch_denominator(batch))
+            total.add(metrics, trained_weight(batch))
+            total.add(await learner.optim_step(progress))
+    if timer:
+        timer.add_since("train", start)
     return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total.means()}
 
 

@@ -4,67 +4,56 @@ weight."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
+from palestra.core.types import TEAM, Metrics, Seat
 from palestra.runs.headline import TEAM_RETURN
+from palestra.runs.loop import PhaseTimer
 
 EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
 
 
-class VectorMetrics:
-    """Accumulates the metrics of vector training between two log lines. `seats` maps seats to policies, `teams` to
-    teams."""
+@dataclass(frozen=True)
+class VectorUpdate:
+    """What is logged of one rollout and the update on it: the episodes that ended, metrics of the rollout, its joint
+    steps over all env copies, the learner's metrics by policy, and the times of both."""
 
-    def __init__(self, policies: Sequence[str], seats: Mapping[Seat, str], teams: Mapping[Seat, str]) -> None:
-        self.policies, self.seats, self.teams = list(policies), dict(seats), dict(teams)
-        self.games: list[EndedEpisodes] = []
-        self.learner_metrics: dict[str, list[Metrics]] = {name: [] for name in policies}
-        self.notes: list[Metrics] = []
-        self.env_steps = 0
+    ended: EndedEpisodes
+    rollout_metrics: Metrics
+    env_steps: int
+    learner_metrics: Mapping[str, Metrics]
+    timer: PhaseTimer
 
-    def add(self, batch: RolloutBatch, metrics: Mapping[str, Metrics]) -> None:
-        """Adds a batch's episodes and the learner's metrics by policy."""
-        self.games.append(batch.episode_stats)
-        self.notes.append(batch.rollout_metrics)
-        self.env_steps += batch.terminated.size
-        for name, line in metrics.items():
-            if line:
-                self.learner_metrics[name].append(line)
 
-    @classmethod
-    def merge(cls, tallies: Sequence[Self]) -> Self:
-        """Returns the metrics of several processes merged into one. Modifies the first."""
-        first = tallies[0]
-        for other in tallies[1:]:
-            first.games += other.games
-            first.notes += other.notes
-            first.env_steps += other.env_steps
-            for name, lines in other.learner_metrics.items():
-                first.learner_metrics[name] += lines
-        return first
-
-    def metrics_by_policy(self) -> dict[str, Metrics]:
-        """Returns metrics by policy, and those of all seats together under "team", with the return of each team if
-        there are several. Returns and lengths are left out if no episode ended."""
-        returns = np.concatenate([games["returns"] for games in self.games])
-        names = list(self.seats.values())
-        result = {}
-        for name in self.policies:
-            own = [i for i, policy in enumerate(names) if policy == name]
-            shown = {"return": float(returns[:, own].mean())} if len(returns) else {}
-            result[name] = shown | mean_metrics(self.learner_metrics[name])
-        lengths = np.concatenate([games["lengths"] for games in self.games])
-        success = np.concatenate([games["success"] for games in self.games])
-        team: Metrics = {"episodes": float(len(lengths)), "env_steps_here": float(self.env_steps)}
-        if len(lengths):
-            team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
-            team |= returns_by_team(returns, list(self.teams.values()))
-        if len(success):
-            team["success"] = float(success.mean())
-        return result | {TEAM: team | mean_metrics(self.notes)}
+def training_metrics(
+    updates: Sequence[VectorUpdate],
+    policies: Sequence[str],
+    seats: Mapping[Seat, str],
+    teams: Mapping[Seat, str],
+) -> dict[str, Metrics]:
+    """Returns the metrics of `updates` by policy, and those of all seats together under "team", with the return of each
+    team if there are several. Returns and lengths are left out if no episode ended. `seats` maps seats to policies,
+    `teams` to teams."""
+    returns = np.concatenate([update.ended["returns"] for update in updates])
+    names = list(seats.values())
+    result = {}
+    for name in policies:
+        own = [i for i, policy in enumerate(names) if policy == name]
+        shown = {"return": float(returns[:, own].mean())} if len(returns) else {}
+        result[name] = shown | mean_metrics([update.learner_metrics.get(name, {}) for update in updates])
+    lengths = np.concatenate([update.ended["lengths"] for update in updates])
+    success = np.concatenate([update.ended["success"] for update in updates])
+    env_steps = sum(update.env_steps for update in updates)
+    team: Metrics = {"episodes": float(len(lengths)), "env_steps_here": float(env_steps)}
+    if len(lengths):
+        team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
+        team |= returns_by_team(returns, list(teams.values()))
+    if len(success):
+        team["success"] = float(success.mean())
+    return result | {TEAM: team | mean_metrics([update.rollout_metrics for update in updates])}
 
 
 def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
