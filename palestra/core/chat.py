@@ -155,15 +155,23 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", *THOUGH
 
 def to_template_message(message: Json) -> Json:
     """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as mappings,
-    a thought as `reasoning_content`. Fields without a value are left out. Raises ValueError for a field that no
-    template is given, and for two different thoughts."""
+    a thought as `reasoning_content`. Fields without a value are left out. Raises ValueError for what no template is
+    given: other fields, two different thoughts, parts that are not text, and calls or thoughts of another role than the
+    assistant."""
     given = {key for key, value in message.items() if value not in (None, [], {}, "")}
     if unknown := sorted(given - set(MESSAGE_KEYS)):
         raise ValueError(
             f"a message has the field {unknown[0]!r}, which is not used: leave it out ({', '.join(MESSAGE_KEYS)} are)"
         )
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"a message has a part of type {str(kind)[:64]!r}, and only texts are used: leave it out")
+    if message.get("role") != "assistant" and (message.get("tool_calls") or thought_of(message)):
+        raise ValueError(f"calls and thoughts are the assistant's, not of role {str(message.get('role'))[:64]!r}")
     converted = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key) is not None}
-    converted["content"] = _text(message.get("content"))
+    converted["content"] = _text(content)
     if thought := thought_of(message):
         if len({str(message[key]) for key in THOUGHT_KEYS if message.get(key)}) > 1:
             raise ValueError(f"a message has two different thoughts ({', '.join(THOUGHT_KEYS)}): leave one")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, to_template_message
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
@@ -189,8 +189,6 @@ def _check_message(message: Json, where: str) -> None:
         to_template_message(message)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if message["role"] != "assistant" and (message.get("tool_calls") or thought_of(message)):
-        raise ValueError(f"{where}: calls and thoughts are the assistant's, not of role {message['role']!r}")
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         _check_part(part, ("type", "text", "cache_control"), f"{where}.content")

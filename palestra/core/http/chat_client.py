@@ -225,7 +225,19 @@ def _message(response: httpx.Response) -> Json | None:
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     says = isinstance(message.get("content"), str) or message.get("tool_calls") or thought_of(message)
-    return message if says or message["finish_reason"] == "length" else None
+    return _part_thought(message) if says or message["finish_reason"] == "length" else None
+
+
+def _part_thought(message: Json) -> Json:
+    """Returns a message whose thought is apart from its content. A server without a reader of thoughts writes both into
+    the content, without <think> if the prompt has begun the thought, and without </think> if the answer was cut."""
+    content = message.get("content")
+    if not isinstance(content, str) or thought_of(message):
+        return message
+    text = content.lstrip()
+    thought, ended, rest = text.removeprefix("<think>").partition("</think>")
+    is_thought = text.startswith("<think>") or (ended and "<think>" not in thought)
+    return message | {"content": rest.lstrip(), "reasoning_content": thought.strip()} if is_thought else message
 
 
 # ---- API key and error messages

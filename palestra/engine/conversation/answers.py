@@ -16,11 +16,9 @@ from palestra.core.chat import (
     TOOL_CALL_PATTERN,
     Json,
     ToolCall,
-    parse_assistant_message,
     render_tool_call,
-    tool_calls_of,
 )
-from palestra.engine.conversation.calls import CallReader, call_readers
+from palestra.engine.conversation.calls import CallReader, CommonCalls, call_readers
 from palestra.engine.conversation.rendering import (
     ASKED,
     FIRST_KEY,
@@ -72,6 +70,8 @@ class AnswerForm:
     """Special token that ends an answer; empty if there is none."""
     call_end: str = ""
     """Special token that ends an answer with calls."""
+    blank_end: str = ""
+    """White space that the template writes after an answer, if no special token follows there."""
     thought: ThoughtMarks | None = None
     """Marks of a thought; None if the template shows none."""
     starts: tuple[str, ...] = ()
@@ -82,8 +82,11 @@ class AnswerForm:
     """An example of calls, as the template writes them."""
     rewrites_answers: bool = False
     """An answer is written differently once another turn follows: earlier thoughts are dropped."""
-    has_common_calls: bool = True
-    """Calls have the form in which envs get them, so that a text need not be rewritten."""
+
+    @property
+    def has_common_calls(self) -> bool:
+        """True if calls have the form in which envs get them, so that a text need not be rewritten."""
+        return isinstance(self.calls, CommonCalls)
 
     @property
     def marks(self) -> str:
@@ -195,13 +198,14 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
     thought, after_thought = _thought_marks(renderer)
     before = {start.strip() if marked else "", after_thought} - {""}
     starts = [*sorted(before, key=len, reverse=True), *([start] if start.isspace() else [])]
-    form = AnswerForm(end, end, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
+    blank = tail if tail.isspace() else ""
+    form = AnswerForm(end, end, blank, thought, tuple(starts), rewrites_answers=_rewrites_answers(renderer))
     texts = _call_texts(renderer, form)
     calls = _call_reader(renderer, form, texts, tail)
     if calls is None:
         return form
     call_end = _call_end(renderer, texts) or end
-    return replace(form, calls=calls, call_end=call_end, call_text=texts[0], has_common_calls=_is_common(renderer))
+    return replace(form, calls=calls, call_end=call_end, call_text=texts[0])
 
 
 def leading_specials(renderer: Renderer, text: str) -> list[str]:
@@ -320,12 +324,6 @@ def _call_end(renderer: Renderer, texts: Sequence[str]) -> str:
     except ValueError:
         return ""
     return "".join(leading_specials(renderer, whole.removeprefix(finished.rstrip()))[:1]) if whole != finished else ""
-
-
-def _is_common(renderer: Renderer) -> bool:
-    """Returns whether the template writes calls as `palestra.core.chat` reads them."""
-    text = answer_text(renderer, probe_call(PROBE_ARGUMENTS), renderer.probe_tools) or ""
-    return tool_calls_of(parse_assistant_message(text)) == [ToolCall(TOOL_NAME, dict(PROBE_ARGUMENTS))]
 
 
 def end_tokens(tokenizer: Any, options: dict[str, Any] | None = None) -> set[int]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from transformers.utils.chat_parsing import parse_response
 
-from palestra.core.chat import Json, ToolCall
+from palestra.core.chat import TOOL_CALL_PATTERN, Json, ToolCall, parse_assistant_message, tool_calls_of
 from palestra.engine.conversation.rendering import (
     FIRST_KEY,
     FIRST_VALUE,
@@ -48,6 +48,17 @@ class CallReader(Protocol):
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
         """Returns the content and the calls of an answer."""
         ...
+
+
+@dataclass(frozen=True)
+class CommonCalls:
+    """Calls in the form in which envs get them, that of Hermes and Qwen (`palestra.core.chat`)."""
+
+    def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
+        """Returns the content and the calls of an answer."""
+        message = parse_assistant_message(text)
+        content = message["content"]
+        return FoundCalls(content, tool_calls_of(message), TOOL_CALL_PATTERN.findall(content))
 
 
 @dataclass(frozen=True)
@@ -214,6 +225,7 @@ def call_readers(texts: Texts, tail: str, shipped: Json | None = None) -> Iterat
     """Yields readers of the form in which a template writes calls. `texts` holds its text of an answer with one call of
     the probe's tool, and with two of them if it takes two; `tail` is what it writes after the content of an answer;
     `shipped` is the base's own response template."""
+    yield CommonCalls()
     if shipped:
         yield ResponseTemplateCalls(shipped)
     bodies = [text.removesuffix(tail) if tail else text for text in texts]

@@ -23,7 +23,14 @@ from palestra.engine.conversation.answers import (
     find_answer_form,
     inline_thought,
 )
-from palestra.engine.conversation.rendering import FIRST_KEY, TEXT_MARK, THOUGHT_MARK, Renderer, TemplateRefusal
+from palestra.engine.conversation.rendering import (
+    ASKED,
+    FIRST_KEY,
+    TEXT_MARK,
+    THOUGHT_MARK,
+    Renderer,
+    TemplateRefusal,
+)
 from palestra.engine.forward.tree_attention import common_prefix
 
 HistoryThoughts = Literal["template", "keep"]
@@ -62,6 +69,22 @@ class ChatEncoder:
         """The form of the base's answers."""
         return find_answer_form(self.renderer)
 
+    @property
+    def drops_thoughts(self) -> bool:
+        """True if later prompts may have an earlier answer in another form, without its thought."""
+        return self.history_thoughts == "template" and self.form.rewrites_answers
+
+    def check_template(self) -> None:
+        """Raises ValueError if the chat template does not take one message of a user without tools. It does not write
+        what its form is found by then, and would refuse the first prompt."""
+        try:
+            self.renderer.render([ASKED])
+        except ValueError as error:
+            raise ValueError(
+                f"{error} (a template that takes nothing but conversations with tools, such as tool_use, cannot be "
+                "used alone): set chat_template to another of the base's own by name, or to a .jinja file"
+            ) from None
+
     # ---- prompts
 
     def encode_conversation(self, conversation: Chat, system: str | None = None) -> np.ndarray:
@@ -85,7 +108,9 @@ class ChatEncoder:
     def encode_next_turn(self, earlier: Chat, answer: Answer, new: Sequence[Json]) -> np.ndarray:
         """Returns the prompt [P] int32 of a later turn: `earlier` is the conversation to which `answer` was given, and
         `new` are the messages since. The answer's end appears once, whether or not it was sampled."""
-        message = parse_assistant_message(answer.text)
+        message: Json = {"role": "assistant", "content": answer.text}
+        if self.renderer.form.has_calls:
+            message = parse_assistant_message(answer.text)
         if answer.thought:
             message["reasoning_content"] = answer.thought
         keys = _cache_key(earlier.messages), _cache_key(earlier.tools), _cache_key([message]), _cache_key(new)
@@ -106,7 +131,16 @@ class ChatEncoder:
                 return np.concatenate([earlier, sampled, between[ends[last] + 1 :]])
         else:
             sampled = answer[:-1]
-        return np.concatenate([earlier, sampled, between])
+        return np.concatenate([earlier, sampled, self._without_repeated_end(sampled, between)])
+
+    def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
+        """Returns what follows an answer, without the white space that ends both it and each turn of a template that
+        has no special token for that."""
+        text, end = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False), self.form.blank_end
+        repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")
+        if not repeated:
+            return between
+        return self.encode_text(self.tokenizer.decode(between, skip_special_tokens=False).removeprefix(repeated))
 
     def _leading_special_ids(self, ids: np.ndarray) -> dict[int, int]:
         """Returns the special tokens with which `ids` begins, after white space, and their indices."""
@@ -134,38 +168,38 @@ class ChatEncoder:
         """Returns the tokens between an answer and the next one; and the text of the whole new prompt where the
         template writes the answer differently once it is an earlier turn (without its thought), else None."""
         before, offered, answers, added = map(json.loads, (earlier, tools, message, new))
-        between = self.encode_text(self.between(before, offered, answers[0], added))
-        if self.history_thoughts == "keep" or not self.form.rewrites_answers:
-            return between, None
-        whole = self.renderer.render([*before, *answers, *added], offered)
-        finished = self.renderer.render([*before, *answers], offered, generate=False)
-        thought = self.renderer.harmless(answers[0].get("reasoning_content", ""))
-        is_kept = thought in finished and whole.startswith(self.renderer.without_specials(finished).rstrip())
-        return between, None if is_kept and finished.startswith(self.renderer.render(before, offered)) else whole
-
-    def between(self, earlier: list[Json], tools: list[Json], answer: Json, new: Sequence[Json]) -> str:
-        """Returns what the template writes between the content or the calls of `answer` and the next answer. Raises
-        ValueError if it leaves out what a new message says."""
         if not self.renderer.has_template:
-            return "".join(f"\n{message['content']}" for message in map(to_template_message, new))
-        marked = self._marked(answer)
-        whole = self.renderer.render([*earlier, marked, *new], tools)
-        after = whole.partition(TEXT_MARK)[2]
-        if "tool_calls" in marked:
-            finished = self.renderer.render([*earlier, marked], tools, generate=False).partition(TEXT_MARK)[2]
-            after = after.removeprefix(self.renderer.without_specials(finished))
-        self._check_shown(new, after)
-        return after
+            lines = (f"\n{message['content']}" for message in map(to_template_message, added))
+            return self.encode_text("".join(lines)), None
+        marked, is_kept = self._marked(answers[0]), True
+        start, _, between = self.renderer.render([*before, marked, *added], offered).partition(TEXT_MARK)
+        if "tool_calls" in marked or self.drops_thoughts:
+            finished = self.renderer.render([*before, marked], offered, generate=False)
+            same, _, end = self.renderer.without_specials(finished).partition(TEXT_MARK)
+            is_kept = start == same and between.startswith(end.rstrip())
+            between = between.removeprefix(end) if "tool_calls" in marked else between
+        self._check_shown(added, between)
+        if self.drops_thoughts and not (is_kept and self._follows_prompt(before, offered, answers[0], start)):
+            return self.encode_text(between), self.renderer.render([*before, *answers, *added], offered)
+        return self.encode_text(between), None
+
+    def _follows_prompt(self, before: list[Json], tools: list[Json], answer: Json, start: str) -> bool:
+        """Returns whether `start`, what the template writes before an answer's content, begins with the prompt to which
+        it was given, and has its thought."""
+        thought = self.renderer.harmless(answer.get("reasoning_content", ""))
+        return thought in start and start.startswith(self.renderer.render(before, tools))
 
     def _marked(self, answer: Json) -> Json:
-        """Returns an answer with a mark in place of its content, or of its last call's arguments, and no thought."""
+        """Returns an answer with a mark in place of its content, or of its last call's arguments."""
+        thought = answer.get("reasoning_content", "") if self.renderer.form.thought_key else ""
+        said = {"role": "assistant", "content": TEXT_MARK, "reasoning_content": thought}
         calls = answer.get("tool_calls")
         if not calls or not self.renderer.form.has_calls:
-            return {"role": "assistant", "content": TEXT_MARK}
+            return said
         last = calls[-1]
         marked = {**last, "function": {**last["function"], "arguments": {FIRST_KEY: TEXT_MARK}}}
         kept = [*calls[:-1], marked] if self.renderer.form.has_many_calls else [marked]
-        return {"role": "assistant", "content": "", "tool_calls": kept}
+        return said | {"content": "", "tool_calls": kept}
 
     def _check_shown(self, messages: Sequence[Json], text: str) -> None:
         for message in messages:

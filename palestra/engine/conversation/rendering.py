@@ -156,10 +156,12 @@ class Renderer:
                 "a message has a thought (reasoning_content), and the base shows none: it has no chat template that "
                 "does. Leave thoughts out, or write them into the content"
             )
+        most = max((len(message.get("tool_calls", ())) for message in messages), default=0)
+        if most and not self.form.has_calls:
+            raise TemplateRefusal("a message has calls of tools, and the base has no chat template that writes them")
         if not self.has_template:
             return "\n".join(str(message["content"]) for message in messages)
-        most = max(len(message.get("tool_calls", ())) for message in messages) if messages else 0
-        if most > 1 and self.form.has_calls and not self.form.has_many_calls:
+        if most > 1 and not self.form.has_many_calls:
             raise TemplateRefusal(f"the chat template of the base takes one call an answer, and this one has {most}")
         try:
             return self.apply(self.formed(messages, self.form), self.harmless(list(tools)), generate=generate)

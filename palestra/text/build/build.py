@@ -71,6 +71,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     learning = {name: learner for name, learner in learners.items() if name in policy_names.values()}
     check_sampling_masks(parts, learning)
     check_dropout(parts, learning)
+    check_world_models(parts, learning)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
     resolvers = [stage_resolver(part, config, resolver) for part in parts]
@@ -95,7 +96,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
         notes=[
-            *(engines.notes() if isinstance(engines, Engines) else ()),
+            *engines.notes(),
             *biased_sampling_notes(parts, learning),
             *(f"{file.path}: columns {', '.join(file.unused)} are not used" for file in read if file.unused),
         ],
@@ -318,6 +319,18 @@ def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None
                 f"policies.{name}.lora_dropout has no effect with type: {parts[0].algorithm.type}, which compares "
                 "log-probabilities with passes that have no dropout: leave it out, or train with sft or reward_model"
             )
+
+
+def check_world_models(parts: Sequence[TextConfig], trained: Mapping[str, LanguageLearner]) -> None:
+    """Raises ValueError if a policy of `trained` predicts observations in prompts that repeat its answer in another
+    form: the answer would be predicted as if it were an observation."""
+    for part in parts:
+        for name, learner in trained.items() if getattr(part.algorithm, "world_model_weight", 0) else ():
+            if learner.encoder.drops_thoughts:
+                raise ValueError(
+                    f"algorithm.world_model_weight predicts what follows an answer of {name}, and its base's chat "
+                    f"template writes that answer anew without its thought: set policies.{name}.history_thoughts: keep"
+                )
 
 
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:

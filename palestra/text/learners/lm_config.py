@@ -68,10 +68,11 @@ class LMPolicyConfig(StrictModel):
             raise ValueError(f"cannot read the chat template {given}: {error}") from None
 
     def encoder(self, tokenizer: Any) -> ChatEncoder:
-        """Returns the encoder of this policy's conversations. Raises ValueError for a `thinking_token_budget` that it
-        cannot keep."""
+        """Returns the encoder of this policy's conversations. Raises ValueError for a chat template that takes no plain
+        message, and for a `thinking_token_budget` that cannot be kept."""
         tokenizer = with_chat_template(tokenizer, self.chat_template)
         encoder = ChatEncoder(tokenizer, self.chat_template_kwargs, history_thoughts=self.history_thoughts)
+        encoder.check_template()
         encoder.check_thinking_budget(self.sampling.thinking_token_budget, self.sampling.max_tokens)
         return encoder
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.engine.bases.names import tokenizer_of
+from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
@@ -33,6 +34,7 @@ class RemoteEngines:
     def __init__(self, connection: ServiceConnection) -> None:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
+        self._lines: list[str] = []  # on the conversations of bases
 
     def check_supported(
         self,
@@ -87,7 +89,7 @@ class RemoteEngines:
                 "process: leave one of them out"
             )
         weights = RemoteWeights(self.connection, config, seed=seed)
-        return LanguageLearner(name, config, weights, self._sampler(config.base), tokenizer_of(config.base))
+        return LanguageLearner(name, config, weights, self._sampler(config.base), self._tokenizer(config))
 
     def build_frozen_policy(self, name: str, config: LMPolicyConfig) -> LanguagePolicy:
         """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded. Raises
@@ -96,9 +98,19 @@ class RemoteEngines:
         adapter, path = None, getattr(config, "path", None)
         if path:
             adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
-        encoder = config.encoder(tokenizer_of(config.base))
+        encoder = config.encoder(self._tokenizer(config))
         sampler = self._sampler(config.base)
         return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, **config.prompt_options)
+
+    def _tokenizer(self, config: LMPolicyConfig) -> Any:
+        """Returns the tokenizer of a base; notes how its conversations differ from its chat template."""
+        tokenizer = tokenizer_of(config.base)
+        self._lines += conversation_notes(config.base, tokenizer, config.chat_template_kwargs)
+        return tokenizer
+
+    def notes(self) -> list[str]:
+        """Returns lines on where conversations of the bases differ from their chat templates."""
+        return list(dict.fromkeys(self._lines))
 
     def _kept(self, folder: Path) -> str:
         """Uploads the adapter in `folder` and returns its path on the server."""

@@ -339,3 +339,46 @@ def test_any_field_of_a_message_is_used_or_refused(key, value):
         assert key in str(error) or key in ("role", "content", "tool_calls")
         return
     assert not same or value in (None, [], "") or key in ("name", "tool_call_id", "reasoning", "thinking")
+
+
+WORDS = st.integers(100, 999).map(lambda number: f"w{number}")
+PARTS = st.one_of(
+    WORDS.map(lambda text: {"type": "text", "text": text}), st.just({"type": "image_url", "image_url": {}})
+)
+CONTENTS = st.one_of(WORDS, WORDS, st.just(""), st.none(), st.lists(PARTS, min_size=1, max_size=2))
+ANY_CALLS = st.lists(WORDS.map(lambda text: {"function": {"name": "find", "arguments": json.dumps({"text": text})}}))
+ASKING = {"role": st.sampled_from(["user", "user", "tool", "system", "developer"]), "content": CONTENTS}
+ANSWERING = {"role": st.just("assistant"), "content": CONTENTS}
+EXTRA = {"tool_calls": ANY_CALLS, "reasoning_content": WORDS}
+MESSAGES = st.one_of(
+    st.fixed_dictionaries(ASKING),
+    st.fixed_dictionaries(ANSWERING, optional=EXTRA),
+    st.fixed_dictionaries(ASKING, optional=EXTRA),
+)
+
+
+def texts_of(content):
+    """The texts of a message's content; None for what is no text."""
+    return [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
+
+
+@pytest.mark.parametrize("name", [*CALLS, "deepseekv3", "phi3", "idefics3", "muse_glimmer", None])
+@given(messages=st.lists(MESSAGES, min_size=1, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_any_messages_are_shown_or_refused(name, messages):
+    """Only a template itself may leave out thoughts of earlier answers, and a text beside calls (as Llama 3's does)."""
+    tokenizer = real_tokenizer(name) if name else tokenizer_of("")
+    if name is None:
+        tokenizer.chat_template = None
+    encoder = ChatEncoder(tokenizer, cache_size=0)
+    try:
+        prompt = tokenizer.decode(encoder.encode_conversation(Chat(tuple(messages))))
+    except ValueError as error:
+        assert str(error) and "\n" not in str(error)
+        return
+    for message in messages:
+        calls, thought = message.get("tool_calls") or [], message.get("reasoning_content", "")
+        assert all(text is not None and (text in prompt or calls) for text in texts_of(message["content"]))
+        assert all(json.loads(call["function"]["arguments"])["text"] in prompt for call in calls)
+        assert thought in prompt or encoder.form.rewrites_answers
+        assert message["role"] == "assistant" or not (calls or thought)

@@ -82,6 +82,21 @@ def test_the_thought_of_an_endpoint_is_kept_beside_the_text(field):
     assert (answer.text, answer.thought, answer.stop_reason) == ("4", "two and two", "stop")
 
 
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ("<think>\ntwo and two\n</think>\n\n4", ("4", "two and two")),
+        ("two and two</think>4", ("4", "two and two")),
+        ("<think>two and", ("", "two and")),
+        ("4 <think>no</think>", ("4 <think>no</think>", "")),
+    ],
+)
+def test_a_thought_that_a_server_writes_into_the_content_is_apart(content, read):
+    with Script((200, {"choices": [{"message": {"role": "assistant", "content": content}}]})) as server:
+        (answer,) = asyncio.run(policy(server).act(Query("r", "2 + 2?")))
+    assert (answer.text, answer.thought) == read
+
+
 @pytest.mark.parametrize("thought", [{"reasoning_content": "two and"}, {}], ids=["shown", "hidden"])
 def test_an_answer_cut_inside_its_thought_is_empty_and_asked_for_once(thought):
     cut = {"choices": [{"message": {"role": "assistant", "content": None, **thought}, "finish_reason": "length"}]}
