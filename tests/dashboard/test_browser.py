@@ -62,7 +62,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (HERE / "results/algorithms/configs/duel.yaml", duel),
         ("configs/games/spread_mappo.yaml", wide),
         ("configs/populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
-        ("configs/populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "local", "--workers", "2"]),
+        (
+            "configs/populations/rps_league.yaml",
+            ["--set", "population.slices=5", "--backend", "local", "--workers", "2"],
+        ),
     ):
         done = CliRunner().invoke(app, ["train", str(config), "--root", str(root), *settings])
         assert done.exit_code == 0, done.output
