@@ -34,7 +34,7 @@ from palestra.service.storage.tables import RowUpdate, models
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import OptimJob, ReverseKLJob
+from palestra.service.wire.jobs import OptimJob, ReverseKLJob, TrainJob
 from palestra.service.wire.validation import WEIGHTED_ONLY
 from palestra.service.worker.checkpoint_ops import CheckpointOps
 from palestra.service.worker.encoding import reverse_kl_answer
@@ -258,11 +258,10 @@ class Worker:
         if row.kind == "reverse_kl":
             kl = self._reverse_kl(live_model, ReverseKLJob.model_validate_json(row.body))
             return Job(live_model.trainer, kl.data, kl)
-        call = codec.train_call_from_proto(row.body)
-        options = codec.loss_options(call)
-        loss, weighted_only = build_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
-        backward = row.kind == "forward_backward" and not call.forward_only
-        return Job(live_model.trainer, codec.decode_data(call), loss, backward, weighted_only)
+        job = TrainJob.from_bytes(row.body)
+        loss = build_loss(job.loss, job.options)
+        weighted_only = bool(job.options.get(WEIGHTED_ONLY))
+        return Job(live_model.trainer, job.data, loss, row.kind == "forward_backward", weighted_only)
 
     def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
         reference = self.live_models.snapshot(live_model.base, job.folder)
