@@ -51,15 +51,13 @@ MAX_BURST_S = 0.1  # longest duration of a burst in seconds
 SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
 
 
-class WorkerSettings(BaseModel):
-    """Settings that `palestra serve` passes to its worker."""
+class EngineOptions(BaseModel):
+    """Options of `palestra serve` for its worker."""
 
-    store: str
-    """URL of the database."""
-    data: Path
-    """Data folder of the server."""
-    bases: dict[str, str]
-    """Base models: name -> path."""
+    data: Path = Path("palestra-data")
+    """Folder for weights, database and secret."""
+    bases: dict[str, str] = {"tiny": "tiny"}
+    """Base models: name -> path or model id."""
     device: str = "auto"
     """Torch device; "auto" chooses one."""
     dtype: str = "auto"
@@ -70,6 +68,13 @@ class WorkerSettings(BaseModel):
     """Sequences that are sampled in one batch, at most."""
     kv_cache_gib: float | None = None
     """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
+
+
+class WorkerSettings(EngineOptions):
+    """Settings that `palestra serve` passes to its worker."""
+
+    store: str
+    """URL of the database."""
     pack_tokens: int = 16384
     """Tokens of one training micro-batch, at most."""
     patience: float = 20.0
