@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
+from palestra.environments.math.confinement import seccomp_filter
 from palestra.sandbox.boot import install_filter
 
 GraderKind = Literal["math", "reasoning"]
@@ -157,8 +158,6 @@ def _reply(answer: dict[str, Any], requester: socket.socket) -> None:
 
 
 def _grade(grader: Grader, request: Request, server: int, requester: socket.socket) -> None:
-    from palestra.environments.math.confinement import seccomp_filter
-
     die_with_parent()
     if os.getppid() != server:
         raise ConnectionError("the server died before it could take this process with it")
