@@ -48,11 +48,13 @@ def _give_up(user: int, limits: list[tuple[int, int]], rules: bytes) -> None:
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (most, most))
-    if rules:
-        _filter(rules)
+    install_filter(rules)
 
 
-def _filter(rules: bytes) -> None:
+def install_filter(rules: bytes) -> None:
+    """Installs the seccomp filter `rules`, if any, in this process, permanently. Raises OSError if that fails."""
+    if not rules:
+        return
     import ctypes
 
     class Program(ctypes.Structure):

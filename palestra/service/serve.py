@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
 
 from palestra.core.files import acquire_lock, atomic_write
 from palestra.core.http.listen import open_listener, url_host
@@ -36,7 +35,7 @@ from palestra.service.server.state import BaseInfo, ClientLimits, ServiceContext
 from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
-from palestra.service.worker.worker import WorkerSettings
+from palestra.service.worker.worker import EngineOptions, WorkerSettings
 from palestra.service.worker.worker_process import run_worker
 
 STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successfully
@@ -48,19 +47,15 @@ DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
 Say = Callable[[str], None]
 
 
-class ServeOptions(BaseModel):
+class ServeOptions(EngineOptions):
     """Options of `palestra serve`."""
 
-    bases: dict[str, str] = {"tiny": "tiny"}
-    """Base models: name -> path or model id."""
     aliases: dict[str, str] = {}
     """Additional names that clients may use: public name -> base."""
     host: str = "127.0.0.1"
     """Address to listen at."""
     port: int = 8000
     """Port to listen at; 0 chooses a free one."""
-    data: Path = Path("palestra-data")
-    """Folder for weights, database and secret."""
     auth: Path | None = None
     """File of API keys; None accepts any key."""
     root_path: str = ""
@@ -71,16 +66,6 @@ class ServeOptions(BaseModel):
     """Starts a front end without a worker, beside a server on the same data folder."""
     allow_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server."""
-    device: str = "auto"
-    """Torch device of the worker; "auto" chooses one."""
-    dtype: str = "auto"
-    """Dtype of the base models' weights; "auto" chooses one."""
-    threads: int = 1
-    """CPU threads of the worker."""
-    max_num_seqs: int = 512
-    """Sequences that the worker samples in one batch, at most."""
-    kv_cache_gib: float | None = None
-    """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
     metrics: bool = False
     """Serves metrics for Prometheus at /metrics."""
     limits: ClientLimits = ClientLimits()
@@ -98,8 +83,7 @@ def serve(options: ServeOptions, say: Say = print) -> None:
     with _private_files(), _hold(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
         context = _context(options, url)
-        same = {"data", "bases", "device", "dtype", "threads", "max_num_seqs", "kv_cache_gib"}
-        settings = WorkerSettings(store=url, **options.model_dump(include=same))
+        settings = WorkerSettings(store=url, **options.model_dump(include=set(EngineOptions.model_fields)))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
         with open_listener(options.host, options.port) as listener:
             app = create_app(context, root_path=options.root_path, origins=origins, with_metrics=options.metrics)

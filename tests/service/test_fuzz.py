@@ -327,9 +327,8 @@ def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
             st.sampled_from([b""] * 9 + [b"\0"])
         )
         given = {"target_tokens": np.array(ids, np.int64), "weights": np.ones(len(ids), np.float32)}
-        whole = codec.replace_data(
-            pb.ForwardBackwardRequest(), [Datum(np.array(ids), given.pop("target_tokens"), given)]
-        )
+        whole = pb.ForwardBackwardRequest()
+        codec.encode_data(whole, [Datum(np.array(ids), given.pop("target_tokens"), given)])
         for name, tensor in whole.data[0].loss_fn_inputs.items():
             datum.loss_fn_inputs[name].CopyFrom(tensor)
         for name in (

@@ -1,23 +1,25 @@
 """Parses answers in Python's notation, nested lists and formulas, into plain data. Evaluates nothing.
 
-The grammar is a whitelist: an answer with any other character or name does not parse (None). A formula becomes a tree
+The grammar is a whitelist: an answer with any other character or name does not parse (None). What is left is parsed by
+Python. A formula becomes a tree
 of JSON lists: ["number", "2.5"], ["name", "x"], ["sin", tree], ["**", base, exponent], ["negative", tree],
 ["terms", ["+", tree], ["-", tree], ...] and ["factors", ["*", tree], ["/", tree], ...].
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 Formula = list[Any]
 
 MAX_TOKENS = 4000
-MAX_DEPTH = 50  # nested brackets, signs and powers
+MAX_DEPTH = 50  # nested brackets; and half of the nested operations
 MAX_EXPONENT = 64  # of powers in `evaluate_exact`
 MAX_BITS = 4096  # of intermediate results in `evaluate_exact`
 MAX_DIGITS = 1000  # of a number literal
@@ -44,9 +46,15 @@ class _ParseError(Exception):
     """Raised for text outside the grammar or beyond a limit."""
 
 
+_SYNTAX_ERRORS = (_ParseError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
 def parse_value(text: str) -> Any:
     """Returns the nested list, string or number that `text` denotes; None if it does not parse. Tuples become lists."""
-    return _read(text, _Reader.values)
+    try:
+        return _as_lists(ast.literal_eval(_parse(text)[0]))
+    except _SYNTAX_ERRORS:
+        return None
 
 
 def parse_formula(text: str) -> Formula | None:
@@ -54,8 +62,10 @@ def parse_formula(text: str) -> Formula | None:
 
     A formula consists of numbers, letters, + - * / **, parentheses and the functions in `FUNCTIONS`.
     """
-    tree: Formula | None = _read(text, _Reader.sum)
-    return tree
+    try:
+        return _formula(*_parse(text))
+    except _SYNTAX_ERRORS:
+        return None
 
 
 def evaluate_exact(formula: Formula) -> Fraction | None:
@@ -77,151 +87,93 @@ def formula_integers(formula: Formula) -> list[int]:
     return [number for argument in arguments if isinstance(argument, list) for number in formula_integers(argument)]
 
 
-def _read(text: str, rule: Callable[[_Reader], Any]) -> Any:
-    try:
-        reader = _Reader(_tokens(text))
-        tree = rule(reader)
-        reader.expect("")
-    except _ParseError:
-        return None
-    return tree
+def _parse(text: str) -> tuple[ast.expr, str]:
+    """Returns Python's syntax tree of a text of known tokens, and the source that it was parsed from."""
+    tokens = _tokens(text)
+    if not tokens:
+        raise _ParseError
+    source = f"({' '.join(tokens)})"  # brackets, so that "1, 2" is a tuple
+    return ast.parse(source, mode="eval").body, source
 
 
 def _tokens(text: str) -> list[str]:
-    tokens, place, end = list[str](), 0, len(text.rstrip())
+    """Returns the tokens of a text. Raises _ParseError for any other text, for operands without an operator between
+    them, such as those that Python reads as `1e5` or `b"x"`, and for nesting that is too deep."""
+    tokens = list[str]()
+    place = depth = 0
+    end = len(text.rstrip())
     while place < end:
-        match = _TOKEN.match(text, place)
-        if not match or len(tokens) >= MAX_TOKENS:
+        found = _TOKEN.match(text, place)
+        if not found or len(tokens) >= MAX_TOKENS:
             raise _ParseError
-        tokens.append(match[1])
-        place = match.end()
+        token = found[1]
+        depth += (token in "([") - (token in ")]")
+        is_known = token in FUNCTIONS | VARIABLE_NAMES if token.isalpha() else len(token) <= MAX_DIGITS
+        if not is_known or not 0 <= depth <= MAX_DEPTH or (tokens and _is_operand(tokens[-1]) and _is_operand(token)):
+            raise _ParseError
+        tokens.append(token)
+        place = found.end()
     return tokens
 
 
-class _Reader:
-    """Recursive-descent parser over `tokens`, with Python's operator precedence."""
+def _is_operand(token: str) -> bool:
+    return token[0].isalnum() or token[0] in "'\""
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self.tokens, self.place, self.depth = [*tokens, ""], 0, 0
 
-    @property
-    def next(self) -> str:
-        return self.tokens[self.place]
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(part) for part in value] if isinstance(value, list | tuple) else value
 
-    def take(self) -> str:
-        self.place += 1
-        return self.tokens[self.place - 1]
 
-    def expect(self, token: str) -> None:
-        if self.next != token:
-            raise _ParseError
-        self.place += 1
-
-    def inside(self, rule: Callable[[], Any]) -> Any:
-        """Returns the tree that `rule` parses, one nesting level deeper."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise _ParseError
-        tree = rule()
-        self.depth -= 1
-        return tree
-
-    # ---- lists
-
-    def values(self) -> Any:
-        first = self.value()
-        return first if not self.next else [first, *self.items("", after_comma=True)]
-
-    def value(self) -> Any:
-        token = self.take()
-        if token in ("[", "("):
-            return self.inside(lambda: self.items("]" if token == "[" else ")"))
-        if token and token[0] in "'\"":
-            return token[1:-1]
-        if token == "-":
-            return -_number(self.take())
-        return _number(token)
-
-    def items(self, end: str, *, after_comma: bool = False) -> list[Any]:
-        """Parses comma-separated values up to `end` and consumes it; an empty `end` is the end of the text."""
-        values: list[Any] = []
-        if after_comma:
-            self.expect(",")
-        while self.next != end:
-            values.append(self.value())
-            if self.next != end:
-                self.expect(",")
-        if end:
-            self.take()
-        return values
-
-    # ---- formulas
-
-    def sum(self) -> Formula:
-        return self.chain("terms", "+-", self.product)
-
-    def product(self) -> Formula:
-        return self.chain("factors", "*/", self.signed_power)
-
-    def chain(self, kind: str, signs: str, operand: Callable[[], Formula]) -> Formula:
-        first = operand()
-        chained: Formula = [kind, [signs[0], first]]
-        while self.next and self.next in signs:
-            chained.append([self.take(), operand()])
-        return chained if len(chained) > 2 else first
-
-    def signed_power(self) -> Formula:
-        if self.next not in ("+", "-"):
-            return self.power()
-        sign = self.take()
-        inner: Formula = self.inside(self.signed_power)
-        return ["negative", inner] if sign == "-" else inner
-
-    def power(self) -> Formula:
-        base = self.atom()
-        if self.next != "**":
-            return base
-        self.take()
-        return ["**", base, self.inside(self.signed_power)]
-
-    def atom(self) -> Formula:
-        token = self.take()
-        if token == "(":
-            return self.bracketed_sum()
-        if token[:1].isdigit():
-            return ["number", token]
-        if token in FUNCTIONS:
-            self.expect("(")
-            return [token, self.bracketed_sum()]
-        if token in VARIABLE_NAMES:
-            return ["name", token]
+def _formula(node: ast.expr, source: str, depth: int = 0) -> Formula:
+    if depth > 2 * MAX_DEPTH:
         raise _ParseError
 
-    def bracketed_sum(self) -> Formula:
-        inner: Formula = self.inside(self.sum)
-        self.expect(")")
-        return inner
+    def inner(part: ast.expr) -> Formula:
+        return _formula(part, source, depth + 1)
+
+    match node:
+        case ast.Constant(value=int() | float()):
+            return ["number", source[node.col_offset : node.end_col_offset]]
+        case ast.Name(id=name) if name in VARIABLE_NAMES:
+            return ["name", name]
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return inner(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return ["negative", inner(operand)]
+        case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
+            return ["**", inner(base), inner(exponent)]
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return ["terms", *_chain(node, {ast.Add: "+", ast.Sub: "-"}, inner)]
+        case ast.BinOp(op=ast.Mult() | ast.Div()):
+            return ["factors", *_chain(node, {ast.Mult: "*", ast.Div: "/"}, inner)]
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return [name, inner(argument)]
+    raise _ParseError
 
 
-def _number(token: str) -> int | float:
-    if not token[:1].isdigit() or len(token) > MAX_DIGITS:
-        raise _ParseError
-    return float(token) if "." in token else int(token)
+def _chain(node: ast.expr, signs: dict[type, str], inner: Callable[[ast.expr], Formula]) -> list[Formula]:
+    """Returns the operands of operators of one precedence, each with the sign before it."""
+    chained: list[Formula] = []
+    while isinstance(node, ast.BinOp) and type(node.op) in signs:
+        chained.append([signs[type(node.op)], inner(node.right)])
+        node = node.left
+    first = next(iter(signs.values()))
+    return [[first, inner(node)], *reversed(chained)]
 
 
 def _exact(formula: Formula) -> Fraction:
-    kind, *operands = formula
-    if kind == "number" and operands[0].isdigit() and len(operands[0]) <= MAX_DIGITS:
-        return Fraction(operands[0])
+    kind, *arguments = formula
+    if kind == "number" and parts[0].isdigit() and len(parts[0]) <= MAX_DIGITS:
+        return Fraction(parts[0])
     if kind == "negative":
-        return -_exact(operands[0])
+        return -_exact(parts[0])
     if kind == "**":
-        return _check_bits(_power(*map(_exact, operands)))
+        return _bounded(_power(*map(_exact, parts)))
     if kind not in ("terms", "factors"):
         raise _ParseError
     value = Fraction(kind == "factors")
-    for sign, operand in operands:
-        value = _check_bits(_EXACT[sign](value, _exact(operand)))
+    for sign, part in parts:
+        value = _bounded(_EXACT[sign](value, _exact(part)))
     return value
 
 
@@ -231,7 +183,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _check_bits(value: Fraction) -> Fraction:
+def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise _ParseError
     return value

@@ -32,10 +32,13 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
+from palestra.environments.math.confinement import seccomp_filter
+from palestra.sandbox.boot import install_filter
+
 GraderKind = Literal["math", "reasoning"]
 GraderOutcome = Literal["scored", "unreadable", "overtime", "crashed"]
 EXTRA_WALL_TIME_S = 30  # seconds of wall time beyond the CPU limit: a busy machine must not make an answer wrong
-DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # options of prctl
+DIE_WITH_PARENT = 1  # option of prctl
 MAX_ADDRESS_SPACE_BYTES = 2 * 2**30  # bytes of address space; a tower of powers would take all memory
 MAX_REPORT_BYTES = 64  # bytes of a child's report
 DECIMAL_TOLERANCE = 1e-6  # relative tolerance for a decimal compared with a closed form
@@ -155,8 +158,6 @@ def _reply(answer: dict[str, Any], requester: socket.socket) -> None:
 
 
 def _grade(grader: Grader, request: Request, server: int, requester: socket.socket) -> None:
-    from palestra.environments.math.confinement import seccomp_filter
-
     die_with_parent()
     if os.getppid() != server:
         raise ConnectionError("the server died before it could take this process with it")
@@ -209,31 +210,16 @@ def run_child(
         os.closerange(report + 1, 4096)
         set_limits(request["seconds"])
         if os.getppid() == parent:  # else the parent died before PR_SET_PDEATHSIG took effect
-            install_seccomp(rules)
+            install_filter(rules)
             os.write(report, json.dumps(judge(request)).encode())
             code = 0
     finally:
         os._exit(code)
 
 
-def install_seccomp(rules: bytes) -> None:
-    """Installs the seccomp filter `rules` in this process, permanently. Raises OSError if that fails."""
-    if not rules:
-        return
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
-
-    program = Program(len(rules) // 8, rules)
-    control = ctypes.CDLL(None, use_errno=True).prctl
-    for call in ((NO_NEW_PRIVILEGES, 1, 0, 0, 0), (SECCOMP, 2, ctypes.byref(program))):
-        if control(*call):
-            raise OSError(ctypes.get_errno(), "prctl")
-
-
 def probe(rules: bytes) -> None:
     """Confines this process, attempts forbidden calls, and prints "confined" if all of them fail."""
-    install_seccomp(rules)
+    install_filter(rules)
     attempts: list[Callable[[], object]] = [
         lambda: os.open("palestra-was-here", os.O_WRONLY | os.O_CREAT),
         lambda: os.mkdir("palestra-was-here"),

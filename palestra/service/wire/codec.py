@@ -1,18 +1,18 @@
-"""Encoding of training data, gradient results and samples as protobuf and JSON.
+"""Decoding of training data, and encoding of gradient results and samples, as protobuf and JSON.
 
-Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Malformed
-bytes raise BadRequest only. Memory use is proportional to the size of the input, except for sparse tensors: those of
-one call may have `tensors.MAX_SPARSE_CELLS` cells in total.
+Protobuf is the form in which results are stored; JSON is translated from it. Malformed bytes raise BadRequest only.
+Memory use is proportional to the size of the input, except for sparse tensors: those of one call may have
+`tensors.MAX_SPARSE_CELLS` cells in total.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -26,8 +26,22 @@ from palestra.service.wire.schemas import requests
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
 
 EMPTY_LOGPROB = -99999.0  # log-probability of an empty cell of a top-k matrix; its token is 0
+T = TypeVar("T")
 _STOPS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _STOP_NAMES = {number: name for name, number in _STOPS.items()}
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    """A call for gradients, or for a forward pass only: the sequences `data`, the name of the loss, and its options.
+    `tokens` are int64 [N], `targets` int64 [N] or [N, K], other inputs float32, all dense."""
+
+    model_id: str
+    seq_id: int
+    loss: str
+    options: Mapping[str, float | str]
+    data: list[Datum]
+    forward_only: bool
 
 
 class TopK(NamedTuple):
@@ -93,9 +107,9 @@ def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
     return call
 
 
-def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """Parses the JSON body of forward (`forward_only`) or forward_backward to protobuf. A missing `seq_id` becomes 0.
-    Raises BadRequest if the body is invalid."""
+def train_call_from_json(body: bytes, *, forward_only: bool) -> TrainCall:
+    """Parses the JSON body of forward (`forward_only`) or forward_backward. A missing `seq_id` becomes 0. Raises
+    BadRequest if the body is invalid."""
     request: requests.ForwardRequest | requests.ForwardBackwardRequest
     if forward_only:
         request = parse_body(requests.ForwardRequest, body)
@@ -103,52 +117,49 @@ def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwa
     else:
         request = parse_body(requests.ForwardBackwardRequest, body)
         given = request.forward_backward_input
-    return train_call_to_proto(request.model_id, request.seq_id or 0, given, forward_only=forward_only)
+    tensors.check_sparse_size(
+        tensor.shape for datum in given.data for tensor in datum.loss_fn_inputs.values() if tensor.is_sparse
+    )
+    data = [
+        _datum(index, prompt_tokens(datum.model_input), datum.loss_fn_inputs, tensors.from_json)
+        for index, datum in enumerate(given.data)
+    ]
+    options = given.loss_fn_config or {}
+    return TrainCall(request.model_id, request.seq_id or 0, given.loss_fn, options, data, forward_only)
 
 
-def train_call_to_proto(
-    model_id: str, seq_id: int, given: requests.ForwardBackwardInput, *, forward_only: bool = False
-) -> pb.ForwardBackwardRequest:
-    """Converts a validated JSON training call to protobuf. Raises BadRequest if a tensor is invalid."""
-    call = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=given.loss_fn, forward_only=forward_only)
-    for name, value in (given.loss_fn_config or {}).items():
-        number, text = (None, value) if isinstance(value, str) else (value, None)
-        call.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(number=number, text=text))
-    for index, datum in enumerate(given.data):
-        message = call.data.add()
-        for chunk in datum.model_input.chunks:
-            message.model_input.add().encoded_text.tokens = tensors.encode_values(chunk.tokens, pb.DTYPE_INT32)
-        for name, tensor in datum.loss_fn_inputs.items():
-            with _at(f"data[{index}].loss_fn_inputs.{name}"):
-                message.loss_fn_inputs[name].CopyFrom(tensors.from_json(tensor))
-    return call
-
-
-def decode_data(call: pb.ForwardBackwardRequest) -> list[Datum]:
-    """Decodes the call's sequences: `tokens` int64 [N], `targets` int64 [N] or [N, K], other inputs float32,
-    all dense; text chunks are concatenated.
+def decode_call(call: pb.ForwardBackwardRequest) -> TrainCall:
+    """Decodes the arrays of a call; text chunks are concatenated.
 
     Raises BadRequest if a tensor has more than two dimensions, a chunk is not text, or `target_tokens` are missing or
     not int64.
     """
-    tensors.check_sparse_size(tensor for datum in call.data for tensor in datum.loss_fn_inputs.values())
-    return [_datum(index, datum) for index, datum in enumerate(call.data)]
+    tensors.check_sparse_size(
+        tensor.shape[:2]
+        for datum in call.data
+        for tensor in datum.loss_fn_inputs.values()
+        if tensor.HasField("sparse_csr")
+    )
+    data = []
+    for index, datum in enumerate(call.data):
+        with _at(f"data[{index}].model_input"):
+            tokens = [_text(chunk) for chunk in datum.model_input]
+        joined = np.concatenate([np.zeros(0, np.int64), *tokens])
+        data.append(_datum(index, joined, datum.loss_fn_inputs, tensors.to_array))
+    return TrainCall(call.model_id, call.seq_id, call.loss_fn, _loss_options(call), data, call.forward_only)
 
 
-def replace_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> pb.ForwardBackwardRequest:
-    """Returns a copy of the call with other `data`, encoded dense: the form in which validated calls are stored."""
-    changed = pb.ForwardBackwardRequest()
-    changed.CopyFrom(call)
-    del changed.data[:]
+def encode_data(call: pb.ForwardBackwardRequest, data: Sequence[Datum]) -> bytes:
+    """Returns the call with `data`, encoded dense, as a client sends it."""
     for datum in data:
-        message = changed.data.add()
+        message = call.data.add()
         message.model_input.add().encoded_text.tokens = tensors.encode_values(datum.tokens, pb.DTYPE_INT32)
         for name, array in {"target_tokens": datum.targets, **datum.inputs}.items():
             message.loss_fn_inputs[name].CopyFrom(tensors.from_array(array))
-    return changed
+    return call.SerializeToString()
 
 
-def loss_options(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+def _loss_options(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     """Returns the loss's options. Clients that send `loss_fn_config_v2` repeat its numbers in `loss_fn_config`."""
     if not call.loss_fn_config_v2:
         return dict(call.loss_fn_config)
@@ -157,16 +168,15 @@ def loss_options(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def prompt_tokens(given: requests.ModelInput) -> np.ndarray:
-    """Returns the token ids of a prompt, int32 [N]."""
-    return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int32)
+    """Returns the token ids of a prompt, int64 [N]."""
+    return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int64)
 
 
 def decode_array(tensor: requests.TensorData, *, pad: float = 0) -> np.ndarray:
     """Decodes a JSON tensor to an int64 or float32 array; `pad` fills the cells that a sparse tensor does not list.
     Raises BadRequest if it is inconsistent or too large."""
-    message = tensors.from_json(tensor)
-    tensors.check_sparse_size([message])
-    return tensors.to_array(message, pad)
+    tensors.check_sparse_size([tensor.shape] if tensor.is_sparse else [])
+    return tensors.from_json(tensor, pad)
 
 
 @contextmanager
@@ -178,20 +188,17 @@ def _at(place: str) -> Iterator[None]:
         raise BadRequest(f"{place}: {error}", error.status) from None
 
 
-def _datum(index: int, datum: pb.Datum) -> Datum:
-    with _at(f"data[{index}].model_input"):
-        tokens = [_text(chunk) for chunk in datum.model_input]
+def _datum(index: int, tokens: np.ndarray, inputs: Mapping[str, T], decode: Callable[[T], np.ndarray]) -> Datum:
     arrays = {}
-    for name, tensor in datum.loss_fn_inputs.items():
+    for name, tensor in inputs.items():
         with _at(f"data[{index}].loss_fn_inputs.{name[: requests.MAX_ID_CHARS]}"):
-            arrays[name] = tensors.to_array(tensor)
+            arrays[name] = decode(tensor)
     targets = arrays.pop("target_tokens", None)
     if targets is None:
         raise BadRequest(f"data[{index}] has no target_tokens. Send the token that each position should predict.")
     if targets.dtype != np.int64:
         raise BadRequest(f"data[{index}].loss_fn_inputs.target_tokens are floats. Send token ids as int64.")
-    inputs = {name: array.astype(np.float32) for name, array in arrays.items()}
-    return Datum(np.concatenate([np.zeros(0, np.int64), *tokens]), targets, inputs)
+    return Datum(tokens, targets, {name: array.astype(np.float32) for name, array in arrays.items()})
 
 
 def _text(chunk: pb.Chunk) -> np.ndarray:

@@ -1,14 +1,21 @@
 """Job bodies that the front end queues for the engine worker: validated, with every name resolved.
 
-Training data use the wire's own protobuf (`codec.py`). Folders are names in the weight store.
+Training data are arrays, which the worker reads as they were validated. Folders are names in the weight store.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
 from pydantic import BaseModel
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
+from palestra.core.types import Datum
 from palestra.engine.sampling.token_sampling import SamplingConfig
 
 
@@ -58,6 +65,46 @@ class SampleJob(BaseModel):
         targets = len(self.target_prompt[0]) if self.target_prompt else 0
         prompt = len(self.tokens) * (1 + self.topk_prompt + targets) if self.asks_prompt else 0
         return prompt + self.num_samples * self.sampling.max_tokens * (1 + self.topk_sample)
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Pass over validated sequences, which all have the same inputs: the name of the loss, and its options."""
+
+    loss: str
+    options: Mapping[str, float | str]
+    data: list[Datum]
+
+    def to_bytes(self) -> bytes:
+        """Returns the job in safetensors' format: one array for each input of all sequences, one after the other."""
+        arrays = {f"inputs.{name}": [datum.inputs[name] for datum in self.data] for name in self.data[0].inputs}
+        arrays["tokens"] = [datum.tokens.astype(np.int32) for datum in self.data]
+        arrays["targets"] = [datum.targets.astype(np.int32) for datum in self.data]
+        flat = {name: np.concatenate([part.ravel() for part in parts]) for name, parts in arrays.items()}
+        flat["shapes"] = np.array([(*datum.targets.shape, 0)[:2] for datum in self.data], np.int64)
+        flat["loss"] = np.frombuffer(json.dumps([self.loss, dict(self.options)]).encode(), np.uint8)
+        return save(flat)
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Self:
+        """Returns the job that `to_bytes` wrote. Raises ValueError for any other bytes."""
+        try:
+            arrays = load(body)
+            loss, options = json.loads(arrays.pop("loss").tobytes())
+            shapes_B2 = arrays.pop("shapes")
+        except (SafetensorError, KeyError):
+            raise ValueError("the request was queued by another version of palestra: send it again") from None
+        lengths = shapes_B2[:, 0]
+        ends = np.cumsum(lengths * np.maximum(shapes_B2[:, 1], 1))[:-1]
+        tokens = np.split(arrays.pop("tokens").astype(np.int64), np.cumsum(lengths)[:-1])
+        targets = np.split(arrays.pop("targets").astype(np.int64), ends)
+        inputs = {name.removeprefix("inputs."): np.split(flat.copy(), ends) for name, flat in arrays.items()}
+        data = []
+        for i, (length, width) in enumerate(shapes_B2.tolist()):
+            shape = (length, width) if width else (length,)
+            given = {name: parts[i].reshape(shape) for name, parts in inputs.items()}
+            data.append(Datum(tokens[i], targets[i].reshape(shape), given))
+        return cls(loss, options, data)
 
 
 class DistillExampleJob(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,69 +21,66 @@ _NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 
-def check_sparse_size(tensors: Iterable[pb.Tensor]) -> None:
-    """Raises BadRequest if the sparse tensors of one call have more than `MAX_SPARSE_CELLS` cells in total once
-    dense."""
-    sparse = [tensor.shape[:2] for tensor in tensors if tensor.HasField("sparse_csr")]
-    cells = sum(math.prod(max(0, size) for size in shape) for shape in sparse)
+def check_sparse_size(shapes: Iterable[Sequence[int] | None]) -> None:
+    """Raises BadRequest if the sparse tensors of one call, of these shapes, have more than `MAX_SPARSE_CELLS` cells in
+    total once dense."""
+    cells = sum(math.prod(max(0, size) for size in shape or ()) for shape in shapes)
     if cells > MAX_SPARSE_CELLS:
         raise BadRequest(
             f"the sparse tensors have {cells} cells, more than {MAX_SPARSE_CELLS}. Send less data in one call."
         )
 
 
-def from_json(tensor: requests.TensorData) -> pb.Tensor:
-    """Returns the JSON tensor as protobuf, int64 for integer dtypes and float32 otherwise. Raises BadRequest if an
-    integer dtype holds values that are not whole numbers below 2^53."""
+def from_json(tensor: requests.TensorData, pad: float = 0) -> np.ndarray:
+    """Returns the JSON tensor as an array, int64 for integer dtypes and float32 otherwise; `pad` fills the cells that a
+    sparse tensor does not list. Raises BadRequest if an integer dtype holds values that are not whole numbers below
+    2^53, or the shape does not match the values."""
     values = np.array(tensor.data, np.float64)
-    kind = pb.DTYPE_INT64 if tensor.dtype.startswith("int") else pb.DTYPE_FLOAT32
-    if (
-        kind == pb.DTYPE_INT64
-        and not (np.abs(values) < requests.MAX_EXACT_INT).all() & (values == np.trunc(values)).all()
-    ):
-        raise BadRequest(f"dtype is {tensor.dtype}, but not all data are whole numbers below 2^53")
-    message = pb.Tensor(dtype=kind, shape=tensor.shape)
-    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        message.dense = encode_values(values, kind)
-        return message
-    message.sparse_csr.values = encode_values(values, kind)
-    message.sparse_csr.crow_indices = encode_values(tensor.sparse_crow_indices or (), pb.DTYPE_INT64)
-    message.sparse_csr.col_indices = encode_values(tensor.sparse_col_indices or (), pb.DTYPE_INT64)
-    return message
+    if tensor.dtype.startswith("int"):
+        if not (np.abs(values) < requests.MAX_EXACT_INT).all() & (values == np.trunc(values)).all():
+            raise BadRequest(f"dtype is {tensor.dtype}, but not all data are whole numbers below 2^53")
+        values = values.astype(np.int64)
+    else:
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
+    shape = _shape(tensor.shape or ())
+    if not tensor.is_sparse:
+        return _shaped(values, shape)
+    starts = np.array(tensor.sparse_crow_indices or (), np.int64)
+    return _spread(values, starts, np.array(tensor.sparse_col_indices or (), np.int64), shape, pad)
 
 
-def to_array(tensor: pb.Tensor, pad: float = 0) -> np.ndarray:
-    """Returns a tensor as an int64 or float32 array of its `shape` (1-D if it has none, at most 2-D).
+def to_array(tensor: pb.Tensor) -> np.ndarray:
+    """Returns a tensor as an int64 or float32 array of its `shape` (1-D if it has none, at most 2-D), with 0 in the
+    cells that a sparse tensor does not list. Raises BadRequest if the shape does not match the values."""
+    shape = _shape(tensor.shape)
+    if not tensor.HasField("sparse_csr"):
+        return _shaped(decode_values(tensor.dense, tensor.dtype), shape)
+    csr = tensor.sparse_csr
+    starts = decode_values(csr.crow_indices, pb.DTYPE_INT64)
+    columns = decode_values(csr.col_indices, pb.DTYPE_INT64)
+    return _spread(decode_values(csr.values, tensor.dtype), starts, columns, shape, 0)
 
-    `pad` fills the cells that a sparse tensor does not list. Raises BadRequest if the shape does not match the values.
-    """
-    shape = _shape(tensor)
-    if tensor.HasField("sparse_csr"):
-        return _spread(tensor.sparse_csr, tensor.dtype, shape, pad)
-    values = decode_values(tensor.dense, tensor.dtype)
-    if not shape:
-        return values
-    if math.prod(shape) != values.size:
+
+def _shaped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if shape and math.prod(shape) != values.size:
         raise BadRequest(f"shape {list(shape)} does not hold {values.size} values")
-    return values.reshape(shape)
+    return values.reshape(shape) if shape else values
 
 
-def _shape(tensor: pb.Tensor) -> tuple[int, ...]:
+def _shape(sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape, or () if the message has none: the values are then one row. Raises BadRequest if it has more
     than two dimensions or a size outside 0 to 2^31 - 1."""
-    if len(tensor.shape) > 2 or any(not 0 <= size <= requests.MAX_INT32 for size in tensor.shape):
-        raise BadRequest(f"shape {list(tensor.shape[:8])} is not that of an array of one or two dimensions")
-    return tuple(tensor.shape)
+    if len(sizes) > 2 or any(not 0 <= size <= requests.MAX_INT32 for size in sizes):
+        raise BadRequest(f"shape {list(sizes[:8])} is not that of an array of one or two dimensions")
+    return tuple(sizes)
 
 
-def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: float) -> np.ndarray:
+def _spread(
+    values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], pad: float
+) -> np.ndarray:
     """Returns the CSR tensor as a dense matrix of `shape`, with `pad` in the cells that it does not list. Raises
     BadRequest if the indices are inconsistent."""
-    values, starts, columns = (
-        decode_values(csr.values, kind),
-        decode_values(csr.crow_indices, pb.DTYPE_INT64),
-        decode_values(csr.col_indices, pb.DTYPE_INT64),
-    )
     if len(shape) != 2 or len(starts) != shape[0] + 1 or len(columns) != len(values):
         raise BadRequest(
             f"a sparse tensor of shape {list(shape)} has {len(values)} values, {len(columns)} col_indices and "

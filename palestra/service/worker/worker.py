@@ -34,7 +34,7 @@ from palestra.service.storage.tables import RowUpdate, models
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import OptimJob, ReverseKLJob
+from palestra.service.wire.jobs import OptimJob, ReverseKLJob, TrainJob
 from palestra.service.wire.validation import WEIGHTED_ONLY
 from palestra.service.worker.checkpoint_ops import CheckpointOps
 from palestra.service.worker.encoding import reverse_kl_answer
@@ -51,15 +51,13 @@ MAX_BURST_S = 0.1  # longest duration of a burst in seconds
 SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
 
 
-class WorkerSettings(BaseModel):
-    """Settings that `palestra serve` passes to its worker."""
+class EngineOptions(BaseModel):
+    """Options of `palestra serve` for its worker."""
 
-    store: str
-    """URL of the database."""
-    data: Path
-    """Data folder of the server."""
-    bases: dict[str, str]
-    """Base models: name -> path."""
+    data: Path = Path("palestra-data")
+    """Folder for weights, database and secret."""
+    bases: dict[str, str] = {"tiny": "tiny"}
+    """Base models: name -> path or model id."""
     device: str = "auto"
     """Torch device; "auto" chooses one."""
     dtype: str = "auto"
@@ -70,6 +68,13 @@ class WorkerSettings(BaseModel):
     """Sequences that are sampled in one batch, at most."""
     kv_cache_gib: float | None = None
     """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
+
+
+class WorkerSettings(EngineOptions):
+    """Settings that `palestra serve` passes to its worker."""
+
+    store: str
+    """URL of the database."""
     pack_tokens: int = 16384
     """Tokens of one training micro-batch, at most."""
     patience: float = 20.0
@@ -258,11 +263,10 @@ class Worker:
         if row.kind == "reverse_kl":
             kl = self._reverse_kl(live_model, ReverseKLJob.model_validate_json(row.body))
             return Job(live_model.trainer, kl.data, kl)
-        call = codec.train_call_from_proto(row.body)
-        options = codec.loss_options(call)
-        loss, weighted_only = build_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
-        backward = row.kind == "forward_backward" and not call.forward_only
-        return Job(live_model.trainer, codec.decode_data(call), loss, backward, weighted_only)
+        job = TrainJob.from_bytes(row.body)
+        loss = build_loss(job.loss, job.options)
+        weighted_only = bool(job.options.get(WEIGHTED_ONLY))
+        return Job(live_model.trainer, job.data, loss, row.kind == "forward_backward", weighted_only)
 
     def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
         reference = self.live_models.snapshot(live_model.base, job.folder)

@@ -210,7 +210,7 @@ class RemoteWeights:
             )
             for name, value in options.items():
                 call.loss_fn_config_v2[name].number = value
-            body = codec.replace_data(call, data[first : first + MAX_CHUNK_SEQUENCES]).SerializeToString()
+            body = codec.encode_data(call, data[first : first + MAX_CHUNK_SEQUENCES])
             reply = self.connection.run(self.connection.call("forward_backward", body))
             outputs.append(pb.ForwardBackwardOutput.FromString(reply.content))
         return outputs

@@ -82,10 +82,9 @@ class TransitionBatch(ReplayBatch):
     next_obs: Tensor
 
 
-class ReplayBuffer:
-    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all transitions). `n_step` is
-    the number of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for
-    uniform sampling.
+class CreditedReplay:
+    """Base class of the replay buffers: a ring of `capacity` rows whose credit looks `n_step` decisions ahead.
+    `priority` is the exponent of TD errors in prioritised sampling, 0 for uniform sampling.
 
     With `count_env_steps` every step of the env counts as a decision of every seat, for algorithms that evaluate all
     seats at once. The seats of a `team` share one future, whose value is 0 only once all of them have terminated.
@@ -99,23 +98,44 @@ class ReplayBuffer:
         n_step: int = 1,
         gamma: float = 0.99,
         priority: float = 0.0,
-        seats: Sequence[int] | None = None,
         count_env_steps: bool = False,
         team: Sequence[int] = (),
     ) -> None:
-        self.ring, self.seats, self.count_env_steps, self.team = (
-            RingBuffer(capacity, priority),
-            seats,
-            count_env_steps,
-            team,
-        )
+        self.ring = RingBuffer(capacity, priority)
+        self.count_env_steps = count_env_steps
+        self.team = team
         self.powers = powers(gamma, n_step)
-        self.clock = 0  # env steps added
-        self.open = np.zeros((0, 0, n_step), np.int64)  # [B, N, n] numbers of rows with incomplete credit, newest first
         self.masks = np.zeros((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
 
     def __len__(self) -> int:
         return len(self.ring)
+
+    def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
+        """Sets the priorities of sampled rows from their TD errors [M], of any sign."""
+        if self.ring.tree is not None:
+            self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
+
+    def arrays(self) -> Arrays:
+        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
+        them to keep them."""
+        return self.ring.arrays() | {"masks": self.masks}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
+        self.ring.load(arrays)
+        self.masks = arrays["masks"].copy()
+
+
+class ReplayBuffer(CreditedReplay):
+    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all transitions); the other
+    arguments are those of `CreditedReplay`."""
+
+    def __init__(self, capacity: int, *, seats: Sequence[int] | None = None, **credit: Any) -> None:
+        super().__init__(capacity, **credit)
+        self.seats = seats
+        self.clock = 0  # env steps added
+        n_step = len(self.powers) - 1
+        self.open = np.zeros((0, 0, n_step), np.int64)  # [B, N, n] numbers of rows with incomplete credit, newest first
 
     def add(self, batch: RolloutBatch) -> None:
         """Adds a batch that continues the previous one or starts with reset games."""
@@ -177,21 +197,13 @@ class ReplayBuffer:
         weight = tensors.pop("known").float() * torch.from_numpy(importance).float()[:, None]
         return TransitionBatch(**tensors, weight=weight, index=torch.from_numpy(places))
 
-    def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
-        """Sets the priorities of sampled transitions from their TD errors [M], of any sign."""
-        if self.ring.tree is not None:
-            self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
-
     def arrays(self) -> Arrays:
-        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
-        them to keep them."""
-        return self.ring.arrays() | {"clock": np.array([self.clock]), "open": self.open, "masks": self.masks}
+        return super().arrays() | {"clock": np.array([self.clock]), "open": self.open}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
-        self.ring.load(arrays)
+        super().load(arrays)
         self.clock = int(arrays["clock"][0])
-        self.open, self.masks = arrays["open"].copy(), arrays["masks"].copy()
+        self.open = arrays["open"].copy()
 
 
 def rows_as_tensor(column: np.ndarray, places: np.ndarray) -> Tensor:

@@ -11,7 +11,7 @@ of the recurrent state, `F` truncated games.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays
 from palestra.vector.nets.replay import (
     CreditColumns,
+    CreditedReplay,
     ReplayBatch,
     assign_credit,
     next_values,
-    powers,
     rollout_arrays,
     rows_as_tensor,
     write_next,
 )
-from palestra.vector.nets.ring_buffer import RingBuffer
 
 NEXT_COLUMNS = {"agent_mask": "next_agent_mask", "action_mask": "next_action_mask", "state": "next_state"}
 
@@ -55,30 +53,17 @@ class SequenceBatch(ReplayBatch):
     recurrent_states: dict[str, Tensor]
 
 
-class SequenceReplay:
+class SequenceReplay(CreditedReplay):
     """Replay buffer of the last `capacity` sequences, all of one length. `recurrent_players` are the players whose
-    recurrent states are stored, `burn_in` the number of steps that only update them; the other arguments are as in
-    `ReplayBuffer`."""
+    recurrent states are stored, `burn_in` the number of steps that only update them; the other arguments are those
+    of `CreditedReplay`."""
 
     def __init__(
-        self,
-        capacity: int,
-        *,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        priority: float = 0.0,
-        burn_in: int = 0,
-        count_env_steps: bool = False,
-        team: Sequence[int] = (),
-        recurrent_players: Sequence[str] = (),
+        self, capacity: int, *, burn_in: int = 0, recurrent_players: Sequence[str] = (), **credit: Any
     ) -> None:
-        self.ring, self.burn_in, self.recurrent_players = RingBuffer(capacity, priority), burn_in, recurrent_players
-        self.count_env_steps, self.team = count_env_steps, team
-        self.powers = powers(gamma, n_step)
-        self.masks = np.ones((0, 0, 0), bool)  # [B, N, A] at each seat's last decision
-
-    def __len__(self) -> int:
-        return len(self.ring)
+        super().__init__(capacity, **credit)
+        self.burn_in = burn_in
+        self.recurrent_players = recurrent_players
 
     def add(self, batch: RolloutBatch) -> None:
         """Adds a batch: one sequence of each of its games."""
@@ -151,21 +136,6 @@ class SequenceReplay:
         steps = torch.arange(len(is_first) - 1)[:, None, None]
         begun = is_first[:-1].int().cummax(0).values.bool()
         return (steps >= self.burn_in) | begun[..., None]
-
-    def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
-        """Sets the priorities of sampled sequences from their errors [M], of any sign."""
-        if self.ring.tree is not None:
-            self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
-
-    def arrays(self) -> Arrays:
-        """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
-        them to keep them."""
-        return self.ring.arrays() | {"masks": self.masks}
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
-        self.ring.load(arrays)
-        self.masks = arrays["masks"].copy()
 
 
 def _by_game(memory: Tensor, games: int) -> np.ndarray:

@@ -286,6 +286,19 @@ def test_repeatedly_dying_graders_are_given_up(graders):
 
 
 @LINUX
+def test_a_cancelled_grading_ends_its_process(graders):
+    async def play():
+        asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=300.0))
+        while not (graders() and children(graders().pid)):
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+    asyncio.run(play())
+    wait_until(lambda: not children(graders().pid))
+
+
+@LINUX
 def test_graders_end_with_their_parent():
     code = f"""
 import asyncio, os, signal, time

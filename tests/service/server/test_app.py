@@ -16,7 +16,7 @@ from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import models, samplers
 from palestra.service.wire import codec
 from palestra.service.wire import wire_pb2 as pb
-from palestra.service.wire.jobs import LoadJob, LoraSettings, SampleJob, SaveJob
+from palestra.service.wire.jobs import LoadJob, LoraSettings, SampleJob, SaveJob, TrainJob
 from palestra.service.wire.schemas.wire_model import BadRequest
 
 PROMPT = {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}
@@ -296,19 +296,20 @@ def test_weights_of_another_shape_are_refused(front: Front) -> None:
     assert "rank 4, not 8" in reply.json()["detail"]
 
 
-def test_forward_backward_is_queued_as_protobuf_from_any_encoding(front: Front) -> None:
+def test_forward_backward_is_queued_alike_from_any_encoding(front: Front) -> None:
     model = front.model()
     front.post("/forward_backward", gradients(model))
     row = front.take()
     assert (row.kind, row.model, row.seq, row.key) == ("forward_backward", model, 1, f"model:{model}:1")
-    call = codec.train_call_from_proto(row.body)
-    assert codec.decode_data(call)[0].targets.tolist() == [6, 7]
-    call.seq_id, call.forward_only = 2, True
+    job = TrainJob.from_bytes(row.body)
+    assert job.data[0].targets.tolist() == [6, 7]
+    call = pb.ForwardBackwardRequest(model_id=model, loss_fn=job.loss, seq_id=2, forward_only=True)
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
-    reply = front.post("/forward_backward", zstandard.compress(call.SerializeToString()), headers=headers)
+    reply = front.post("/forward_backward", zstandard.compress(codec.encode_data(call, job.data)), headers=headers)
     assert reply.status_code == 200, reply.text
     row = front.take()
     assert (row.kind, row.seq) == ("forward", 2)
+    assert TrainJob.from_bytes(row.body).data[0].targets.tolist() == [6, 7]
     body = gradients(model, 3)
     body["forward_input"] = body.pop("forward_backward_input")
     assert front.post("/forward", body).status_code == 200

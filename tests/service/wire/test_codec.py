@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 from palestra.core.types import Datum
 from palestra.service.wire import codec, tensors
 from palestra.service.wire import wire_pb2 as pb
-from palestra.service.wire.codec import PromptScores, SampledSequence, TopK
+from palestra.service.wire.codec import PromptScores, SampledSequence, TopK, TrainCall
+from palestra.service.wire.jobs import TrainJob
 from palestra.service.wire.schemas import requests
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
 from palestra.service.wire.validation import LOSS_SPECS, check_train_call
@@ -31,10 +32,11 @@ def sent(generation: str) -> bytes:
     return json.dumps(json.loads(fixture(f"{generation}.json"))["forward_backward"]).encode()
 
 
-def calls() -> list[pb.ForwardBackwardRequest]:
+def calls() -> list[TrainCall]:
     """The same data from the three generations of official clients."""
     old = [codec.train_call_from_json(sent(generation), forward_only=False) for generation in "ab"]
-    return [*old, codec.train_call_from_proto(fixture("c.bin")), codec.train_call_from_proto(fixture("c_options.bin"))]
+    new = [codec.train_call_from_proto(fixture(name)) for name in ("c.bin", "c_options.bin")]
+    return [*old, *map(codec.decode_call, new)]
 
 
 def body(data: list[dict[str, Any]], **more: Any) -> bytes:
@@ -51,7 +53,7 @@ def ints(*values: int) -> dict[str, Any]:
 
 
 def read(data: list[dict[str, Any]]) -> list[Datum]:
-    return codec.decode_data(codec.train_call_from_json(body(data), forward_only=False))
+    return codec.train_call_from_json(body(data), forward_only=False).data
 
 
 def tensor(**fields: Any) -> pb.ForwardBackwardRequest:
@@ -73,9 +75,9 @@ def same(a: Datum, b: Datum) -> bool:
 
 
 @pytest.mark.parametrize("call", calls(), ids=["0.15", "0.22", "0.38", "0.38 with options"])
-def test_data_of_official_clients_is_decoded(call: pb.ForwardBackwardRequest) -> None:
-    supervised, reinforced, *wide = codec.decode_data(call)
-    assert (call.model_id, call.seq_id, call.loss_fn) == ("s0123456789abcdef:train:0", 1, "cross_entropy")
+def test_data_of_official_clients_is_decoded(call: TrainCall) -> None:
+    supervised, reinforced, *wide = call.data
+    assert (call.model_id, call.seq_id, call.loss) == ("s0123456789abcdef:train:0", 1, "cross_entropy")
     assert same(supervised, Datum(np.array([5, 6, 7]), np.array([6, 7, 8]), {"weights": np.array([0.0, 1.0, -2.5])}))
     inputs = {"logprobs": np.array([-0.5, -1.25]), "advantages": np.array([1.5]), "mask": np.array([0.0, 1.0])}
     assert same(reinforced, Datum(np.array([9, 10]), np.array([10, 11]), inputs))
@@ -83,28 +85,28 @@ def test_data_of_official_clients_is_decoded(call: pb.ForwardBackwardRequest) ->
         targets, weights = np.zeros((9, 4), np.int64), np.zeros((9, 4))
         targets[2], weights[2] = [3, 1, 4, 1], [0.5, 0.25, 0.125, 0.125]
         assert same(datum, Datum(np.arange(9), targets, {"weights": weights}))
-    for datum in codec.decode_data(call):
+    for datum in call.data:
         assert (datum.tokens.dtype, datum.targets.dtype) == (np.int64, np.int64)
         assert {array.dtype for array in datum.inputs.values()} == {np.dtype(np.float32)}
 
 
 def test_loss_options_of_official_clients_are_decoded() -> None:
     none, old, plain, new = calls()
-    assert codec.loss_options(none) == codec.loss_options(plain) == {}
-    assert codec.loss_options(old) == {"clip_low_threshold": 0.9}
-    assert codec.loss_options(new) == {"clip_low_threshold": 0.9, "mode": "x"}
+    assert none.options == plain.options == {}
+    assert old.options == {"clip_low_threshold": 0.9}
+    assert new.options == {"clip_low_threshold": 0.9, "mode": "x"}
     assert new.forward_only and not plain.forward_only
 
 
 def test_loss_options_in_the_legacy_map_are_decoded() -> None:
-    assert codec.loss_options(pb.ForwardBackwardRequest(loss_fn_config={"beta": 0.5})) == {"beta": 0.5}
+    assert codec.decode_call(pb.ForwardBackwardRequest(loss_fn_config={"beta": 0.5})).options == {"beta": 0.5}
 
 
 def test_forward_endpoint_body_decodes_to_the_same_data() -> None:
     inner = {"data": [row([1], target_tokens=ints(2))], "loss_fn": "cross_entropy"}
     call = codec.train_call_from_json(json.dumps({"forward_input": inner, "model_id": "m"}).encode(), forward_only=True)
     assert call.forward_only
-    assert same(codec.decode_data(call)[0], Datum(np.array([1]), np.array([2]), {}))
+    assert same(call.data[0], Datum(np.array([1]), np.array([2]), {}))
 
 
 # Round trips
@@ -144,11 +146,30 @@ def csr(array: np.ndarray) -> dict[str, Any]:
 @given(st.lists(data(), max_size=3), st.booleans())
 def test_json_and_protobuf_decode_to_equal_data(wanted: list[Datum], sparse: bool) -> None:
     call = codec.train_call_from_json(body([as_json(datum, sparse) for datum in wanted]), forward_only=False)
-    again = codec.train_call_from_proto(call.SerializeToString())
-    found = codec.decode_data(again)
+    assert len(call.data) == len(wanted) and all(map(same, call.data, wanted))
+    again = codec.train_call_from_proto(codec.encode_data(pb.ForwardBackwardRequest(model_id="m"), wanted))
+    found = codec.decode_call(again).data
     assert len(found) == len(wanted) and all(map(same, found, wanted))
-    rewritten = codec.decode_data(codec.replace_data(again, wanted))
-    assert len(rewritten) == len(wanted) and all(map(same, rewritten, wanted))
+
+
+@given(st.lists(data(), min_size=1, max_size=3), st.dictionaries(st.text(max_size=3), st.floats(0, 1)))
+def test_a_validated_call_is_queued_as_it_is(wanted: list[Datum], options: dict[str, float]) -> None:
+    for datum in wanted:
+        inputs = {"weights": np.ones(datum.targets.shape, np.float32)}
+        datum.inputs.clear()
+        datum.inputs.update(inputs)
+    job = TrainJob("ppo", options, wanted)
+    found = TrainJob.from_bytes(job.to_bytes())
+    assert (found.loss, found.options) == ("ppo", options)
+    assert len(found.data) == len(wanted) and all(map(same, found.data, wanted))
+    dtypes = {(datum.tokens.dtype, datum.targets.dtype, datum.inputs["weights"].dtype) for datum in found.data}
+    assert dtypes == {(np.dtype(np.int64), np.dtype(np.int64), np.dtype(np.float32))}
+
+
+def test_a_call_queued_by_another_version_is_refused() -> None:
+    for other in (b"", b"\xff\xff", fixture("c.bin")):
+        with pytest.raises(ValueError, match="queued by another version of palestra: send it again"):
+            TrainJob.from_bytes(other)
 
 
 def test_prompt_chunks_are_joined() -> None:
@@ -158,11 +179,11 @@ def test_prompt_chunks_are_joined() -> None:
 
 def test_every_protobuf_dtype_is_decoded() -> None:
     for kind, array in [(pb.DTYPE_INT32, np.int32([1, -2])), (pb.DTYPE_INT64, np.int64([1, 2**40]))]:
-        assert codec.decode_data(tensor(dense=array.tobytes(), dtype=kind))[0].targets.tolist() == array.tolist()
+        assert codec.decode_call(tensor(dense=array.tobytes(), dtype=kind)).data[0].targets.tolist() == array.tolist()
     half = (np.float32([1.5, -0.25, math.inf]).view(np.uint32) >> 16).astype("<u2").tobytes()
     call = tensor(dense=np.int64([1]).tobytes(), dtype=pb.DTYPE_INT64)
     call.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=half, dtype=pb.DTYPE_BFLOAT16))
-    assert codec.decode_data(call)[0].inputs["weights"].tolist() == [1.5, -0.25, math.inf]
+    assert codec.decode_call(call).data[0].inputs["weights"].tolist() == [1.5, -0.25, math.inf]
 
 
 def test_sparse_tensor_of_a_sampling_request_is_padded() -> None:
@@ -192,7 +213,7 @@ def test_sparse_tensor_of_a_sampling_request_is_padded() -> None:
 )
 def test_invalid_dense_tensors_are_refused(call: pb.ForwardBackwardRequest, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
-        codec.decode_data(call)
+        codec.decode_call(call)
     assert len(str(caught.value)) < 300
 
 
@@ -231,16 +252,16 @@ def sparse(
 )
 def test_invalid_sparse_tensors_are_refused(call: pb.ForwardBackwardRequest) -> None:
     with pytest.raises(BadRequest):
-        codec.decode_data(call)
+        codec.decode_call(call)
 
 
 def test_total_size_of_sparse_tensors_is_limited() -> None:
     side = math.isqrt(tensors.MAX_SPARSE_CELLS) // 2
     one = sparse([side, side], [0] * (side + 1), []).data[0]
-    assert codec.decode_data(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
+    assert codec.decode_call(pb.ForwardBackwardRequest(data=[one])).data[0].targets.shape == (side, side)
     huge = sparse([-(2**62), 1], [], []).data[0]  # adds nothing to the size, but would enlarge the limit
     with pytest.raises(BadRequest, match="Send less data"):
-        codec.decode_data(pb.ForwardBackwardRequest(data=[*[one] * 5, huge]))
+        codec.decode_call(pb.ForwardBackwardRequest(data=[*[one] * 5, huge]))
 
 
 @pytest.mark.parametrize(
@@ -279,13 +300,10 @@ def test_invalid_protobuf_is_refused(wrong: bytes) -> None:
 # Any input raises BadRequest or is decoded
 
 
-def digest(call: pb.ForwardBackwardRequest) -> None:
-    found = codec.decode_data(call)
-    for loss in [call.loss_fn, *LOSS_SPECS]:
+def digest(call: TrainCall) -> None:
+    for loss in [call.loss, *LOSS_SPECS]:
         try:
-            cleaned = check_train_call(
-                found, loss, codec.loss_options(call), vocab_size=64, max_length=64, max_tokens=256
-            )
+            cleaned = check_train_call(call.data, loss, call.options, vocab_size=64, max_length=64, max_tokens=256)
         except BadRequest:
             continue
         assert all(np.isfinite(array).all() for datum in cleaned for array in datum.inputs.values())
@@ -293,7 +311,10 @@ def digest(call: pb.ForwardBackwardRequest) -> None:
 
 def survives(body: bytes, as_proto: bool) -> None:
     try:
-        digest(codec.train_call_from_proto(body) if as_proto else codec.train_call_from_json(body, forward_only=False))
+        if as_proto:
+            digest(codec.decode_call(codec.train_call_from_proto(body)))
+        else:
+            digest(codec.train_call_from_json(body, forward_only=False))
     except BadRequest as error:
         assert str(error)
 

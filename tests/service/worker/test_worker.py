@@ -21,8 +21,7 @@ from palestra.service.storage.store import MAX_TAKES, Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.wire import codec
-from palestra.service.wire import wire_pb2 as pb
-from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
+from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob, TrainJob
 from palestra.service.worker.worker import Worker, WorkerSettings, load_base
 from palestra.service.worker.worker_process import DatabaseRetry
 
@@ -76,7 +75,7 @@ class WorkerBench:
         return self.store.submit(self.owners.get(model, "ada"), kind, body, key=key, model=model, seq=seq)
 
     def learn(self, model: str, seq: int | None, seed: int = 0, *, kind: str = "forward_backward", **call: Any) -> str:
-        return self.ask(model, kind, gradients(model, seed, **call), seq)
+        return self.ask(model, kind, gradients(seed, **call), seq)
 
     def step(self, model: str, seq: int | None, lr: float = 0.01) -> str:
         return self.ask(model, "optim_step", OptimJob(learning_rate=lr), seq)
@@ -121,11 +120,9 @@ class WorkerBench:
 
 
 def gradients(
-    model: str,
     seed: int = 0,
     *,
     loss: str = "cross_entropy",
-    forward_only: bool = False,
     count: int = 2,
     **inputs: Any,
 ) -> bytes:
@@ -135,8 +132,7 @@ def gradients(
         ids = rng.integers(5, 250, 9).astype(np.int64)
         given = {"weights": np.ones(8, np.float32), **{k: np.full(8, v, np.float32) for k, v in inputs.items()}}
         data.append(Datum(ids[:-1], ids[1:], given))
-    call = pb.ForwardBackwardRequest(model_id=model, loss_fn=loss, forward_only=forward_only)
-    return codec.replace_data(call, data).SerializeToString()
+    return TrainJob(loss, {}, data).to_bytes()
 
 
 def logps(answer: dict[str, Any]) -> list[list[float]]:
@@ -185,12 +181,12 @@ def test_requests_run_in_sequence_order_not_arrival_order(desk: WorkerBench) -> 
     late = [desk.step(model, 4), desk.learn(model, 3, 1), desk.learn(model, 2, 0)]
     desk.run()
     assert [desk.row(id).state for id in late] == ["taken"] * 3
-    first = desk.learn(model, 1, kind="forward", forward_only=True)
+    first = desk.learn(model, 1, kind="forward")
     desk.run()
     fresh = logps(desk.answer(first))
     assert fresh == logps(desk.answer(late[2]))  # the step, which arrived first, had not been made
     assert desk.answer(late[0])["metrics"]["grad_norm:mean"] > 0
-    after = desk.learn(model, 5, kind="forward", forward_only=True)
+    after = desk.learn(model, 5, kind="forward")
     desk.run()
     assert logps(desk.answer(after)) != fresh
 
@@ -309,10 +305,10 @@ def test_long_request_is_interleaved_with_other_keys_requests(open_desk: Callabl
     for one in (desk, alone):
         bobs, adas = one.model(1, session="b", owner="bob", seed=1), one.model(1, seed=2)
         one.run()
-        long, step = one.ask(bobs, "forward_backward", gradients(bobs, 1, count=40), 1), one.step(bobs, 2)
+        long, step = one.ask(bobs, "forward_backward", gradients(1, count=40), 1), one.step(bobs, 2)
         for seq in range(1, 9 if one is desk else 1):
             one.worker.step()
-            short = one.ask(adas, "forward_backward", gradients(adas, seq, count=1), seq)
+            short = one.ask(adas, "forward_backward", gradients(seq, count=1), seq)
             for _ in range(4):
                 one.worker.step()
             assert one.answer(short) and one.row(long).state == "taken"
@@ -326,7 +322,7 @@ def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., Worker
     desk = open_desk(pack_tokens=8)
     model = desk.model()
     desk.run()
-    long = desk.ask(model, "forward_backward", gradients(model, 1, count=20), 1)
+    long = desk.ask(model, "forward_backward", gradients(1, count=20), 1)
     desk.worker.step()
     assert desk.row(long).state == "taken"
     desk.worker.shut_down()
@@ -376,7 +372,7 @@ def test_failed_request_does_not_affect_others(desk: WorkerBench) -> None:
     garbage = desk.ask(bad, "forward_backward", b"\xff\xff", 2)
     desk.run()
     assert "look for extreme log-probabilities" in desk.error(wrong)
-    assert "not a ForwardBackwardRequest" in desk.error(garbage)
+    assert "queued by another version of palestra" in desk.error(garbage)
     assert desk.answer(right)
     assert all(w.grad is None for w in desk.worker.live_models.get(bad).trainer.parameters)
     assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(good).trainer.parameters)
@@ -393,7 +389,7 @@ def test_diverged_model_fails_alone(desk: WorkerBench) -> None:
             weight.fill_(torch.nan)
     desk.step(wild, 3, lr=0.0)
     desk.save(wild, 4, "wild", "sampler_weights")
-    alone = desk.learn(tame, 1, 7, kind="forward", forward_only=True)
+    alone = desk.learn(tame, 1, 7, kind="forward")
     plain = desk.sample(None, sampling={"max_tokens": 20})
     desk.run()
     folder = desk.store.get(checkpoints, f"tinker://{wild}/sampler_weights/wild").folder
@@ -601,7 +597,7 @@ def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: WorkerBench)
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "x")
     path = f"tinker://{model}/weights/x"
-    check = desk.learn(model, seq + 1, 9, kind="forward", forward_only=True)
+    check = desk.learn(model, seq + 1, 9, kind="forward")
     trained(desk, model, seq + 2, range(2, 3))
     unread = desk.learn(model, seq + 4)
     desk.start()
@@ -614,7 +610,7 @@ def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: WorkerBench)
     assert desk.store.get(models, model).state == "lost"
     spoiled = desk.ask(model, "load", LoadJob(folder="none", path=path, optimizer=True), seq + 6)
     still = desk.step(model, seq + 7)
-    load, then = desk.load(model, seq + 8, path), desk.learn(model, seq + 9, 9, kind="forward", forward_only=True)
+    load, then = desk.load(model, seq + 8, path), desk.learn(model, seq + 9, 9, kind="forward")
     desk.run()
     assert "cannot be read" in desk.error(spoiled)
     assert "the server restarted" in desk.error(still)  # not a step on weights that differ from the client's
@@ -668,7 +664,7 @@ def test_interrupted_requests_run_again(open_desk: Callable[..., WorkerBench]) -
     desk.run()
     sample, forward, waits = (
         desk.sample(None),
-        desk.learn(model, 1, kind="forward", forward_only=True),
+        desk.learn(model, 1, kind="forward"),
         desk.step(model, 3),
     )
     desk.worker.step()

@@ -19,8 +19,8 @@ from palestra.service.server.deps import (
 from palestra.service.server.routes.sessions import touch_session
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.tables import models, sessions
-from palestra.service.wire import codec, wire_pb2
-from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob
+from palestra.service.wire import codec
+from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob, TrainJob
 from palestra.service.wire.schemas.requests import CreateModelRequest, ModelRequest, OptimStepRequest
 from palestra.service.wire.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.wire.schemas.weights import LoadWeightsRequest
@@ -159,21 +159,19 @@ def forward_backward(
     if content_type.partition(";")[0].strip().lower() == "application/x-protobuf":
         call = codec.train_call_from_proto(body)
         with queue.recording_rejection(owner, "forward_backward", (call.model_id, call.seq_id)):
-            return _gradients(call, ctx, owner, queue)
+            return _gradients(codec.decode_call(call), ctx, owner, queue)
     with queue.recording_rejection(owner, "forward_backward", body):
         return _gradients(codec.train_call_from_json(body, forward_only=False), ctx, owner, queue)
 
 
-def _gradients(
-    call: wire_pb2.ForwardBackwardRequest, ctx: ServiceContext, owner: str, queue: RequestQueue
-) -> UntypedAPIFuture:
+def _gradients(call: codec.TrainCall, ctx: ServiceContext, owner: str, queue: RequestQueue) -> UntypedAPIFuture:
     """Validates the call against its model's base and queues it in the worker's form."""
     base = ctx.base_of(ctx.model(owner, call.model_id))
     sizes = {"vocab_size": base.vocab_size, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
-    data = check_train_call(codec.decode_data(call), call.loss_fn, codec.loss_options(call), **sizes)
+    data = check_train_call(call.data, call.loss, call.options, **sizes)
     kind = "forward" if call.forward_only else "forward_backward"
-    body = codec.replace_data(call, data).SerializeToString()
-    request = queue.submit_numbered(owner, kind, body, call.model_id, call.seq_id)
+    job = TrainJob(call.loss, call.options, data)
+    request = queue.submit_numbered(owner, kind, job.to_bytes(), call.model_id, call.seq_id)
     return UntypedAPIFuture(request_id=request, model_id=call.model_id)
 
 

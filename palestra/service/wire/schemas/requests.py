@@ -174,6 +174,11 @@ class TensorData(WireModel):
     sparse_crow_indices: Integers | None = None
     sparse_col_indices: Integers | None = None
 
+    @property
+    def is_sparse(self) -> bool:
+        """True if only some cells are listed."""
+        return self.sparse_crow_indices is not None or self.sparse_col_indices is not None
+
 
 class Chunk(WireModel):
     """A run of token ids. The oldest clients send no `type`, so only the presence of tokens distinguishes text from
