@@ -52,9 +52,11 @@ real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and 
 	$(BIN)/torchrun --nproc-per-node 2 -m palestra train results/real/configs/story_team.yaml --name $$name && \
 	$(BIN)/python results/real/contributions.py runs/$$name --only "trained" --episodes 150 --processes 2
 
-# Lint, types and tests, and how long all of it took: $(call timed,OPTIONS OF PYTEST).
+# Lint, then types beside the tests, and how long all of it took: $(call timed,OPTIONS OF PYTEST).
 define timed
-	@start=$$(date +%s); $(MAKE) --no-print-directory lint && $(BIN)/python -m pytest $(1); result=$$?; \
+	@start=$$(date +%s); $(BIN)/ruff check . && $(BIN)/ruff format --check . || exit 1; \
+	mkdir -p .cache; $(BIN)/mypy > .cache/types.txt 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest $(1); result=$$?; wait $$types || result=1; cat .cache/types.txt; \
 	seconds=$$(($$(date +%s) - start)); echo "make $@ took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$result
 endef
 

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never downloads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-pytest_plugins = ["helpers.first_tests"]
+pytest_plugins = ["helpers.first_tests", "helpers.few_cases"]
 
 LONG_S = 12.0  # about the time from which a test is slow
 
@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPU from tests that are not made for it: their numbers are those of a CPU."""
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
     if config.option.reseed:
         learning.reseed(config.option.reseed)
 
@@ -67,6 +69,7 @@ def check_score(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 settings.register_profile("palestra", deadline=None)  # a busy machine may be slow
+settings.register_profile("fast", settings.get_profile("palestra"), max_examples=30)
 settings.load_profile("palestra")
 
 

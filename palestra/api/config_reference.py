@@ -59,11 +59,11 @@ class Section(NamedTuple):
 
 def config_models() -> list[ConfigModel]:
     """Returns the models of all configs, without duplicates."""
-    found: dict[type[BaseModel], ConfigModel] = {}
+    models: dict[type[BaseModel], ConfigModel] = {}
     for run, root in RUN_CONFIGS.items():
         for model, key in nested_models(root).items():
-            found.setdefault(model, ConfigModel(run, key, model))
-    return list(found.values())
+            models.setdefault(model, ConfigModel(run, key, model))
+    return list(models.values())
 
 
 def config_names() -> dict[tuple[str, str], list[str]]:
@@ -88,8 +88,8 @@ def find_sections(name: str, key: str | None = None) -> list[Section]:
     if key is None:
         return sections
     chosen = [section._replace(keys=[one for one in section.keys if one.key == key]) for section in sections]
-    if found := [section for section in chosen if section.keys]:
-        return found
+    if with_key := [section for section in chosen if section.keys]:
+        return with_key
     known = list(dict.fromkeys(one.key for section in sections for one in section.keys))
     raise ValueError(f'{name} has no key "{key}"{_nearest(key, known)}; its keys: {", ".join(known)}')
 
@@ -100,10 +100,10 @@ def _sections(name: str) -> list[Section]:
     if preset is not None:
         run = "text" if name in TEXT_PRESETS else "vector"
         settings = ", ".join(f"{key}: {value}" for key, value in preset.items())
-        found = [one for one in models if one.run == run and preset["type"] in one.names]
-        return [_section(f"type: {name} stands for {settings}", one.model) for one in found]
-    if found := [one for one in models if name in one.names]:
-        return [_section(one.title, one.model) for one in found]
+        matching = [one for one in models if one.run == run and preset["type"] in one.names]
+        return [_section(f"type: {name} stands for {settings}", one.model) for one in matching]
+    if matching := [one for one in models if name in one.names]:
+        return [_section(one.title, one.model) for one in matching]
     if name in known_envs() or ":" in name:
         return [_section(f"env, type: {name}", env_options(load_env_class(name)))]
     known = sorted({key for one in models for key in one.names} | set(known_envs()))

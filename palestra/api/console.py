@@ -37,9 +37,9 @@ class PlainConsole(Console):
 console = PlainConsole(quiet=RANK > 0)
 
 
-def styled_text(*parts: str | tuple[str, str]) -> Text:
+def styled_text(*pieces: str | tuple[str, str]) -> Text:
     """Returns a line made of plain strings and (text, style) pairs, each printed literally."""
-    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    pairs = [(piece, "") if isinstance(piece, str) else piece for piece in pieces]
     return Text.assemble(*((escape_control_chars(text), style) for text, style in pairs))
 
 

@@ -69,8 +69,8 @@ class ProgressBar(_BarContext, Callback):
         error = episode.error or next(iter(errors), None)
         if error is not None:
             if not self._failed:
-                part = "an episode" if episode.error else "a part of an episode"
-                self.console.print(styled_text((f"{part} failed (instance {episode.seed}):", "yellow"), f" {error}"))
+                what = "an episode" if episode.error else "a part of an episode"
+                self.console.print(styled_text((f"{what} failed (instance {episode.seed}):", "yellow"), f" {error}"))
             self._failed += 1
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
@@ -90,13 +90,13 @@ class ProgressBar(_BarContext, Callback):
         self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
         if not shown or shows_return(metrics):
-            shown += [(name, f"{own:.2f}") for name, own in returns_by_name(metrics).items()]
-        parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
+            shown += [(name, f"{value:.2f}") for name, value in returns_by_name(metrics).items()]
+        texts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
-            parts += [f"{',' if number else ''} {what} ", (value, "bold")]
+            texts += [f"{',' if number else ''} {what} ", (value, "bold")]
         repeated = f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
         size = f" of {metrics['episodes']:.0f} episodes{repeated}, mean length {metrics['steps_per_episode']:.1f}"
-        self.console.print(styled_text(*parts, size))
+        self.console.print(styled_text(*texts, size))
 
 
 class PopulationBar(_BarContext, scheduler.PlanCallback):

@@ -65,7 +65,7 @@ def collect(
 
             options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "checkpoint": checkpoint, "seed": seed}
             policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
-            kept = f"{num_envs * steps} joint steps"
+            amount = f"{num_envs * steps} joint steps"
         else:
             options = {
                 "episodes": episodes,
@@ -76,8 +76,8 @@ def collect(
             }
             options["in_process"] = in_process
             policy_names, metrics = _collect_with_progress(what, out, env, seats, temperature, options)
-            kept = f"{metrics['kept']} of {episodes} episodes"
-    print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
+            amount = f"{metrics['kept']} of {episodes} episodes"
+    print_line(f"{out}: {amount} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
 
 
 def _collect_with_progress(
@@ -93,8 +93,8 @@ def _collect_with_progress(
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("playing", total=options["episodes"])
 
-        def report_progress(played: int, kept: int) -> None:
-            bar.update(task, completed=played, description=f"kept {kept}")
+        def report_progress(played: int, num_kept: int) -> None:
+            bar.update(task, completed=played, description=f"kept {num_kept}")
 
         playing = collect_episodes(
             what,

@@ -147,32 +147,32 @@ def evaluate(
 
         with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
             if cross:
-                found = evaluation.cross_play(
+                results = evaluation.cross_play(
                     what, parse_settings(env), members or [], on_progress=on_progress, **options
                 )
             else:
-                found = [
+                results = [
                     evaluation.evaluate(
                         what, parse_settings(env), parse_seats(seats), swap=swap, on_progress=on_progress, **options
                     )
                 ]
         if record:
-            _record(what, record, checkpoint, found)
-    for episode in [episode for scored in found for episode in scored.episodes[:show]]:
+            _record(what, record, checkpoint, results)
+    for episode in [episode for scored in results for episode in scored.episodes[:show]]:
         print_line(f"{transcript(episode)}\n")
     if as_json:
-        lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in found]
+        lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in results]
         print(json.dumps(lines if cross else lines[0]))
     elif cross:
-        console.print(_cross_table(f"{what}, {episodes} episodes each", found))
+        console.print(_cross_table(f"{what}, {episodes} episodes each", results))
     else:
-        console.print(_eval_table(f"{what}, {episodes} episodes", found[0].policy_names, found[0].metrics))
-        if why := found[0].metrics.get("no_nash_conv"):
+        console.print(_eval_table(f"{what}, {episodes} episodes", results[0].policy_names, results[0].metrics))
+        if why := results[0].metrics.get("no_nash_conv"):
             print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
     with user_errors():
         from palestra.core.failures import check_not_all_failed
 
-        check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+        check_not_all_failed([episode for scored in results for episode in scored.episodes], "eval")
 
 
 def _best_responses(
@@ -183,16 +183,16 @@ def _best_responses(
 
     with PlainConsole(stderr=True).status("learning a response at each seat") as status:
         report = lambda text: status.update(styled_text(text))  # noqa: E731
-        found = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
+        learned = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
     if as_json:
         print(
             json.dumps(
-                {"nash_conv_at_least": nash_conv_lower_bound(found), "responses": [one._asdict() for one in found]}
+                {"nash_conv_at_least": nash_conv_lower_bound(learned), "responses": [one._asdict() for one in learned]}
             )
         )
         return
-    console.print(exploits_table(what, found))
-    print_line(describe_lower_bound(found))
+    console.print(exploits_table(what, learned))
+    print_line(describe_lower_bound(learned))
 
 
 def _print_judged(
@@ -207,15 +207,15 @@ def _print_judged(
     from palestra.evaluation.judged import compare_judged
 
     with _progress_bar(is_shown=True) as on_progress:
-        found = compare_judged(str(what), env, seats, against, judge, on_progress=on_progress, **options)
+        judged = compare_judged(str(what), env, seats, against, judge, on_progress=on_progress, **options)
     if as_json:
-        names = [result.policy_names for result in found.results]
-        error = {"error": found.error} if found.error else {}
-        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **found.metrics(), **error}))
+        names = [result.policy_names for result in judged.results]
+        error = {"error": judged.error} if judged.error else {}
+        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **judged.metrics(), **error}))
         return
-    console.print(_judged_table(f"{what} against {against}, judged by {judge}", found))
-    if found.error:
-        console.print(styled_text("the judge failed, the first time with ", (found.error, "bold")))
+    console.print(_judged_table(f"{what} against {against}, judged by {judge}", judged))
+    if judged.error:
+        console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
 
 
 @contextmanager
@@ -229,27 +229,27 @@ def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
         yield lambda played, of: bar.update(task, completed=played, total=of)
 
 
-def _record(run: Path, name: str, checkpoint: int | None, found: list[EvalResult]) -> None:
+def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResult]) -> None:
     """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
     from palestra.evaluation.target import find_checkpoint
     from palestra.runs import Run
 
     after = find_checkpoint(run, checkpoint).step
     with Run.open(run) as opened:
-        for scored in found:
+        for scored in results:
             policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
-            title = name if len(found) == 1 else f"{name}: {policy_names}"
+            title = name if len(results) == 1 else f"{name}: {policy_names}"
             metrics = {name: value for name, value in scored.metrics.items() if name != "no_nash_conv"}
             opened.log_eval(after, title, {**metrics, "seats": scored.policy_names})
 
 
-def _judged_table(title: str, found: JudgedResult) -> Table:
+def _judged_table(title: str, judged: JudgedResult) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
-    for seat, policy in found.results[0].policy_names.items():
+    for seat, policy in judged.results[0].policy_names.items():
         table.add_row(seat, policy)
     table.add_section()
-    table.add_row("win rate", styled_text((f"{found.win_rate:.1%}", "bold")))
-    for name, count in found.metrics().items():
+    table.add_row("win rate", styled_text((f"{judged.win_rate:.1%}", "bold")))
+    for name, count in judged.metrics().items():
         if name != "win_rate":
             table.add_row(name, str(count))
     return table
@@ -280,15 +280,15 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
     return table
 
 
-def _cross_table(title: str, found: list[EvalResult]) -> Table:
+def _cross_table(title: str, results: list[EvalResult]) -> Table:
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
-    seats = list(found[0].policy_names)
-    sampled = [name for name, _ in sample_rows(found[0].metrics)]
+    seats = list(results[0].policy_names)
+    sampled = [name for name, _ in sample_rows(results[0].metrics)]
     columns = ["success", *sampled, "return", *(f"return of {seat}" for seat in seats)]
     table = Table(*seats, *columns, title=title, title_justify="left")
-    for policy_names, metrics, _ in found:
+    for policy_names, metrics, _ in results:
         returns = [_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
         passed = dict(sample_rows(metrics))

@@ -142,7 +142,7 @@ def _print_results(config: GridConfig, folder: Path) -> None:
     files = write_results(results, data, folder)
     if aggregates := data["aggregates"]:
         table = Table("algorithm", *(LABELS[name] for name in ("iqm", "optimality_gap")), box=box.SIMPLE_HEAD)
-        for algorithm, own in aggregates.items():
-            table.add_row(styled_text(algorithm), *(format_estimate(own[name]) for name in ("iqm", "optimality_gap")))
+        for algorithm, stats in aggregates.items():
+            table.add_row(styled_text(algorithm), *(format_estimate(stats[name]) for name in ("iqm", "optimality_gap")))
         console.print(table)
     print_line(f"results of {len(config.keys) - len(results.missing)} of {len(config.keys)} cells: {files[-1]}")

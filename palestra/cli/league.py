@@ -117,10 +117,10 @@ def exploit(
 
         with console.status("learning") as status:
             settings = [f"backend.type={backend}"] if backend else []
-            found = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
-        console.print(exploits_table(run, found))
-        print_line(f"final strategies: {describe_mixtures(found[0].mixtures)}")
-        if text := describe_lower_bound(found):
+            exploits = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
+        console.print(exploits_table(run, exploits))
+        print_line(f"final strategies: {describe_mixtures(exploits[0].mixtures)}")
+        if text := describe_lower_bound(exploits):
             print_line(text)
 
 
@@ -149,12 +149,12 @@ def compare(
 
         settings = [f"backend.type={backend}"] if backend else []
         with console.status("playing") as status:
-            found = compared(
+            comparison = compared(
                 run, other, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks")
             )
-        sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
-        won = (f"{found.performance:+.3f}", "bold")
-        error = f" ± {1.96 * found.stderr:.3f} per game"
+        sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in comparison.returns.values())
+        won = (f"{comparison.performance:+.3f}", "bold")
+        error = f" ± {1.96 * comparison.stderr:.3f} per game"
         console.print(styled_text(f"{run} has a mean return of ", won, f"{error} against {other} ({sizes})"))
 
 

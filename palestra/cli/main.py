@@ -42,9 +42,9 @@ class CommandWithHints(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
-            found = re.search(r"option:? '?--([\w.-]+)|argument\(s\) \(([\w.]+=\S+)\)", error.message)
-            if found and any("--set" in parameter.opts for parameter in self.params):
-                setting = found[2] or f"{found[1].replace('-', '_')}=..."
+            match = re.search(r"option:? '?--([\w.-]+)|argument\(s\) \(([\w.]+=\S+)\)", error.message)
+            if match and any("--set" in parameter.opts for parameter in self.params):
+                setting = match[2] or f"{match[1].replace('-', '_')}=..."
                 error.message += f"; a setting of the config is changed with --set {setting}"
             raise
 

@@ -47,10 +47,10 @@ def require_text_env(what: Path, name: str) -> None:
 
 def parse_seats(settings: list[str] | None) -> dict[str, str]:
     """Parses `["adversary_*=random"]` to {"adversary_*": "random"}. Raises ValueError for an entry without "="."""
-    found = [setting.partition("=") for setting in settings or []]
-    if wrong := [seat for seat, equals, _ in found if not equals]:
+    pairs = [setting.partition("=") for setting in settings or []]
+    if wrong := [seat for seat, equals, _ in pairs if not equals]:
         raise ValueError(f"cannot read --seats {wrong[0]}: write SEAT=POLICY, for example agent_0=random")
-    return {seat: name for seat, _, name in found}
+    return {seat: name for seat, _, name in pairs}
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:

@@ -103,12 +103,12 @@ def _find_template(known: list[Template], name: str) -> Template:
 
 def _print_templates(known: list[Template]) -> None:
     for group in dict.fromkeys([*GROUPS, *(template.group for template in known)]):
-        own = [template for template in known if template.group == group]
-        if not own:
+        of_group = [template for template in known if template.group == group]
+        if not of_group:
             continue
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="cyan", no_wrap=True)
-        for template in own:
+        for template in of_group:
             table.add_row(styled_text(template.name), styled_text(template.description))
         console.print(styled_text((GROUPS.get(group, group), "bold")))
         console.print(table)

@@ -125,8 +125,8 @@ def train(
         if auto_resume and not resume:
             _bring_mirrored(request)
             request = replace(request, exact_name=True)
-            if found := run_to_resume(request):
-                request = run_request(with_places(resumed_tree(found, [])), resume=found)
+            if interrupted := run_to_resume(request):
+                request = run_request(with_places(resumed_tree(interrupted, [])), resume=interrupted)
         if not dry_run:
             with tracing_to(traces):
                 return _train(request)

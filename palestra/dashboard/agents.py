@@ -55,9 +55,9 @@ def _score(line: Mapping[str, Any] | None) -> float | None:
 def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns one dict per policy of the config or of a checkpoint: type, base, seats, and the checkpoints that contain
     it, newest first."""
-    kept = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
+    checkpoints = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
-    names = dict.fromkeys([*configs, *(name for checkpoint in kept for name in checkpoint.names)])
+    names = dict.fromkeys([*configs, *(name for checkpoint in checkpoints for name in checkpoint.names)])
     seats = {str(seat): str(policy) for seat, policy in (run.config.get("seats") or {}).items()}
     return [
         {
@@ -72,7 +72,7 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
                     "bytes": _bytes(_folder(run, one, name)),
                     "version": read_object(_member_json(run, one, name)).get("version"),
                 }
-                for one in reversed(kept)
+                for one in reversed(checkpoints)
                 if name in one.names
             ],
         }
@@ -186,10 +186,10 @@ class _Pipe(io.RawIOBase):
 def read_json_list(path: Path) -> list[Mapping[str, Any]]:
     """Returns the objects with a "name" in a file that holds a JSON list; [] if it cannot be read as one."""
     try:
-        found = read_json(path, list, [])
+        entries = read_json(path, list, [])
     except DamagedFile:
         return []
-    return [one for one in found if isinstance(one, dict) and "name" in one]
+    return [one for one in entries if isinstance(one, dict) and "name" in one]
 
 
 def _implicit_seats(name: str, seats: dict[str, str]) -> list[str]:

@@ -146,7 +146,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of one policy have equal returns while another policy's differ."""
-    shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_std_fraction")) is not None}
+    shares = {name: now for name, log in policies.items() if (now := newest_mean(log, "zero_std_fraction")) is not None}
     success = newest_mean(team, "success")
     if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
         return
@@ -164,8 +164,8 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
     """Yields an alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved.
     The entropy of continuous actions may be negative, which raises no alarm."""
     success = newest_mean(team, "success")
-    for name, own in policies.items():
-        before, now = first_mean(own, "entropy"), newest_mean(own, "entropy")
+    for name, series in policies.items():
+        before, now = first_mean(series, "entropy"), newest_mean(series, "entropy")
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
         if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
@@ -179,8 +179,8 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
 
 def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if answers became much longer and reward rose, but success did not."""
-    for name, own in policies.items():
-        change = change_while_rewarded(own, "tokens", success_rise(team, evals))
+    for name, series in policies.items():
+        change = change_while_rewarded(series, "tokens", success_rise(team, evals))
         if change and change.after >= LENGTH_FACTOR * change.before > 0:
             yield Alarm(
                 "reward hacking by length?",
@@ -192,8 +192,8 @@ def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
 def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form
     made most of the rise."""
-    for name, own in policies.items():
-        form = change_while_rewarded(own, FORM_METRIC, success_rise(team, evals))
+    for name, series in policies.items():
+        form = change_while_rewarded(series, FORM_METRIC, success_rise(team, evals))
         if form and form.after - form.before >= FORM_SHARE * form.reward_rise:
             yield Alarm(
                 "reward hacking by format?",
@@ -201,7 +201,7 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 f"reward for form {form.after:+.2g}, from {form.before:+.2g}; {form.summary}",
             )
             continue
-        change = change_while_rewarded(own, "invalid", success_rise(team, evals))
+        change = change_while_rewarded(series, "invalid", success_rise(team, evals))
         if change and change.before >= INVALID_BEFORE and change.after <= INVALID_NOW:
             yield Alarm(
                 "reward hacking by format?",
@@ -213,12 +213,12 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
 def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
-    paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
-    own = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
-    total = sum(max(0.0, value) for value in own.values())
-    if len(own) < 2 or total < 0.05:
+    paid = {name: values for name, values in policies.items() if np.any(values.get("local_reward", np.zeros(0)) != 0)}
+    values = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
+    total = sum(max(0.0, value) for value in values.values())
+    if len(values) < 2 or total < 0.05:
         return
-    for name, value in own.items():
+    for name, value in values.items():
         if value / total >= DOMINANT_REWARD_SHARE:
             yield Alarm(
                 "one seat carries the team",
@@ -230,7 +230,7 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
 def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the
     task is not solved."""
-    shares = [now for own in policies.values() if (now := newest_mean(own, "zero_std_fraction")) is not None]
+    shares = [now for series in policies.values() if (now := newest_mean(series, "zero_std_fraction")) is not None]
     success = newest_mean(team, "success")
     if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
         yield Alarm(
@@ -242,8 +242,8 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
 
 def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if many answers of a policy end at the token limit."""
-    for name, own in policies.items():
-        share = newest_mean(own, "truncated_fraction")
+    for name, series in policies.items():
+        share = newest_mean(series, "truncated_fraction")
         if share is not None and share >= MAX_CUT_OFF_SHARE:
             yield Alarm("answers are cut off", name, f"{share:.0%} of its answers ran into the token limit")
 
@@ -255,11 +255,11 @@ def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
         yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
 
 
-def cyclic_alarms(found: Cyclicity) -> list[Alarm]:
+def cyclic_alarms(cyclicity: Cyclicity) -> list[Alarm]:
     """Returns an alarm if the payoffs of a population contain a cycle; [] otherwise."""
-    if not found.groups:
+    if not cyclicity.groups:
         return []
-    return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning)]
+    return [Alarm("cyclic population", "; ".join(", ".join(group) for group in cyclicity.groups), cyclicity.warning)]
 
 
 def mirror_alarms(status: Mapping[str, Any]) -> list[Alarm]:
@@ -289,10 +289,10 @@ class MetricChange:
         return f"reward {self.reward_rise:+.2g}, success {self.success_rise:+.1%}"
 
 
-def change_while_rewarded(own: Mapping[str, np.ndarray], key: str, better: float | None) -> MetricChange | None:
+def change_while_rewarded(series: Mapping[str, np.ndarray], key: str, better: float | None) -> MetricChange | None:
     """Returns how a policy's metric changed while its reward rose by at least `MIN_REWARD_RISE` and success by at most
     `MAX_SUCCESS_RISE`; None if that is not so or a value is missing."""
-    before, now, paid = first_mean(own, key), newest_mean(own, key), reward_rise(own)
+    before, now, paid = first_mean(series, key), newest_mean(series, key), reward_rise(series)
     if (
         before is None
         or now is None
@@ -305,17 +305,17 @@ def change_while_rewarded(own: Mapping[str, np.ndarray], key: str, better: float
     return MetricChange(before, now, paid, better)
 
 
-def newest_mean(own: Mapping[str, np.ndarray], key: str) -> float | None:
+def newest_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's newest `NEWEST_LINES` lines, at most half of all; None if there are fewer than
     `MIN_LINES`."""
-    values = own.get(key, np.zeros(0))
+    values = series.get(key, np.zeros(0))
     return _mean(values[-min(NEWEST_LINES, len(values) // 2) :]) if len(values) >= MIN_LINES else None
 
 
-def first_mean(own: Mapping[str, np.ndarray], key: str) -> float | None:
+def first_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     """Returns the mean of a metric's first `FIRST_LINES` lines, at most a quarter of all; None if there are fewer than
     `MIN_LINES`."""
-    values = own.get(key, np.zeros(0))
+    values = series.get(key, np.zeros(0))
     return _mean(values[: min(FIRST_LINES, len(values) // 4)]) if len(values) >= MIN_LINES else None
 
 
@@ -324,16 +324,16 @@ def _mean(values: np.ndarray) -> float:
     return round(float(np.mean(values)), 9)
 
 
-def reward_rise(own: Mapping[str, np.ndarray]) -> float | None:
+def reward_rise(series: Mapping[str, np.ndarray]) -> float | None:
     """Returns the rise in reward per answer since the start, own and team reward together; None if neither is known."""
-    parts = [(first_mean(own, key), newest_mean(own, key)) for key in ("local_reward", "team_reward")]
-    known = [now - before for before, now in parts if before is not None and now is not None]
+    ends = [(first_mean(series, key), newest_mean(series, key)) for key in ("local_reward", "team_reward")]
+    known = [now - before for before, now in ends if before is not None and now is not None]
     return sum(known) if known else None
 
 
 def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float | None:
     """Returns the rise in success of the evaluation that rose most, or of training if there is none; None if neither is
     known."""
-    found = [float(own["success"][-1] - own["success"][0]) for own in evals.values() if len(own.get("success", ())) > 1]
+    rises = [float(log["success"][-1] - log["success"][0]) for log in evals.values() if len(log.get("success", ())) > 1]
     before, now = first_mean(team, "success"), newest_mean(team, "success")
-    return max(found) if found else now - before if now is not None and before is not None else None
+    return max(rises) if rises else now - before if now is not None and before is not None else None

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.evaluation.report.population_data import PopulationRecord
 from palestra.populations.ratings import cyclicity
+from palestra.runs.metric_catalog import METRICS, UNCHARTED
 from palestra.runs.replays import REPLAYS_FOLDER
 from palestra.runs.system_metrics import held_locks
 
@@ -43,8 +45,8 @@ class DashboardApi:
 
     def runs(self, request: Request) -> Response:
         """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`."""
-        held = held_locks()
-        lines = [line for name in self.library.names() if (line := self._entry_or_error(name, held))]
+        locks = held_locks()
+        lines = [line for name in self.library.names() if (line := self._entry_or_error(name, locks))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         deadline = time.monotonic() + ALARM_BUDGET_S
         shown = [line | {"alarms": self._alarm_names(line, deadline)} for line in lines[:MAX_LISTED_RUNS]]
@@ -57,32 +59,36 @@ class DashboardApi:
         known = self._listed_alarms.get(name)
         if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
             try:
-                found = run_status.run_alarms(self._refreshed_run(name))
-                known = changed, list(dict.fromkeys(alarm.name for alarm in found))
+                alarms = run_status.run_alarms(self._refreshed_run(name))
+                known = changed, list(dict.fromkeys(alarm.name for alarm in alarms))
             except UNREADABLE:
                 known = changed, []
             self._listed_alarms[name] = known
         return known[1] if known else None
 
-    def _entry_or_error(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
+    def _entry_or_error(self, name: str, locks: dict[int, int]) -> dict[str, Any] | None:
         """Returns a run's list entry; None if the run was just removed or its files lead out of its folder. If files
         cannot be read, the entry holds the error, so that one run never hides the others."""
         try:
-            return self._entry(name, held)
+            return self._entry(name, locks)
         except (NotFound, FileNotFoundError):
             return None
         except UNREADABLE as error:
             return run_status.unreadable_entry(name, error)
 
-    def _entry(self, name: str, held: dict[int, int]) -> dict[str, Any]:
+    def _entry(self, name: str, locks: dict[int, int]) -> dict[str, Any]:
         """Returns a run's list entry; cached while its logs are unchanged."""
         run = self.library.run(name)
         stamp = run_status.file_stamp(run.path)
         known, line = self._lines.get(name, ((), {}))
         if known != stamp:
-            line = run_status.list_entry(run, held)
+            line = run_status.list_entry(run, locks)
             self._lines[name] = (stamp, line)
-        return line | {"status": run_status.status(run, line["done"], line["total"], held)}
+        return line | {"status": run_status.status(run, line["done"], line["total"], locks)}
+
+    def metrics(self, request: Request) -> Response:
+        """Returns the catalogue of metrics: titles, units and headings of charts, and what has no chart."""
+        return json_response(request, {"metrics": [asdict(each) for each in METRICS], "uncharted": UNCHARTED})
 
     def curves(self, request: Request) -> Response:
         """Returns curves of metrics of one or several runs; see `curve_queries.CurveQuery` for the query."""
@@ -148,8 +154,8 @@ class DashboardApi:
         fitting = episode_filter.matching_rows(columns, query)
         head = {"of": len(columns), "fit": len(fitting), "unread": unread}
         if query.text and len(fitting):
-            found, end = episode_filter.search_text(run.file("episodes"), columns, fitting, query)
-            return json_response(request, head | {"rows": episode_filter.page_rows(columns, found), "searched": end})
+            rows, end = episode_filter.search_text(run.file("episodes"), columns, fitting, query)
+            return json_response(request, head | {"rows": episode_filter.page_rows(columns, rows), "searched": end})
         shown = episode_filter.page_rows(columns, fitting[query.first : query.first + query.count])
         return json_response(
             request, head | {"rows": shown, "spread": episode_filter.return_histogram(columns, fitting)}
@@ -159,11 +165,11 @@ class DashboardApi:
         """Returns the tree of an episode. With `line=NODE`, or `line=played` for the node where play ended, also the
         texts on the path to that node, so that a page needs one request to open."""
         run, step, episode = self._episode(request)
-        found = trees.tree_view(run.file(step), episode)
-        if (asked := request.query_params.get("line")) and found["nodes"]:
-            node = trees.last_played_node(found["nodes"]) if asked == "played" else int(asked)
-            found |= {"at": node, "line": trees.path_texts(run.file(step), episode, node)}
-        return json_response(request, found)
+        view = trees.tree_view(run.file(step), episode)
+        if (asked := request.query_params.get("line")) and view["nodes"]:
+            node = trees.last_played_node(view["nodes"]) if asked == "played" else int(asked)
+            view |= {"at": node, "line": trees.path_texts(run.file(step), episode, node)}
+        return json_response(request, view)
 
     def words(self, request: Request) -> Response:
         """Returns observations and answers on the path from the root to a node."""
@@ -244,9 +250,9 @@ class DashboardApi:
 def base_models(run: CatalogRun) -> dict[str, str]:
     """Returns the base model of each policy; under "", the base that all members of a population share."""
     tree = run.config
-    found = {name: str(own.get("base") or "") for name, own in (tree.get("policies") or {}).items() if own}
+    bases = {name: str(policy.get("base") or "") for name, policy in (tree.get("policies") or {}).items() if policy}
     oracle = (tree.get("oracle") or {}).get("policy") or {}
-    return found | ({"": str(oracle["base"])} if "base" in oracle else {})
+    return bases | ({"": str(oracle["base"])} if "base" in oracle else {})
 
 
 def json_response(request: Request, tree: Any) -> Response:

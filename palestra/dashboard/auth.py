@@ -89,10 +89,10 @@ def _hash(token: str) -> str:
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return morsel.value if morsel else ""
 
 
 def _local(path: str) -> str:

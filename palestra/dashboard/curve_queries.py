@@ -42,7 +42,7 @@ class CurveQuery(StrictModel):
 def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]]:
     """Returns the existing curves by metric, then run (or group of seeds), then policy or evaluation; metrics that a
     run lacks are left out. Raises ValueError for an unknown log or axis."""
-    found = []
+    lines = []
     for metric in query.metric:
         # Evaluations are few, and each is a mean of many episodes: smoothing would only blur them.
         window = 1 if metric.startswith("evals/") else query.window
@@ -52,8 +52,8 @@ def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]
                 each = [(run, one) for run, one in each if len(one[0])]
                 if each:
                     head = {"metric": metric, "name": name, "runs": [run.name for run, _ in each]}
-                    found.append(head | _curve_json([one for _, one in each], query, window))
-    return found
+                    lines.append(head | _curve_json([one for _, one in each], query, window))
+    return lines
 
 
 def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
@@ -62,13 +62,13 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
         return [[run] for run in runs]
     groups: list[tuple[dict[str, Any], list[CatalogRun]]] = []
     for run in runs:
-        own = experiment_config(run.config)
+        experiment = experiment_config(run.config)
         for known, group in groups:
-            if known == own:
+            if known == experiment:
                 group.append(run)
                 break
         else:
-            groups.append((own, [run]))
+            groups.append((experiment, [run]))
     return [group for _, group in groups]
 
 

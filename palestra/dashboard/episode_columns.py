@@ -47,8 +47,8 @@ class EpisodeColumns:
         """Returns the mask [E] bool of rows whose `seats` JSON contains `substring`; each distinct value is searched
         once."""
         codes, texts = self._seats
-        found = pc.match_substring(texts, substring).to_numpy(zero_copy_only=False)
-        return np.asarray(found[codes], bool)
+        contains = pc.match_substring(texts, substring).to_numpy(zero_copy_only=False)
+        return np.asarray(contains[codes], bool)
 
     def text_equals(self, name: str, text: str) -> np.ndarray:
         """Returns the mask [E] bool of rows where a text column equals `text`."""
@@ -57,8 +57,8 @@ class EpisodeColumns:
     @cached_property
     def _seats(self) -> tuple[np.ndarray, Any]:
         """Dictionary encoding of the `seats` column: codes [E], and the distinct texts."""
-        found = self.table["seats"].combine_chunks().dictionary_encode()
-        return found.indices.to_numpy(), found.dictionary
+        encoded = self.table["seats"].combine_chunks().dictionary_encode()
+        return encoded.indices.to_numpy(), encoded.dictionary
 
     def sorted_rows(self, name: str, ascending: bool) -> np.ndarray:
         """Returns all rows [E] int32 sorted by a numeric column, nulls last; ties put the newer step first."""

@@ -111,8 +111,8 @@ def page_rows(columns: EpisodeColumns, rows: Sequence[int] | np.ndarray) -> list
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     returns = {key.removeprefix(RETURN_PREFIX): value for key, value in row.items() if key.startswith(RETURN_PREFIX)}
     rest = {key: value for key, value in row.items() if not key.startswith(RETURN_PREFIX)}
-    own = {seat: value for seat, value in returns.items() if value is not None}
-    return rest | {"seats": json.loads(row["seats"]), "returns": own}
+    paid = {seat: value for seat, value in returns.items() if value is not None}
+    return rest | {"seats": json.loads(row["seats"]), "returns": paid}
 
 
 def return_histogram(columns: EpisodeColumns, rows: np.ndarray, bins: int = 24) -> dict[str, Any]:
@@ -134,20 +134,20 @@ def search_text(
     `query.before`, and the index at which the search ended. It stops after `query.count` matches or `timeout_s`
     seconds; at least one file is read."""
     steps, episodes = columns.numeric("step"), columns.numeric("episode")
-    found: list[int] = []
-    held: dict[int, set[int]] = {}
+    matches: list[int] = []
+    matching: dict[int, set[int]] = {}
     end, at = time.monotonic() + timeout_s, query.before
-    while at < len(candidates) and len(found) < query.count:
+    while at < len(candidates) and len(matches) < query.count:
         row = int(candidates[at])
         step = int(steps[row])
-        if step not in held:
-            if held and time.monotonic() > end:
+        if step not in matching:
+            if matching and time.monotonic() > end:
                 break
-            held[step] = episodes_containing(folder / f"step-{step:06d}.parquet", query.text)
-        if int(episodes[row]) in held[step]:
-            found.append(row)
+            matching[step] = episodes_containing(folder / f"step-{step:06d}.parquet", query.text)
+        if int(episodes[row]) in matching[step]:
+            matches.append(row)
         at += 1
-    return found, at
+    return matches, at
 
 
 def episodes_containing(path: Path, text: str) -> set[int]:
@@ -159,5 +159,5 @@ def episodes_containing(path: Path, text: str) -> set[int]:
     except (OSError, pa.ArrowInvalid):
         return set()
     masks = [pc.match_substring(table[name], text, ignore_case=True) for name in ("observation", "answer")]
-    there = pc.or_(pc.fill_null(masks[0], False), pc.fill_null(masks[1], False))
-    return set(table["episode"].filter(there).to_pylist())
+    matches = pc.or_(pc.fill_null(masks[0], False), pc.fill_null(masks[1], False))
+    return set(table["episode"].filter(matches).to_pylist())

@@ -136,14 +136,14 @@ def _returns(table: pa.Table, tree: _Tree) -> dict[str, np.ndarray]:
     seat_R = codes.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     node_of_R = np.cumsum(tree.is_first_R) - 1
     reward_R = np.nan_to_num(_floats(table, "reward"))
-    found = {}
+    returns = {}
     for number, seat in enumerate(codes.dictionary.to_pylist()):
         rows = np.flatnonzero(seat_R == number)
         values_N = np.zeros(len(tree.of_N))
         values_N[node_of_R[rows]] = reward_R[rows]
         plays_E = np.bincount(tree.of_N[node_of_R[rows]], minlength=tree.episodes) > 0
-        found[seat] = np.where(plays_E, tree.mean_over_trajectories(values_N), np.nan)
-    return found
+        returns[seat] = np.where(plays_E, tree.mean_over_trajectories(values_N), np.nan)
+    return returns
 
 
 def _changes(values: np.ndarray) -> np.ndarray:

@@ -137,13 +137,13 @@ class EpisodeIndex:
             return self._read_each(chunk)
 
     def _read_each(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
-        found, broken = [], {}
+        tables, broken = [], {}
         for step in sorted(chunk):
             try:
-                found.append(self._summarize_steps([step], chunk))
+                tables.append(self._summarize_steps([step], chunk))
             except READ_ERRORS as error:
                 broken[step] = str(error)
-        return found, broken
+        return tables, broken
 
     def _summarize_steps(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
         """Returns the summaries of the files of these steps, with their versions in the column `VERSION_COLUMN`."""
@@ -152,8 +152,8 @@ class EpisodeIndex:
             VERSION_COLUMN, pa.array([stamps[step] for step in table["step"].to_pylist()], pa.int64())
         )
 
-    def _take(self, chunk: dict[int, int], found: list[pa.Table], broken: dict[int, str]) -> None:
-        columns = EpisodeColumns(merge_sorted([self._table, *found]))
+    def _take(self, chunk: dict[int, int], tables: list[pa.Table], broken: dict[int, str]) -> None:
+        columns = EpisodeColumns(merge_sorted([self._table, *tables]))
         with self._lock:
             self._columns = columns
             self.unreadable |= broken
@@ -194,13 +194,13 @@ def file_versions(folder: Path) -> dict[int, int]:
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
-        found = ((_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False))
-        return {step: version for step, file in found if step >= 0 and (version := _version(file)) is not None}
+        files = ((_step(entry.name), entry) for entry in entries if entry.is_file(follow_symlinks=False))
+        return {step: version for step, file in files if step >= 0 and (version := _version(file)) is not None}
 
 
 def _step(name: str) -> int:
-    found = FILE_NAME.fullmatch(name)
-    return int(found[1]) if found else -1
+    match = FILE_NAME.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def _version(file: os.DirEntry[str]) -> int | None:
@@ -216,11 +216,11 @@ def merge_sorted(tables: Sequence[pa.Table]) -> pa.Table:
     """Returns one table sorted by step and episode from tables that are each sorted; columns missing in some are null
     there."""
     filled = [table for table in tables if len(table)] or [EMPTY_TABLE]
-    whole = pa.concat_tables(filled, promote_options="default")
+    merged = pa.concat_tables(filled, promote_options="default")
     ends = [(table["step"][0].as_py(), table["step"][-1].as_py()) for table in filled if len(table)]
     if any(after[0] <= before[1] for before, after in pairwise(ends)):  # a growing run's new rows are last already
-        whole = whole.take(pc.sort_indices(whole, [("step", "ascending"), ("episode", "ascending")]))
-    return whole.combine_chunks()
+        merged = merged.take(pc.sort_indices(merged, [("step", "ascending"), ("episode", "ascending")]))
+    return merged.combine_chunks()
 
 
 def cache_file(folder: Path) -> Path:

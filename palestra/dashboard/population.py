@@ -103,10 +103,10 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
     rating is possible."""
     try:
         names, points = record.payoffs.pairwise_scores()
-        kept = np.flatnonzero((points + points.T).sum(1) > 0)
-        if not len(kept):
+        players = np.flatnonzero((points + points.T).sum(1) > 0)
+        if not len(players):
             raise ValueError("no games were counted (exact payoffs need none)")
-        names, points = [names[i] for i in kept], points[np.ix_(kept, kept)]
+        names, points = [names[i] for i in players], points[np.ix_(players, players)]
         elo, stderr = fit_elo(points)
     except ValueError as error:
         return {"rows": [], "why": str(error), "warning": ""}
@@ -115,8 +115,8 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
     rows = []
     for i in np.argsort(-elo, kind="stable"):
         worst = int(np.nanargmin(rates[i]))
-        own = {"name": names[i], "elo": elo[i], "stderr": stderr[i], "rate": np.nanmean(rates[i])}
-        rows.append({**own, "worst": rates[i, worst], "nemesis": names[worst], "games": int(games[i].sum())})
+        row = {"name": names[i], "elo": elo[i], "stderr": stderr[i], "rate": np.nanmean(rates[i])}
+        rows.append({**row, "worst": rates[i, worst], "nemesis": names[worst], "games": int(games[i].sum())})
     return {"rows": rows, "why": "", "warning": cyclicity(names, points).warning}
 
 
@@ -145,5 +145,5 @@ def _training_span(task: TrainTask, result: TrainResult, clock: dict[str, Any]) 
 
 def _most_met(opponents: Opponents) -> dict[str, float]:
     """Returns the five opponents with the largest probability, over all players."""
-    met = [(name, p) for mix in opponents.mixes.values() for name, p in mix.items()]
-    return dict(sorted(met, key=lambda pair: -pair[1])[:5])
+    pairs = [(name, p) for mix in opponents.mixes.values() for name, p in mix.items()]
+    return dict(sorted(pairs, key=lambda pair: -pair[1])[:5])

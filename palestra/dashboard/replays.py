@@ -18,8 +18,8 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 
 def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns the evaluations that have replays, each with the steps after which it was played."""
-    found = list_replays(run.path) if run.file(REPLAYS_FOLDER).is_dir() else {}
-    return [{"name": name, "steps": steps} for name, steps in found.items()]
+    steps_by_name = list_replays(run.path) if run.file(REPLAYS_FOLDER).is_dir() else {}
+    return [{"name": name, "steps": steps} for name, steps in steps_by_name.items()]
 
 
 def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:

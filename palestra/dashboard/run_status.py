@@ -48,10 +48,10 @@ def file_stamp(path: Path) -> tuple[int, ...]:
 
 def _stat(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
@@ -136,10 +136,10 @@ def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
 def eval_summary(result: Mapping[str, Any]) -> Tree:
     """Returns an evaluation's main metrics, with the 95 % interval of the leading one."""
     keys = ("step", "success", "return", "returns", "episodes", "instances")
-    found = {key: result[key] for key in keys if key in result}
-    if "returns" in found:
-        found["returns"] = {seat: found["returns"][seat] for seat in paid_seats(result)}
-    return found | {"interval": eval_interval(result)}
+    summary = {key: result[key] for key in keys if key in result}
+    if "returns" in summary:
+        summary["returns"] = {seat: summary["returns"][seat] for seat in paid_seats(result)}
+    return summary | {"interval": eval_interval(result)}
 
 
 def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
@@ -261,16 +261,16 @@ def _seconds(line: dict[str, Any]) -> dict[str, Any]:
 
 def queue_metrics(run: CatalogRun) -> dict[str, float]:
     """Returns the number of buffered episodes, their staleness, and the seconds that training waited."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     buffer = run.path / "buffer"
     if buffer.is_dir():
-        found["episodes played ahead"] = float(sum(1 for path in buffer.rglob("*") if path.is_file()))
+        metrics["episodes played ahead"] = float(sum(1 for path in buffer.rglob("*") if path.is_file()))
     for line in run.metrics.last_by_name().values():
         for key in ("staleness", "staleness_max"):
             if key in line:
-                found[key] = max(found.get(key, 0.0), float(line[key]))
+                metrics[key] = max(metrics.get(key, 0.0), float(line[key]))
     waited = run.timings.last_by_name().get(TEAM, {}).get("wait_s")
-    return found | ({"wait_s": float(waited)} if waited is not None else {})
+    return metrics | ({"wait_s": float(waited)} if waited is not None else {})
 
 
 def failure_counts(table: Any) -> list[dict[str, Any]]:

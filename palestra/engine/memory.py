@@ -121,11 +121,11 @@ def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing
     the temporary ones of one layer."""
     # residual stream and its norm, twice; queries, gathered and not, output and its rows; keys likewise, values; gate,
     # other half and product of the MLP (fused_layers.py)
-    kept = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 3 * shape.inner
-    layer = kept + 2 * shape.inner  # in its backward pass also two gradients of the MLP
+    per_layer = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 3 * shape.inner
+    layer = per_layer + 2 * shape.inner  # in its backward pass also two gradients of the MLP
     if checkpointing:
         return tokens * size * (shape.layers * shape.width + layer)
-    return tokens * size * (shape.layers * kept + 2 * shape.inner)
+    return tokens * size * (shape.layers * per_layer + 2 * shape.inner)
 
 
 def pass_bytes(shape: ModelShape, tokens: int, *, size: int) -> int:

@@ -58,12 +58,12 @@ def learn_best_responses(
         raise ValueError(f"{what} is a text env: learned responses are for networks in vectorised games")
     results = []
     with open_vector_eval(target, env or {}, seats or {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
-        own = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, seed)
+        means = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, seed)
         for number, seat in enumerate(setup.env.seats):
             response = _train_response(setup, seat, steps, derive_seed(seed, "response", number))
             players = [*setup.players(_others(setup, seat)), response]
             mean, stderr = _mean_returns(setup.env, players, episodes, seed, part=number + 1)[number]
-            results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0], {}))
+            results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, means[number][1]), means[number][0], {}))
             on_progress(f"response of {seat} trained; {number + 1} of {len(setup.env.seats)}")
     return results
 
@@ -102,14 +102,14 @@ def _others(setup: VectorEvalSetup, seat: Seat) -> dict[Seat, str]:
 
 def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> Tree:
     """Returns the config of a run that trains a response at `seat`."""
-    kept = validate(VectorConfig, setup.target.tree)
-    nets = [policy for policy in kept.policies.values() if isinstance(policy, TrainedNetConfig)]
-    trained_config = kept.policies.get(setup.policy_names[seat].rpartition(":")[2])
+    base = validate(VectorConfig, setup.target.tree)
+    nets = [policy for policy in base.policies.values() if isinstance(policy, TrainedNetConfig)]
+    trained_config = base.policies.get(setup.policy_names[seat].rpartition(":")[2])
     net = trained_config if isinstance(trained_config, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
     groups = {f"other_{seats[0]}": (name, seats) for name, seats in setup.groups(_others(setup, seat))}
     others = {label: _frozen_tree(setup, seats[0], name) for label, (name, seats) in groups.items()}
     places = {other: label for label, (_, seats) in groups.items() for other in seats} | {seat: RESPONSE}
-    algorithm = kept.algorithm.model_dump(exclude_unset=True) if kept.algorithm.type in ONE_LEARNER else {"type": "ppo"}
+    algorithm = base.algorithm.model_dump(exclude_unset=True) if base.algorithm.type in ONE_LEARNER else {"type": "ppo"}
     return {
         "name": RESPONSE,
         "seed": seed % 2**31,
@@ -118,7 +118,7 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         "checkpoint_every": steps,
         "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **others},
         "seats": places,
-        "algorithm": {"type": kept.algorithm.type} | algorithm,
+        "algorithm": {"type": base.algorithm.type} | algorithm,
         "device": str(setup.device),
     }
 
@@ -129,10 +129,10 @@ def _frozen_tree(setup: VectorEvalSetup, seat: Seat, name: str) -> Tree:
         return {"type": "random"}
     if name.startswith("script:"):
         return {"type": "script", "script": name.removeprefix("script:")}
-    target, own = setup.target.find_policy(name)
-    if folder := target.weights(own):
+    target, member = setup.target.find_policy(name)
+    if folder := target.weights(member):
         return {"type": "frozen", "path": str(folder.resolve()), "greedy": setup.greedy}
-    config = validate(VectorConfig, target.tree).policies[own]
+    config = validate(VectorConfig, target.tree).policies[member]
     if isinstance(config, TrainedNetConfig):
-        raise ValueError(f"policy {own} at {seat} is not trained yet: name a run, not a config")
+        raise ValueError(f"policy {member} at {seat} is not trained yet: name a run, not a config")
     return config.model_dump()

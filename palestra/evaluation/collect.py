@@ -34,7 +34,7 @@ async def collect_episodes(
     checkpoint: int | None,
     seed: int,
     in_process: bool = False,
-    on_progress: Callable[[int, int], None] = lambda played, kept: None,
+    on_progress: Callable[[int, int], None] = lambda played, num_kept: None,
 ) -> tuple[dict[Seat, str], dict[str, Any]]:
     """Plays `episodes` episodes and writes those worth keeping to `out`; returns the policy at each seat and the
     metrics of all played episodes with their count `kept`.
@@ -46,18 +46,18 @@ async def collect_episodes(
     """
     target = find_target(path, env, checkpoint)
     table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
-    team, kept, all_played = table.policies, 0, list[Episode]()
-    with replacing_file(out) as whole, pq.ParquetWriter(whole, SCHEMA) as writer:
+    team, num_kept, all_played = table.policies, 0, list[Episode]()
+    with replacing_file(out) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         for start in range(0, episodes, BATCH_EPISODES):
             numbers = range(start, min(start + BATCH_EPISODES, episodes))
             played = await table.runner.play_all([_match(table, team, seed, i) for i in numbers], Branching())
             good = [episode for episode in played if passes_filter(episode, min_return, successes)]
-            writer.write_table(to_table(0, good, first=kept))
-            kept, all_played = kept + len(good), [*all_played, *played]
-            on_progress(len(all_played), kept)
+            writer.write_table(to_table(0, good, first=num_kept))
+            num_kept, all_played = num_kept + len(good), [*all_played, *played]
+            on_progress(len(all_played), num_kept)
         check_not_all_failed(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}
-    return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": kept}
+    return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": num_kept}
 
 
 def _match(table: TextEvalSetup, team: dict[Seat, Any], seed: int, i: int) -> EpisodeSpec:

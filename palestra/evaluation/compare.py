@@ -69,17 +69,17 @@ def compare_populations(
         )
     config = validate_population(override(load(ours / "config.yaml"), settings or []))
     setup = build_population(config)
-    cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
+    cells = {player: _cells(sides[0], sides[1], player) for player in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
     exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
-    parts = [games] if exact else [max(2, games // 2), max(2, games - games // 2)]
+    counts = [games] if exact else [max(2, games // 2), max(2, games - games // 2)]
     tasks = {
-        task.name: (task, part)
-        for part, count in enumerate(parts)
-        for own, some in cells.items()
-        for task in _tasks(some, f"{own}/{part}", count, folders)
+        task.name: (task, half)
+        for half, count in enumerate(counts)
+        for player, some in cells.items()
+        for task in _tasks(some, f"{player}/{half}", count, folders)
     }
-    earned: list[dict[MemberProfile, PayoffCell]] = [{} for _ in parts]
+    earned: list[dict[MemberProfile, PayoffCell]] = [{} for _ in counts]
     backend = setup.open_backend(setup.make_worker)
     try:
         for name, folder in folders.items():
@@ -90,18 +90,18 @@ def compare_populations(
     finally:
         backend.close()
     returns: dict[Player, np.ndarray] = {}
-    found = []
-    for own, some in cells.items():
-        at, shape = seats.index(own), (len(sides[0].members[own]), -1)
-        played = [[part[cell] for cell in some] for part in earned]
-        _check_constant_sum([cell for part in played for cell in part], ours)
+    estimates = []
+    for player, some in cells.items():
+        at, shape = seats.index(player), (len(sides[0].members[player]), -1)
+        played = [[half[cell] for cell in some] for half in earned]
+        _check_constant_sum([cell for half in played for cell in half], ours)
         merged = [one.merge(two) for one, two in zip(played[0], played[-1], strict=True)]
-        returns[own] = np.array([cell.mean[at] for cell in merged]).reshape(shape)
-        tables = [np.array([(cell.mean[at] - cell.mean[1 - at]) / 2 for cell in part]) for part in played]
-        errors = [np.array([cell.stderr[at] for cell in part]) for part in played]
-        found.append(estimate_value([t.reshape(shape) for t in tables], [e.reshape(shape) for e in errors]))
-    values, stderrs = np.array(found).T
-    return Comparison(float(values.mean()), float(np.sqrt(np.sum(stderrs**2)) / len(found)), returns)
+        returns[player] = np.array([cell.mean[at] for cell in merged]).reshape(shape)
+        tables = [np.array([(cell.mean[at] - cell.mean[1 - at]) / 2 for cell in half]) for half in played]
+        errors = [np.array([cell.stderr[at] for cell in half]) for half in played]
+        estimates.append(estimate_value([t.reshape(shape) for t in tables], [e.reshape(shape) for e in errors]))
+    values, stderrs = np.array(estimates).T
+    return Comparison(float(values.mean()), float(np.sqrt(np.sum(stderrs**2)) / len(estimates)), returns)
 
 
 def estimate_value(tables: Sequence[np.ndarray], stderrs: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -113,9 +113,9 @@ def estimate_value(tables: Sequence[np.ndarray], stderrs: Sequence[np.ndarray]) 
     """
     solved = [(maximin(table), maximin(-table.T)) for table in tables]
     scored = zip(solved, tables[::-1], stderrs[::-1], strict=True)
-    found = [(row @ table @ column, row**2 @ stderr**2 @ column**2) for (row, column), table, stderr in scored]
-    values, variances = np.array(found).T
-    return float(values.mean()), float(np.sqrt(variances.sum()) / len(found))
+    estimates = [(row @ table @ column, row**2 @ stderr**2 @ column**2) for (row, column), table, stderr in scored]
+    values, variances = np.array(estimates).T
+    return float(values.mean()), float(np.sqrt(variances.sum()) / len(estimates))
 
 
 def _check_constant_sum(cells: Sequence[PayoffCell], path: Path) -> None:
@@ -135,10 +135,10 @@ def _alike(configs: list[PopulationConfig], paths: tuple[Path, Path]) -> None:
         | {"symmetric": len(set(players_by_seat(c))) == 1}
         for c in configs
     )
-    for key, held in first.items():
-        if held != second[key]:
+    for key, value in first.items():
+        if value != second[key]:
             raise ValueError(
-                f"{paths[0]} and {paths[1]} cannot be compared: {key} is {held} in one and {second[key]} in the other"
+                f"{paths[0]} and {paths[1]} cannot be compared: {key} is {value} in one and {second[key]} in the other"
             )
 
 
@@ -153,11 +153,11 @@ def _side(number: int, record: PopulationRecord) -> PopulationSide:
     )
 
 
-def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[MemberProfile]:
-    """Returns the line-ups, by seat, in which the first population is player `own`: every member of the first with
+def _cells(ours: PopulationSide, theirs: PopulationSide, player: Player) -> list[MemberProfile]:
+    """Returns the line-ups, by seat, in which the first population is player `player`: every member of the first with
     every member of the second, ordered by member of the first."""
-    at = ours.seats.index(own)
-    pairs = itertools.product(ours.members[own], theirs.members[ours.seats[1 - at]])
+    at = ours.seats.index(player)
+    pairs = itertools.product(ours.members[player], theirs.members[ours.seats[1 - at]])
     return [(row, column) if at == 0 else (column, row) for row, column in pairs]
 
 

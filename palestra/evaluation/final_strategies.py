@@ -23,10 +23,10 @@ def final_mixtures(record: PopulationRecord, plan: PlanConfig) -> dict[Player, M
     mixture over all members, or the newest member with `nash_conv_of: latest`. League: the newest copy of a main agent.
     PBT: the latest member of the learner with the highest rating. Raises ValueError if a player has none yet.
     """
-    found = _last_meta_strategies(record)
+    mixtures = _last_meta_strategies(record)
     for player in dict.fromkeys(record.payoffs.seats):
-        found.setdefault(player, _without_meta_strategies(record, plan, player))
-    return found
+        mixtures.setdefault(player, _without_meta_strategies(record, plan, player))
+    return mixtures
 
 
 def describe_mixtures(mixtures: Mapping[Player, Mix]) -> str:
@@ -52,13 +52,13 @@ def _mix(line: Mapping[str, Any]) -> Mix:
 
 
 def _without_meta_strategies(record: PopulationRecord, plan: PlanConfig, player: Player) -> Mix:
-    own = [member for member in record.members if member.player == player and member.weights]
-    names = [member.name for member in own]
-    if isinstance(plan, SelfPlayConfig) and plan.nash_conv_of == "average" and own:
+    members = [member for member in record.members if member.player == player and member.weights]
+    names = [member.name for member in members]
+    if isinstance(plan, SelfPlayConfig) and plan.nash_conv_of == "average" and members:
         everyone = record.payoffs.members[player]
         return dict.fromkeys(everyone, 1 / len(everyone))
     if isinstance(plan, LeagueConfig):
-        names = [member.name for member in own if member.info.get("role") == "main"]
+        names = [member.name for member in members if member.info.get("role") == "main"]
     if isinstance(plan, PBTConfig):
         names = _best_rated(record)
     if not names:

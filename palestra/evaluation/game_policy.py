@@ -118,9 +118,9 @@ def export_game_policy(
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
     record, game = read_record(run, players_by_seat(config)), enumerate_game(config.env)
-    files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
+    files = {one.name: run / MEMBERS_DIR / one.name for one in record.members if one.weights}
     if member:
-        if member not in [found.name for found in record.members]:
+        if member not in [one.name for one in record.members]:
             raise ValueError(f'{run} has no member "{member}": `palestra league standings {run}` lists them')
         mixtures = {player: {member: 1.0} for player in record.payoffs.members}
     else:

@@ -161,13 +161,13 @@ async def judge_pair(judge: Policy, ours: Episode, theirs: Episode, seed: int) -
     return _judgement(first), _judgement(second)
 
 
-def _judgement(found: list[Answer] | BaseException) -> Judgement:
+def _judgement(outcome: list[Answer] | BaseException) -> Judgement:
     """Returns the judgement from a judge's answers, or from the exception that the judge raised."""
-    if isinstance(found, Exception):
-        return Judgement(None, error=describe_error(found).message)
-    if isinstance(found, BaseException):
-        raise found
-    return Judgement(read_verdict(found[0].text), found[0].text, found[0].stop_reason == "length")
+    if isinstance(outcome, Exception):
+        return Judgement(None, error=describe_error(outcome).message)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return Judgement(read_verdict(outcome[0].text), outcome[0].text, outcome[0].stop_reason == "length")
 
 
 def question(a: Episode, b: Episode) -> str:
@@ -186,9 +186,9 @@ def _record(episode: Episode) -> str:
 def read_verdict(reply: str) -> Verdict | None:
     """Returns the verdict in the last line of a judge's reply; None if the line is not A, B or tie."""
     lines = reply.strip().splitlines()
-    found = _LAST_WORD.fullmatch(lines[-1]) if lines else None
+    match = _LAST_WORD.fullmatch(lines[-1]) if lines else None
     verdicts: Sequence[Verdict] = ("A", "B", "tie")
-    return next((v for v in verdicts if found and found[1].lower() == v.lower()), None)
+    return next((v for v in verdicts if match and match[1].lower() == v.lower()), None)
 
 
 def outcome(as_a: Verdict | None, as_b: Verdict | None) -> Verdict:

@@ -63,8 +63,8 @@ class Target:
     def find_policy(self, name: str) -> tuple[Target, str]:
         """Returns the target that has the policy `name`, and the policy's name in it. For RUN:NAME the target is RUN
         with its newest checkpoint."""
-        run, _, own = name.rpartition(":")
-        return (find_target(run), own) if run else (self, name)
+        run, _, policy = name.rpartition(":")
+        return (find_target(run), policy) if run else (self, name)
 
     def refuse_policy(self, name: str, others: str) -> NoReturn:
         """Raises ValueError for an unknown policy; `others` lists the names of other policies that can play."""
@@ -109,12 +109,12 @@ def _env_target(name: str, options: Mapping[str, Any]) -> Target:
 def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """Returns the newest checkpoint of a run, or the one after `step` steps. Raises ValueError if there is none or its
     files are damaged."""
-    kept = [checkpoint for checkpoint in list_all_checkpoints(path) if checkpoint.path.is_dir()]
-    found = [checkpoint for checkpoint in kept if step is None or checkpoint.step + 1 == step]
-    if not found:
-        have = ", ".join(str(checkpoint.step + 1) for checkpoint in kept) or "none"
+    checkpoints = [checkpoint for checkpoint in list_all_checkpoints(path) if checkpoint.path.is_dir()]
+    matching = [checkpoint for checkpoint in checkpoints if step is None or checkpoint.step + 1 == step]
+    if not matching:
+        have = ", ".join(str(checkpoint.step + 1) for checkpoint in checkpoints) or "none"
         raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
-    return found[-1].verify()
+    return matching[-1].verify()
 
 
 def assign_seats(names: Mapping[Seat, str], target: Target, changes: Mapping[str, str], env: str) -> dict[Seat, str]:

@@ -109,8 +109,8 @@ def open_text_eval(
     config = validate(TextConfig, target.tree)
     changes = dict(env)
     changed = with_split(config.env_config(changes.pop("base_env", None)), split) | changes
-    own = make_env(**changed).seats
-    in_env = {key for key in config.seats if any(fnmatchcase(seat, key) for seat in own)}
+    env_seats = make_env(**changed).seats
+    in_env = {key for key in config.seats if any(fnmatchcase(seat, key) for seat in env_seats)}
     trained = {key: name for key, name in config.seats.items() if key in in_env or not config.envs}
     named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
     names = assign_seats(named, target, seats, changed["type"])
@@ -138,8 +138,8 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
     config = _config_of(target)
     if name in BUILTIN_POLICIES and name not in config.policies:
         return BUILTIN_POLICIES[name]()
-    if name == "base" and (own := _language_model(config, seat)):
-        return engines.build_frozen_policy("base", _frozen_config(own, None, sampling))
+    if name == "base" and (base := _language_model(config, seat)):
+        return engines.build_frozen_policy("base", _frozen_config(base, None, sampling))
     if name not in config.policies:
         target.refuse_policy(name, OTHER_NAMES)
     chosen = config.policies[name]
@@ -163,9 +163,9 @@ def _language_model(config: TextConfig, seat: Seat) -> Any:
     """Returns the config of the policy at `seat` if it is a language model, else of the first one; None without any."""
     seats = {key: name for key, name in config.seats.items() if fnmatchcase(seat, key)}
     with contextlib.suppress(ValueError):  # no policy at that seat
-        own = config.policies[resolve_seats([seat], list(config.policies), "", seats)[seat]]
-        if hasattr(own, "base"):
-            return own
+        at_seat = config.policies[resolve_seats([seat], list(config.policies), "", seats)[seat]]
+        if hasattr(at_seat, "base"):
+            return at_seat
     return next((policy for policy in config.policies.values() if hasattr(policy, "base")), None)
 
 

@@ -51,8 +51,8 @@ class VectorEvalSetup:
         def folder_of(name: str) -> Path | None:
             if name == "random" or name.startswith("script:"):
                 return None
-            target, own = self.target.find_policy(name)
-            return target.weights(own)
+            target, member = self.target.find_policy(name)
+            return target.weights(member)
 
         return group_teams({seat: names[seat] for seat in self.env.seats if seat in names}, folder_of)
 
@@ -68,11 +68,11 @@ class VectorEvalSetup:
     ) -> list[EvalResult]:
         """Plays the same `episodes` episodes with each assignment of policies to seats; returns one result per
         assignment."""
-        found = []
+        results = []
         for names in assignments:
-            found.append(self._play(names, episodes, seed))
-            on_progress(len(found) * episodes, len(assignments) * episodes)
-        return found
+            results.append(self._play(names, episodes, seed))
+            on_progress(len(results) * episodes, len(assignments) * episodes)
+        return results
 
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)
@@ -96,12 +96,12 @@ def open_vector_eval(
     config = validate(VectorConfig, target.tree)
     torch.set_num_threads(config.torch_threads)  # for small networks, synchronising more threads takes longer
     env_config = config.env | common_eval_options(config) | dict(env)
-    made = make_vector_env(env_config, num_envs)
+    envs = make_vector_env(env_config, num_envs)
     try:
-        names = assign_seats(policy_by_seat(config, made), target, seats, made.name)
-        yield VectorEvalSetup(target, env_config, made, names, greedy, network_device(config.device, else_cpu=True))
+        names = assign_seats(policy_by_seat(config, envs), target, seats, envs.name)
+        yield VectorEvalSetup(target, env_config, envs, names, greedy, network_device(config.device, else_cpu=True))
     finally:
-        made.close()
+        envs.close()
 
 
 def common_eval_options(config: VectorConfig) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def fit_elo(points_MM: np.ndarray, *, mean: float = 1200.0, prior_draws: float =
     unbeaten members finite. Standard errors are those of the difference from the mean. Raises ValueError if the games
     do not connect all members, or, without a prior, if some group of members never lost to the rest.
     """
-    met = points_MM + points_MM.T
-    points = points_MM + np.where(met > 0, prior_draws / 2, 0)
+    played = points_MM + points_MM.T
+    points = points_MM + np.where(played > 0, prior_draws / 2, 0)
     if len(_groups(points > 0)) > 1:
         raise ValueError(
             "these games do not connect all members: some never met the others, or never lost to them. Play more "
@@ -82,9 +82,9 @@ def _inverse_laplacian(laplacian_MM: np.ndarray) -> np.ndarray:
 def log_odds(points_MM: np.ndarray, prior_draws: float = 1.0) -> np.ndarray:
     """Returns the log-odds float64 [M, M] of a win, antisymmetric, with `prior_draws` additional drawn games; 0 for
     pairs that never met."""
-    met = points_MM + points_MM.T > 0
-    smooth = np.where(met, points_MM + prior_draws / 2, 1)
-    return np.where(met, np.log(smooth) - np.log(smooth.T), 0)
+    have_met = points_MM + points_MM.T > 0
+    smooth = np.where(have_met, points_MM + prior_draws / 2, 1)
+    return np.where(have_met, np.log(smooth) - np.log(smooth.T), 0)
 
 
 def cyclicity(names: Sequence[str], points_MM: np.ndarray, *, z_threshold: float = 2.0) -> Cyclicity:

@@ -81,18 +81,18 @@ def run_plan(
     others. Raises ValueError if a task fails, if the run's files differ from what its tasks produced, or if the plan
     does not match the tasks that the run has done.
     """
-    course, callback = PlanRun(plan, run, as_completed), callback or PlanCallback()
-    for name in course.replay():
+    plan_run, callback = PlanRun(plan, run, as_completed), callback or PlanCallback()
+    for name in plan_run.replay():
         backend.add_member(name, run.path / MEMBERS_DIR / name)
-    for task in list(course.open_tasks.values()):
+    for task in list(plan_run.open_tasks.values()):
         _submit(backend, task)
-    while course.open_tasks:
+    while plan_run.open_tasks:
         if stop():
-            _finish(course, backend, callback, grace_s)
-            return not course.open_tasks
+            _finish(plan_run, backend, callback, grace_s)
+            return not plan_run.open_tasks
         if done := backend.wait(STOP_POLL_INTERVAL_S):
-            for ready in course.in_order(done):
-                for task in _take(course, backend, callback, ready):
+            for ready in plan_run.in_order(done):
+                for task in _take(plan_run, backend, callback, ready):
                     _submit(backend, task)
     return True
 
@@ -107,23 +107,23 @@ def _submit(backend: Backend, task: Task) -> None:
         backend.submit(task)
 
 
-def _take(course: PlanRun, backend: Backend, watcher: PlanCallback, done: TaskResult) -> Sequence[Task]:
-    number = course.num_done
-    new, lines = course.record(done)
+def _take(plan_run: PlanRun, backend: Backend, callback: PlanCallback, done: TaskResult) -> Sequence[Task]:
+    number = plan_run.num_done
+    new, lines = plan_run.record(done)
     end_shared_span(f"task {done.task.name}")
     if done.task.output_member:
-        backend.add_member(done.task.output_member, course.run.path / MEMBERS_DIR / done.task.output_member)
-    watcher.on_task_done(number, done, lines)
+        backend.add_member(done.task.output_member, plan_run.run.path / MEMBERS_DIR / done.task.output_member)
+    callback.on_task_done(number, done, lines)
     return new
 
 
-def _finish(course: PlanRun, backend: Backend, watcher: PlanCallback, grace: float) -> None:
+def _finish(plan_run: PlanRun, backend: Backend, callback: PlanCallback, grace: float) -> None:
     """Records the running tasks that finish within `grace` seconds."""
     busy, end = backend.cancel_pending(), time.monotonic() + grace
     while busy and (left := end - time.monotonic()) > 0:
         if done := backend.wait(left):
-            for ready in course.in_order(done):
-                _take(course, backend, watcher, ready)
+            for ready in plan_run.in_order(done):
+                _take(plan_run, backend, callback, ready)
             busy -= 1
 
 
@@ -153,7 +153,7 @@ class PlanRun:
             if record.task.output_member:
                 members[record.task.output_member] = record.files
             _, metrics = self._replay_result(record)
-            lines += [{"step": record.number, "policy": policy, **own} for policy, own in metrics.items()]
+            lines += [{"step": record.number, "policy": policy, **values} for policy, values in metrics.items()]
         _only(self.run.path / MEMBERS_DIR, members)
         self.run.rewrite_log("metrics.jsonl", lines)
         elapsed = [line.get("elapsed_s", 0.0) for line in timings]
@@ -181,8 +181,8 @@ class PlanRun:
         self.run.log_timings(self.num_done, TEAM, {**times, "elapsed_s": time.monotonic() - self._start})
         self.run.log_workers(self.num_done)
         new, metrics = self._pass_result(task, done.result)
-        for policy, own in metrics.items():
-            self.run.log_metrics(record.number, policy, own)
+        for policy, values in metrics.items():
+            self.run.log_metrics(record.number, policy, values)
         return new, metrics
 
     def _replay_result(self, record: TaskRecord) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
@@ -219,8 +219,8 @@ class PlanRun:
     def _record_of(self, line: Mapping[str, Any]) -> TaskRecord:
         """Returns the record in the next line of tasks.jsonl. Raises ValueError (DamagedFile) if it is not the record
         of a pending task."""
-        given = line.get("task")
-        name, makes = (given.get("name"), given.get("output_member")) if isinstance(given, Mapping) else (None, None)
+        fields = line.get("task")
+        name, makes = (fields.get("name"), fields.get("output_member")) if isinstance(fields, Mapping) else (None, None)
         if line.get("number") != self.num_done or not isinstance(name, str):
             raise DamagedFile(
                 f"{self._place()} is not the line of task number {self.num_done}: lines were removed, repeated or "
@@ -248,30 +248,30 @@ def _read_task_lines(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[di
     Raises ValueError if lines are missing: those tasks would be repeated, and their members deleted.
     """
     path = run / TASKS_FILE
-    made = [folder for folder in (run / MEMBERS_DIR).glob("*") if not folder.name.startswith(TEMPORARY_PREFIX)]
-    if not path.exists() and not made and not timings:
+    members = [folder for folder in (run / MEMBERS_DIR).glob("*") if not folder.name.startswith(TEMPORARY_PREFIX)]
+    if not path.exists() and not members and not timings:
         atomic_write(path, b"")
     if not path.exists():
         raise DamagedFile(f"{path} is missing, and the run has done tasks: {RECOVERY_HINT}")
     lines = read_checksummed(path)
-    if len(timings) > len(lines) or (made and not lines and len(made) > 1):
-        done = max(len(timings), len(made))
+    if len(timings) > len(lines) or (members and not lines and len(members) > 1):
+        done = max(len(timings), len(members))
         raise DamagedFile(
             f"{path} has lost lines: it has {len(lines)}, and the run has done {done} tasks; {RECOVERY_HINT}"
         )
     return lines
 
 
-def store_output(made: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Moves a task's output folder `made` to `folder`, durably; returns size and checksum by file."""
-    facts = checksums(made)
+def store_output(output: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Moves a task's output folder `output` to `folder`, durably; returns size and checksum by file."""
+    facts = checksums(output)
 
     def fill(temporary: Path) -> None:
-        for path in made.iterdir():
+        for path in output.iterdir():
             shutil.move(path, temporary / path.name)
 
     atomic_folder(folder, fill)
-    shutil.rmtree(made)
+    shutil.rmtree(output)
     return facts
 
 

@@ -100,12 +100,12 @@ def read_crossplay(path: Path) -> list[tuple[MemberProfile, PayoffCell]]:
 
     Raises DamagedFile, with the line number, if a line is not as palestra writes it.
     """
-    found = []
+    cells = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
             check_keys(line, ("members", "payoffs"))
             members = from_json(MemberProfile, line["members"], "members")
-            found.append((members, from_json(PayoffCell, line["payoffs"], "payoffs")))
+            cells.append((members, from_json(PayoffCell, line["payoffs"], "payoffs")))
         except ValueError as error:
             raise DamagedFile(f"{path}, line {number}: {error}; {WRITTEN_HINT}") from error
-    return found
+    return cells

@@ -52,6 +52,7 @@ def pretend_run_of_a_gpu(run: Path) -> None:
     assert load(run / "config.yaml")["device"] == "cuda"
 
 
+@pytest.mark.slow
 def test_all_spellings_of_the_cpu_give_equal_bytes(config: Path) -> None:
     default = digests(trained(config, "default"))
     assert digests(trained(config, "explicit", "--set", "device=cpu")) == default

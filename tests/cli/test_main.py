@@ -266,6 +266,7 @@ def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monke
     assert "RuntimeError: lost [/INST] [bold]token" in plain(done.output)
 
 
+@pytest.mark.slow
 def test_installed_command_finds_an_env_beside_the_config(base, tmp_path):
     """A real process, in the user's folder, with the user's own env."""
     shutil.copy(Path(__file__).parents[1] / "helpers/toys.py", tmp_path / "my_envs.py")

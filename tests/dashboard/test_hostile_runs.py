@@ -87,6 +87,7 @@ PAGES = ("", "/config", "/alarms", "/system", "/episodes", "/agents", "/populati
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.few(8)
 def test_hostile_run_does_not_break_the_list_or_pages(client: TestClient, root: Path, name: str) -> None:
     HOSTILE[name](root / "bad")
     listed = client.get("/api/runs")

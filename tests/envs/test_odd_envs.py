@@ -211,6 +211,7 @@ def test_games_that_take_no_seed_are_refused(game: str, message: str) -> None:
     ],
     ids=lambda config: str(config.get("id") or config.get("env") or config.get("game")),
 )
+@pytest.mark.few(4)
 def test_envs_that_keep_their_seed_are_saved_and_restored(config: dict[str, Any]) -> None:
     """They play on as if never saved, and nothing is said about their seeds."""
     env, other = make_vector_env(config), make_vector_env(config)
@@ -246,6 +247,7 @@ def test_env_that_ignores_its_seed_is_named_at_the_start(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("num_processes", [0, 2])
 @pytest.mark.parametrize("odd", ["ends by chance", "ignores its seed"])
+@pytest.mark.few(2)
 def test_games_by_chance_begin_anew_at_a_resume(
     odd: str, num_processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

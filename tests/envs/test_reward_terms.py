@@ -80,6 +80,7 @@ def mean(found: list[dict], seat: str) -> float:
 
 
 @pytest.mark.parametrize("name", FORM_ONLY)
+@pytest.mark.few(4)
 def test_form_alone_earns_less_than_being_right_once_in_ten(name: str) -> None:
     make_env, answers = FORM_ONLY[name]
     seats = make_env().seats
@@ -193,6 +194,7 @@ async def _closed(env: Env) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.few(8)
 def test_rewards_are_the_sum_of_named_terms(name: str) -> None:
     has_outcome = "reward" in env_options(load_env_class(name)).model_fields
     names, paid = set[str](), False

@@ -53,6 +53,7 @@ def test_every_case_is_named():
 
 
 @pytest.mark.parametrize("part", REFUSED)
+@pytest.mark.few(2)
 def test_what_does_not_fit_fails_its_episode_with_the_name_of_the_env(part, tmp_path):
     run = train({"type": "helpers.toys_odd:Odd", "part": part}, tmp_path)
     errors = errors_of(run)
@@ -67,6 +68,7 @@ def test_what_does_not_fit_fails_its_episode_with_the_name_of_the_env(part, tmp_
 
 @pytest.mark.parametrize("options", [{}, {"staleness": 1}], ids=["sync", "async"])
 @pytest.mark.parametrize("part", STORED)
+@pytest.mark.few(2)
 def test_what_can_be_stored_is_stored(part, options, tmp_path):
     run = train({"type": "helpers.toys_odd:Odd", "part": part}, tmp_path, **options)
     assert errors_of(run) == {0: None, 1: None}
@@ -84,6 +86,7 @@ def test_observations_that_cannot_be_stored_fail_their_episode(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["opaque info", "unknown seat", "success as text"])
+@pytest.mark.few(1)
 def test_steps_of_a_remote_env_are_checked_too(part, tmp_path):
     with serving("helpers.toys_odd:Odd") as server:
         run = train({"type": "helpers.toys_odd:Odd", "part": part, "at": [server.address]}, tmp_path)

@@ -28,6 +28,7 @@ def train(root: Path, env: str, **algorithm: object) -> Path:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.few(1)
 def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path: Path) -> None:
     """Mean and variance of a game's return follow from the tree. The standard error from 10 batches has 9 degrees of
     freedom, so it is between 0.33 and 1.8 times the true one in 999 of 1,000 evaluations."""

@@ -26,6 +26,7 @@ def repeated(truth: np.ndarray, times: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(30, 5), (5, 30)])
+@pytest.mark.few(1)
 def test_members_of_equal_strength_have_the_value_0(shape: tuple[int, int]) -> None:
     """An equilibrium that is scored on its own games favours the side of 30 members by 0.046."""
     values, stderrs = repeated(np.zeros(shape), 100).T

@@ -147,10 +147,13 @@ def end_fork_server(code: str, folder: Path) -> None:
     assert int(forked_by) == server and exit_code == "None"
     assert list(folder.iterdir())
     parent.kill()
-    parent.communicate()
+    parent.wait()
+    parent.stdin.close()
+    parent.stdout.close()  # not read to its end: the fork holds it, too
     wait_until(lambda: not is_running(server))  # although its fork still runs
+    assert is_running(int(child))
     assert not list(folder.iterdir())
-    os.kill(int(child), signal.SIGTERM)
+    os.kill(int(child), signal.SIGKILL)
     wait_until(lambda: not is_running(int(child)))
 
 

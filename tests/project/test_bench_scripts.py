@@ -103,6 +103,7 @@ def printed(checkout: Path, script: str, *commands: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", [["--quick"], ["--parts", "envs"]])
+@pytest.mark.few(1)
 def test_a_page_is_not_written_from_a_part_of_its_figures(part: list[str], checkout: Path) -> None:
     before = contents(checkout)
     done = start(checkout, "results/scaling/run.py", "--report", *part)
@@ -133,6 +134,7 @@ def test_rows_are_listed_and_a_name_that_matches_none_is_refused(checkout: Path)
     assert "\n  plan_path/team + GRPO, equal samples\n" in refusal
 
 
+@pytest.mark.slow
 def test_configs_of_all_rows_are_checked_before_the_first_begins(checkout: Path) -> None:
     config = checkout / "results/reproduction/configs/sokoban.yaml"
     config.write_text(config.read_text().replace("max_turns: 4", "turns: 4, max_turns: 4"))

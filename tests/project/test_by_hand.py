@@ -181,6 +181,7 @@ def test_grpo_by_hand_makes_the_updates_of_the_library(
     assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
+@pytest.mark.slow
 def test_grpo_by_hand_runs_as_a_program() -> None:
     options = ["--steps", "1", "--episodes", "2", "--eval-episodes", "4", "--seed", "3"]
     command = [sys.executable, str(EXAMPLES / "grpo_by_hand.py"), *options]

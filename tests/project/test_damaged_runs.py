@@ -288,6 +288,7 @@ def outside(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", SAME, ids=[case.name for case in SAME])
+@pytest.mark.few(16)
 def test_damaged_run_resumes_to_the_undamaged_result(stopped: Stopped, copied: Path, case: Case) -> None:
     case.damage(copied)
     before = outside(copied)

@@ -83,6 +83,7 @@ def test_max_failed_limits_failed_episodes(base, tmp_path, share):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.few(1)
 def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
     """The env fails for good after two steps, at a step without a checkpoint; --resume continues with the third."""
     mended = tmp_path / "mended"

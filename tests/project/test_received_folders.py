@@ -360,6 +360,7 @@ def received(made: Path, tmp_path: Path, name: str = "good") -> Path:
 
 
 @pytest.mark.parametrize("attack", first(6, sorted(LEADING_OUT)))
+@pytest.mark.few(3)
 def test_a_run_that_leads_out_is_refused_by_every_command(
     made: Path, tmp_path: Path, secret: Path, attack: str
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_run_that_leads_out_is_refused_by_every_command(
 
 
 @pytest.mark.parametrize("attack", first(12, sorted(LEADING_OUT | FORGED)))
+@pytest.mark.few(4)
 def test_one_bad_run_does_not_hide_the_others(made: Path, tmp_path: Path, secret: Path, attack: str) -> None:
     run = received(made, tmp_path)
     (LEADING_OUT | FORGED)[attack](run, secret)
@@ -413,6 +415,7 @@ def test_a_bad_population_is_refused(made: Path, tmp_path: Path, secret: Path, a
 
 
 @pytest.mark.parametrize("attack", PUBLISHED)
+@pytest.mark.few(6)
 def test_a_bad_published_agent_is_refused(made: Path, tmp_path: Path, secret: Path, attack: str) -> None:
     folder = tmp_path / "planner"
     shutil.copytree(made / "planner", folder)
@@ -494,6 +497,7 @@ def copy(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("attack", FORGED_COPIES)
+@pytest.mark.few(6)
 def test_a_forged_copy_is_refused(copy: Path, tmp_path: Path, secret: Path, attack: str) -> None:
     shutil.copytree(copy, tmp_path / "store")
     FORGED_COPIES[attack](tmp_path / "store/good", secret)

@@ -23,6 +23,7 @@ SERVED = {
 }
 
 
+@pytest.mark.slow
 def test_figures_of_kuhn_poker_are_measured_and_shown(tmp_path):
     config = {
         "env": {"type": "text_kuhn"},

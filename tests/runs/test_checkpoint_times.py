@@ -44,6 +44,7 @@ def results(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gru", "qmix", "text", "async"])
+@pytest.mark.few(2)
 def test_checkpoints_by_the_clock_change_no_result(base: Path, tmp_path: Path, kind: str) -> None:
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}}
     talk = {

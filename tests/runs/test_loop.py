@@ -403,6 +403,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
+@pytest.mark.few(3)
 def test_resume_after_stop_is_bit_identical(base, tmp_path, changes):
     config = small(base, *(f"{key}={value}" for key, value in changes.items()))
     whole, _ = run_of(config, tmp_path)

@@ -471,6 +471,7 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, dict[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.few(2)
 def test_decompression_bombs_cost_little_time(target: Target, name: str) -> None:
     verb, body, headers = BOMBS[name]()
     began = time.monotonic()
@@ -616,6 +617,7 @@ def stored_state(target: Target) -> list[Any]:
     return [sorted(rows, key=str), store.count(requests, requests.c.owner == "ada"), weights]
 
 
+@pytest.mark.slow
 def test_the_owner_may_send_the_same_requests(target: Target) -> None:
     """Otherwise the test above would prove nothing."""
     for name, body in bodies(target).items():

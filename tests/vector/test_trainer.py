@@ -277,6 +277,7 @@ def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["iql", "cql_sac"])
+@pytest.mark.few(1)
 def test_offline_run_learns_from_files_and_resumes_on_the_same_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -29,7 +29,7 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
     evals = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
     past_evals = {name: _until(lines, agent.step) for name, lines in evals.items()}
     head = _front(agent, base, licence, tree, {name: lines for name, lines in past_evals.items() if lines})
-    parts = [
+    sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
         f"# {agent.name}",
         _what(agent, base, tree),
@@ -40,7 +40,7 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
         "## License",
         _licence(agent, base, licence),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _until(lines: list[Tree], step: int | None) -> list[Tree]:
@@ -67,7 +67,7 @@ def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, eval
 
 def _envs(tree: Tree) -> list[str]:
     """Returns the types of a run's envs."""
-    return [str(part["type"]) for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if "type" in part]
+    return [str(env["type"]) for env in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if "type" in env]
 
 
 def _learns(agent: TrainedAgent, tree: Tree) -> str:
@@ -117,7 +117,7 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
         "Held-out episodes, with the policies at the seats that the config below gives. Success has its 95 % Wilson "
         "interval; returns have half the width of their normal 95 % interval where it was recorded."
     )
-    return ["## Results", "\n".join([head, *[row for own in rows for row in own]]), note]
+    return ["## Results", "\n".join([head, *[row for of_eval in rows for row in of_eval]]), note]
 
 
 def _row(name: str, lines: list[Tree]) -> list[str]:

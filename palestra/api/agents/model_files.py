@@ -64,8 +64,8 @@ def _chat_templates(folder: Path) -> Iterator[str]:
         if file.exists():
             yield read_bytes(file, MAX_TEMPLATE_BYTES).decode(errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = read_json(folder / name, dict, {}).get("chat_template")
-        named = found if isinstance(found, list) else [{"template": found}]
+        template = read_json(folder / name, dict, {}).get("chat_template")
+        named = template if isinstance(template, list) else [{"template": template}]
         yield from (one["template"] for one in named if isinstance(one, dict) and isinstance(one.get("template"), str))
 
 

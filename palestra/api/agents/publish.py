@@ -45,12 +45,12 @@ def publish(
         else:
             copy_weights(agent, folder, base_name)
         settings = agent.lm_settings | ({"base": base_name} if base_name and agent.kind != "network" else {})
-        kept = replace(agent, lm_settings=settings)
+        published = replace(agent, lm_settings=settings)
         if merge:  # a merged model has the weights as they were dequantised
-            kept = replace(kept, kind="model", folder=out, lm_settings=settings | {"quantize": None})
+            published = replace(published, kind="model", folder=out, lm_settings=settings | {"quantize": None})
         if agent.kind != "network":
-            (folder / AGENT_FILE).write_text(json.dumps(kept.metadata(), indent=2, ensure_ascii=False) + "\n")
-        card = model_card(kept, base=settings.get("base", ""), licence=licence, folder=out.name)
+            (folder / AGENT_FILE).write_text(json.dumps(published.metadata(), indent=2, ensure_ascii=False) + "\n")
+        card = model_card(published, base=settings.get("base", ""), licence=licence, folder=out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     atomic_folder(out, write)
@@ -59,9 +59,9 @@ def publish(
 def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:
     """Copies the weight files, without training state; sets an adapter's base to `base_name` if given. Raises
     ValueError if PEFT would not read the adapter as it was trained."""
-    kept = (*TRAINING_FILES[:-1], "reference") if agent.kind == "network" else (*TRAINING_FILES, "reference")
+    left_out = (*TRAINING_FILES[:-1], "reference") if agent.kind == "network" else (*TRAINING_FILES, "reference")
     for path in agent.folder.iterdir():
-        if path.is_file() and path.name not in kept:
+        if path.is_file() and path.name not in left_out:
             shutil.copyfile(path, folder / path.name)
     if agent.kind == "adapter":
         config = read_json(folder / "adapter_config.json", dict)
@@ -79,7 +79,7 @@ def make_readable(agent: TrainedAgent, config: Tree) -> Tree:
         return config
     wrong = MISREAD.get(model.config.model_type)
     targets = config.get("target_modules") or [], config.get("target_parameters") or []
-    if wrong and any(wrong in str(target) for part in targets for target in part):
+    if wrong and any(wrong in str(target) for names in targets for target in names):
         raise ValueError(f"peft does not find the adapter's tensors of {wrong[1:-1]} in this model: use --merge")
     remapped = remapped_targets(config, model)
     if remapped and config.get("use_dora"):
@@ -114,6 +114,6 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
             add_to_weight(engine.linear_layers[name], adapter.scale_of(name) * (b @ a))
-    kept = getattr(load_config(resolve_base(base)), "dtype", None) or torch.float32
-    engine.model.to(kept).save_pretrained(folder)
+    dtype = getattr(load_config(resolve_base(base)), "dtype", None) or torch.float32
+    engine.model.to(dtype).save_pretrained(folder)
     engine.tokenizer.save_pretrained(folder)

@@ -67,16 +67,16 @@ def serve_agents(
 
 
 async def _serve(
-    desks: dict[str, ServedAgent], server: ChatServer, key: str | None, say: Callable[[str], None]
+    agents: dict[str, ServedAgent], server: ChatServer, key: str | None, say: Callable[[str], None]
 ) -> None:
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S)
 
     def deliver(asked: ChatCall) -> None:  # runs on the server's thread; policies run on this one
-        _passed_on(asyncio.run_coroutine_threadsafe(desks[asked.model].answer(asked), loop), asked.answer)
+        _passed_on(asyncio.run_coroutine_threadsafe(agents[asked.model].answer(asked), loop), asked.answer)
 
-    ChatSession(list(desks), deliver, server=server, key=key or ANY_KEY)
-    say(f"{', '.join(desk.agent.versioned_name for desk in desks.values())} at {server.url}")
+    ChatSession(list(agents), deliver, server=server, key=key or ANY_KEY)
+    say(f"{', '.join(served.agent.versioned_name for served in agents.values())} at {server.url}")
     await over.wait()
     await asyncio.to_thread(server.close)
 

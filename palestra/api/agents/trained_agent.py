@@ -107,12 +107,12 @@ def find_agents(path: Path, names: Sequence[str] = (), step: int | None = None) 
     if path.is_dir() and not (path / CONFIG_FILE).exists():
         return [open_published(path)]
     tree = load(find_run(path) / CONFIG_FILE)
-    found = _members(path, tree) if "population" in tree else _policies(path, tree, step)
-    if unknown := [name for name in names if name not in found]:
-        raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(found) or "none"}')
-    if not found:
+    agents = _members(path, tree) if "population" in tree else _policies(path, tree, step)
+    if unknown := [name for name in names if name not in agents]:
+        raise ValueError(f'{path} has no trained agent "{unknown[0]}"; it has: {", ".join(agents) or "none"}')
+    if not agents:
         raise ValueError(f"{path} has no trained agent yet: it needs a checkpoint; `palestra runs` lists them")
-    return [found[name] for name in names or found]
+    return [agents[name] for name in names or agents]
 
 
 def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
@@ -207,15 +207,15 @@ def _agent(
 def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     """Returns the frozen members of a population that have weights."""
     members = read_members(path)
-    made = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
-    kept = {name: path_inside(path / "members", name) for name in [member.name for member in members] or sorted(made)}
+    done = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
+    paths = {name: path_inside(path / "members", name) for name in [member.name for member in members] or sorted(done)}
     players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}
     anybody = next(iter(roles.values()), "")  # for a population that plays every seat
     return {
         name: _agent(name, folder, path, None, speech, roles.get(players.get(name, ""), anybody))
-        for name, folder in kept.items()
+        for name, folder in paths.items()
         if (folder / "member.json").exists()
     }
 

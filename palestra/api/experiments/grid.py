@@ -135,8 +135,8 @@ def load_base_config(task: TaskConfig, folder: Path) -> Tree:
 def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:
     """Returns the config of a cell: the task's, then the changes of the algorithm, whose `algorithm` replaces the
     task's, then those of the algorithm on this task."""
-    own, changes = grid.tasks[task], grid.algorithms[algorithm]
-    start = merge(tree, own.changes)
+    task_spec, changes = grid.tasks[task], grid.algorithms[algorithm]
+    start = merge(tree, task_spec.changes)
     if "algorithm" in changes:
         start.pop("algorithm", None)
-    return merge(merge(start, changes), own.algorithms.get(algorithm, {}))
+    return merge(merge(start, changes), task_spec.algorithms.get(algorithm, {}))

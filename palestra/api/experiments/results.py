@@ -46,11 +46,11 @@ class GridResults:
 
     def scores(self, algorithm: str) -> list[np.ndarray] | None:
         """Returns normalised scores of each task [N], in the order of the grid; None if a task has no finished run."""
-        own = self.values[algorithm]
-        if any(not own[task] for task in self.grid.tasks):
+        runs = self.values[algorithm]
+        if any(not runs[task] for task in self.grid.tasks):
             return None
         return [
-            np.array([task.normalise(value) for value in own[name].values()]) for name, task in self.grid.tasks.items()
+            np.array([task.normalise(value) for value in runs[name].values()]) for name, task in self.grid.tasks.items()
         ]
 
     @property
@@ -75,9 +75,9 @@ def collect_results(grid: GridConfig, root: Path) -> GridResults:
     for task, algorithm, seed in grid.keys:
         name = cell_name(task, algorithm, seed)
         if name in done:
-            own = grid.tasks[task]
+            spec = grid.tasks[task]
             try:
-                metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), own.eval, own.metric)
+                metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), spec.eval, spec.metric)
             except NotANumber:
                 unscored.append(name)
     return GridResults(grid, values, metrics, unscored)
@@ -138,7 +138,7 @@ def results_data(results: GridResults) -> dict[str, Any]:
         "grid": results.grid.name,
         "metrics": results.metrics,
         "values": {
-            algorithm: {task: {str(seed): value for seed, value in own.items()} for task, own in tasks.items()}
+            algorithm: {task: {str(seed): value for seed, value in by_seed.items()} for task, by_seed in tasks.items()}
             for algorithm, tasks in results.values.items()
         },
         "aggregates": {
@@ -185,8 +185,8 @@ def results_section(results: GridResults, data: dict[str, Any], figure: str) -> 
             *markdown_table(
                 ["algorithm", *(LABELS[name] for name in STATISTICS)],
                 [
-                    [algorithm, *(format_estimate(own[name]) for name in STATISTICS)]
-                    for algorithm, own in data["aggregates"].items()
+                    [algorithm, *(format_estimate(estimates[name]) for name in STATISTICS)]
+                    for algorithm, estimates in data["aggregates"].items()
                 ],
             ),
         ]
@@ -246,8 +246,8 @@ def draw_results(scores: Mapping[str, Scores], path: Path) -> None:
 
 
 def _draw_estimates(axis: Any, name: str, scores: Mapping[str, Scores], *, with_names: bool = True) -> None:
-    for row, (_, own) in enumerate(scores.items()):
-        value, bounds = estimate(STATISTICS[name], own)
+    for row, (_, task_scores) in enumerate(scores.items()):
+        value, bounds = estimate(STATISTICS[name], task_scores)
         colour = curve_style(row)[0]
         if bounds is not None:
             axis.plot(bounds, [row, row], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
@@ -260,13 +260,13 @@ def _draw_estimates(axis: Any, name: str, scores: Mapping[str, Scores], *, with_
 
 
 def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
-    every = np.concatenate([own for tasks in scores.values() for own in tasks])
+    every = np.concatenate([by_task for tasks in scores.values() for by_task in tasks])
     thresholds = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 201)
-    for number, (name, own) in enumerate(scores.items()):
+    for number, (name, by_task) in enumerate(scores.items()):
         colour, style = curve_style(number)
-        axis.step(thresholds, performance_profile(own, thresholds), style, color=colour, label=name, where="post")
-        if min(len(task) for task in own) > 1:
-            axis.fill_between(thresholds, *profile_bounds(own, thresholds), color=colour, alpha=0.15, linewidth=0)
+        axis.step(thresholds, performance_profile(by_task, thresholds), style, color=colour, label=name, where="post")
+        if min(len(task) for task in by_task) > 1:
+            axis.fill_between(thresholds, *profile_bounds(by_task, thresholds), color=colour, alpha=0.15, linewidth=0)
     axis.set_xlabel("normalised score \N{GREEK SMALL LETTER TAU}")
     axis.set_ylabel("share of runs above \N{GREEK SMALL LETTER TAU}")
     axis.set_title("performance profiles")

@@ -34,17 +34,17 @@ def interquartile_mean(scores: Scores) -> float:
 
 def mean_score(scores: Scores) -> float:
     """Returns the mean over tasks of the mean over seeds."""
-    return float(np.mean([own.mean() for own in scores]))
+    return float(np.mean([runs.mean() for runs in scores]))
 
 
 def median_score(scores: Scores) -> float:
     """Returns the median over tasks of the mean over seeds."""
-    return float(np.median([own.mean() for own in scores]))
+    return float(np.median([runs.mean() for runs in scores]))
 
 
 def optimality_gap(scores: Scores, target: float = 1.0) -> float:
     """Returns the mean amount by which scores are below `target`; scores above it count 0. Less is better."""
-    return float(np.mean([target - np.minimum(own, target).mean() for own in scores]))
+    return float(np.mean([target - np.minimum(runs, target).mean() for runs in scores]))
 
 
 STATISTICS: dict[str, Statistic] = {
@@ -57,7 +57,7 @@ STATISTICS: dict[str, Statistic] = {
 
 def estimate(statistic: Statistic, scores: Scores, seed: int = 0) -> Estimate:
     """Returns a statistic with its stratified bootstrap interval."""
-    if min(len(own) for own in scores) < 2:
+    if min(len(runs) for runs in scores) < 2:
         return Estimate(statistic(scores), None)
     return Estimate(statistic(scores), interval([statistic(drawn) for drawn in resamples(scores, seed)]))
 
@@ -72,7 +72,7 @@ def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
 def estimate_improvement(ours: Scores, theirs: Scores, seed: int = 0) -> Estimate:
     """Returns the probability of improvement with its stratified bootstrap interval."""
     value = probability_of_improvement(ours, theirs)
-    if min(len(own) for own in [*ours, *theirs]) < 2:
+    if min(len(runs) for runs in [*ours, *theirs]) < 2:
         return Estimate(value, None)
     pairs = zip(resamples(ours, seed), resamples(theirs, seed + 1), strict=True)
     return Estimate(value, interval([probability_of_improvement(x, y) for x, y in pairs]))
@@ -80,7 +80,7 @@ def estimate_improvement(ours: Scores, theirs: Scores, seed: int = 0) -> Estimat
 
 def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
     """Returns the share of runs that score above each threshold [K], as a mean over tasks (Agarwal et al., eq. 1)."""
-    return np.mean([(own[:, None] > thresholds).mean(0) for own in scores], axis=0)
+    return np.mean([(runs[:, None] > thresholds).mean(0) for runs in scores], axis=0)
 
 
 def profile_bounds(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def profile_bounds(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> tup
 def resamples(scores: Scores, seed: int) -> list[list[np.ndarray]]:
     """Returns `REPLICATES` samples. Each draws seeds of every task with replacement, as many as the task has."""
     generator = np.random.default_rng(seed)
-    drawn = [own[generator.integers(len(own), size=(REPLICATES, len(own)))] for own in scores]
+    drawn = [runs[generator.integers(len(runs), size=(REPLICATES, len(runs)))] for runs in scores]
     return [list(sample) for sample in zip(*drawn, strict=True)]
 
 

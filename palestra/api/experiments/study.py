@@ -123,12 +123,12 @@ class Search:
         `workers` busy."""
         running = self.optuna.trial.TrialState.RUNNING
         left = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == running]
-        whole = [trial for trial in left if trial.params.keys() == self._space.keys()]
+        complete = [trial for trial in left if trial.params.keys() == self._space.keys()]
         for trial in left:
-            if trial not in whole:  # the process died while its settings were written
+            if trial not in complete:  # the process died while its settings were written
                 self._study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
-        if whole:
-            return whole
+        if complete:
+            return complete
         count = min(max(1, workers // len(self.config.seeds)), self.config.trials - len(self.trials))
         return [self._ask() for _ in range(count)]
 
@@ -271,8 +271,8 @@ def check_space(config: TuneConfig, base: Tree, root: Path) -> Params:
 def _check_same_search(config: TuneConfig, base: Tree, root: Path) -> None:
     """Creates the folder with a copy of the search. Raises ValueError if the folder has another search."""
     path = root / TUNE_FILE  # compared by `base`, the changed config, not by the file that it came from
-    own = {key: value for key, value in parse(dump(config)).items() if key not in ("config", "changes")}
-    tree = own | {"base": base}
+    search = {key: value for key, value in parse(dump(config)).items() if key not in ("config", "changes")}
+    tree = search | {"base": base}
     if path.exists():
         stored = load(path) | {"trials": config.trials}
         if changed := diff_settings(stored, tree):

@@ -105,17 +105,17 @@ def local_shard(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()
-        return part.detach()
+        shard: Tensor = tensor.to_local()
+        return shard.detach()
 
 
-def full_tensor(part: Tensor, like: Tensor) -> Tensor:
-    """Returns the full tensor of which each rank holds `part`, laid out like `like`. Collective: all ranks must call
+def full_tensor(shard: Tensor, like: Tensor) -> Tensor:
+    """Returns the full tensor of which each rank holds `shard`, laid out like `like`. Collective: all ranks must call
     it."""
-    if not isinstance(like, DTensor) or part.shape != local_shard(like).shape:
-        return part
+    if not isinstance(like, DTensor) or shard.shape != local_shard(like).shape:
+        return shard
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     ).full_tensor()
 
 

@@ -106,10 +106,10 @@ def _read(file: Path) -> tuple[Any, Any, Any]:
     )
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     with _explain_damage(file):
-        model, found = load_model(AutoModelForCausalLM, **where, **options)
+        model, loading = load_model(AutoModelForCausalLM, **where, **options)
         tokenizer = load_tokenizer(**where)
-    refuse(found["unexpected_keys"], file.name)
-    refuse([f"no {name}" for name in found["missing_keys"]], file.name, "the model needs these weights")
+    refuse(loading["unexpected_keys"], file.name)
+    refuse([f"no {name}" for name in loading["missing_keys"]], file.name, "the model needs these weights")
     return model, tokenizer, reader
 
 
@@ -161,12 +161,12 @@ def _reading_once() -> Iterator[None]:
 
 @contextmanager
 def _patch_attribute(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    own = getattr(module, name)
+    original = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, own)
+        setattr(module, name, original)
 
 
 def split_digits(tokenizer: Any, fields: Any) -> None:
@@ -185,8 +185,8 @@ def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
     if end is not None and tokenizer.eos_token_id != end:
         fault = f"its end token is {tokenizer.eos_token_id}, but the file has {end}"
     elif _field(fields, "model") == "gpt2":  # by bytes: every text has tokens
-        found = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
-        fault = "" if found == SAMPLE_TEXT else f"{SAMPLE_TEXT!r} becomes {found!r}"
+        decoded = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
+        fault = "" if decoded == SAMPLE_TEXT else f"{SAMPLE_TEXT!r} becomes {decoded!r}"
     if fault:
         raise ValueError(
             f"transformers {transformers.__version__} reads the tokenizer of {file.name} wrongly: {fault}. "

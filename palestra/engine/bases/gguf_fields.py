@@ -97,15 +97,15 @@ def check_tensors(model: PreTrainedModel, reader: Any, file: str) -> None:
         return
     loader = modeling_gguf_pytorch_utils
     kind = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
-    taken = loader.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    known = loader.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
     names = [tensor.name for tensor in reader.tensors]
-    refuse([n for n in names if n not in taken and n.removesuffix(".weight") not in taken and n != ROPE_FREQS], file)
+    refuse([n for n in names if n not in known and n.removesuffix(".weight") not in known and n != ROPE_FREQS], file)
 
 
 def refuse(names: Iterable[str], file: str, why: str = "") -> None:
     """Raises ValueError if there are `names` of fields or tensors that would be dropped."""
-    if found := list(names):
-        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    if unread := list(names):
+        shown = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
         why = why or f"transformers {transformers.__version__} does not read that, and the results may depend on it"
         raise ValueError(f"cannot convert {file}, which has {shown}: {why}. {REMEDY}")
 
@@ -157,8 +157,8 @@ def _set(config: Any, key: str, value: Any) -> bool:
         value = None
     for name in ATTRIBUTES.get(key, ()):
         if hasattr(config, name):
-            own = getattr(config, name)
-            if own is None or not isinstance(value, int | float) or not math.isclose(own, value, rel_tol=1e-6):
+            current = getattr(config, name)
+            if current is None or not isinstance(value, int | float) or not math.isclose(current, value, rel_tol=1e-6):
                 try:
                     setattr(config, name, value)
                 except StrictDataclassError:  # a value of another type
@@ -234,15 +234,15 @@ def _llama3(config: Any, factors: np.ndarray) -> dict[str, Any]:
     lengths = (1 + (LLAMA3_RATIO - 1) * share[inside]) / turns[inside]
     if not len(lengths):
         lengths = 1 / turns[share <= 1e-4][:1]
-    found = {
+    rope = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": LLAMA3_RATIO,
         "original_max_position_embeddings": round(float(np.median(lengths))),
     }
-    scaled = _frequencies(config, found)
-    return found if np.allclose(scaled, plain / factors, rtol=1e-5, atol=0) else {}
+    scaled = _frequencies(config, rope)
+    return rope if np.allclose(scaled, plain / factors, rtol=1e-5, atol=0) else {}
 
 
 def _frequencies(config: Any, scaling: Mapping[str, Any] | None = None) -> np.ndarray:

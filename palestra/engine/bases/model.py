@@ -183,11 +183,11 @@ class Engine:
         for name, module in replaceable_modules(self.model).items():
             setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
 
-    def _module_forward(self, name: str, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _module_forward(self, name: str, module: nn.Module, base_forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._route is None:
-                return own(*args, **kwargs)
-            return call_by_blocks(self._route, name, module, own, args, kwargs)
+                return base_forward(*args, **kwargs)
+            return call_by_blocks(self._route, name, module, base_forward, args, kwargs)
 
         return forward
 
@@ -197,17 +197,17 @@ class Engine:
         if layers is None:
             return False
         last = layers[self.model.config.get_text_config().num_hidden_layers - 1]
-        whole = last.forward
+        full_forward = last.forward
 
         def forward(hidden: Tensor, *args: Any, keep_M: Tensor | None = None, **kwargs: Any) -> Any:
             if keep_M is None:
-                return whole(hidden, *args, **kwargs)
+                return full_forward(hidden, *args, **kwargs)
             kwargs["layout"] = KVFirstLayout(kwargs["layout"].narrow(keep_M))
             with contextlib.suppress(StopAfterKV):
-                whole(hidden, *args, **kwargs)
+                full_forward(hidden, *args, **kwargs)
             args, kwargs = select_rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
             with self.use_route(self._kept):
-                return whole(*args, **kwargs)
+                return full_forward(*args, **kwargs)
 
         last.forward = forward
         return True
@@ -216,20 +216,20 @@ class Engine:
         for layer in getattr(decoder_of(self.model), "layers", ()):
             layer.forward = self._with_checkpointing(layer.forward)
 
-    def _with_checkpointing(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a layer's forward `whole` with gradient checkpointing, which is active inside
+    def _with_checkpointing(self, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a layer's forward `layer_forward` with gradient checkpointing, which is active inside
         `precision_context(recompute=True)`."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self._recompute and torch.is_grad_enabled()):
-                return whole(*args, **kwargs)
+                return layer_forward(*args, **kwargs)
             state = self._route, self._kept, self._experts  # they change before the backward pass
 
             def again(*args: Any, **kwargs: Any) -> Any:
                 before = self._route, self._kept, self._experts
                 self._route, self._kept, self._experts = state
                 try:
-                    return whole(*args, **kwargs)
+                    return layer_forward(*args, **kwargs)
                 finally:
                     self._route, self._kept, self._experts = before
 
@@ -352,14 +352,14 @@ class Engine:
             if self.plain_path:
                 return self.plain_path.head_logits(hidden_MH)
             decoder, known = decoder_of(self.model), self._decoder_output(last_hidden_state=hidden_MH[None])
-            whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
+            decoder_forward, decoder.forward = decoder.forward, lambda *args, **kwargs: known
             ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some read its shape
             try:
                 # a squeezed tensor's gradient is a view, that of [0] is not
                 # the class's forward: a sharded model's hooks are those of the pass around this
                 logits: Tensor = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits.squeeze(0)
             finally:
-                decoder.forward = whole
+                decoder.forward = decoder_forward
         return logits
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -388,11 +388,11 @@ def describe_base(base: str) -> list[str]:
 @contextlib.contextmanager
 def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
     """Context in which the parameters' data are replaced by copies in `dtype`."""
-    kept = [parameter.data for parameter in parameters]
+    originals = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
     try:
         yield
     finally:
-        for parameter, data in zip(parameters, kept, strict=True):
+        for parameter, data in zip(parameters, originals, strict=True):
             parameter.data = data

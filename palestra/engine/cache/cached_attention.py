@@ -56,7 +56,7 @@ class PrefillLayout:
     def _writes(self) -> Iterator[tuple[PagePool, Tensor, Tensor]]:
         """Yields, for each pool, the tokens of the flat row that belong there, and their rows [h * M] in the pool."""
         split = np.flatnonzero(np.diff(self.group_S)) + 1
-        rows_N = [slot.rows(own) for slot, own in zip(self.slots, np.split(self.position_S, split), strict=True)]
+        rows_N = [slot.rows(places) for slot, places in zip(self.slots, np.split(self.position_S, split), strict=True)]
         for pool in dict.fromkeys(slot.pool for slot in self.slots):
             mine_N = np.array([slot.pool is pool for slot in self.slots])
             token_M = np.flatnonzero(mine_N[self.group_S])
@@ -117,13 +117,13 @@ class PrefillLayout:
         q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.writes[0][0], q_HSD, k_HSD, v_HSD)
         width = q_HSD.shape[-1]
         for pool, token_M, rows_hM in self.writes:
-            for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
-                kept.view(-1, width).index_copy_(0, rows_hM, new_HSD[:, token_M].reshape(-1, width))
+            for cached, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
+                cached.view(-1, width).index_copy_(0, rows_hM, new_HSD[:, token_M].reshape(-1, width))
         outs = []
         for part, mask in zip(self.parts, self._masks_of(terms.span), strict=True):
             n, _, queries, _ = mask.shape
             q = q_HSD[:, part.row_nQ].view(q_HSD.shape[0], n, queries, -1).transpose(0, 1)
-            k, v = (kept.view(-1, width)[part.rows_nhP] for kept in part.pool.kv[layer])
+            k, v = (cached.view(-1, width)[part.rows_nhP] for cached in part.pool.kv[layer])
             if terms.needs_scores:
                 out = attention_by_scores(q, k, v, mask, scale, terms)
             else:
@@ -150,20 +150,20 @@ def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.nda
     """Yields indices of `slots` that have queries, in groups of one pool and of similar shape."""
     pools = {pool: number for number, pool in enumerate(dict.fromkeys(slot.pool for slot in slots))}
     order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
-    part: list[int] = []
+    members: list[int] = []
     need = keys = 0
     for i in order:
         q, k = int(asked_N[i]), slots[i].length
-        padded = q * max(keys, k) * (len(part) + 1)
-        if part and (
-            slots[i].pool is not slots[part[0]].pool
+        padded = q * max(keys, k) * (len(members) + 1)
+        if members and (
+            slots[i].pool is not slots[members[0]].pool
             or padded > max(MIN_SPLIT_PAIRS, MAX_PADDING_RATIO * (need + q * k))
         ):
-            yield np.array(part)
-            part, need, keys = [], 0, 0
-        part.append(i)
+            yield np.array(members)
+            members, need, keys = [], 0, 0
+        members.append(i)
         need, keys = need + q * k, max(keys, k)
-    yield np.array(part)
+    yield np.array(members)
 
 
 def _pad_rows(rows_hT: np.ndarray, size: int) -> np.ndarray:
@@ -220,12 +220,12 @@ class DecodeLayout:
         out_width = v_HSD.shape[-1]
         q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
         (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
-        for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
-            kept.view(-1, width).index_copy_(0, self.writes, new_HSD.transpose(0, 1).reshape(-1, width))
+        for cached, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
+            cached.view(-1, width).index_copy_(0, self.writes, new_HSD.transpose(0, 1).reshape(-1, width))
         q_RF = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
         hides = self._masks_of(terms.span)
-        found = [part.attend(layer, q_RF, h, terms.softcap, hide) for part, hide in zip(self.parts, hides, strict=True)]
-        values_XF, total_XH, top_XH = (_concat_tensors(column) for column in zip(*found, strict=True))
+        outs = [part.attend(layer, q_RF, h, terms.softcap, hide) for part, hide in zip(self.parts, hides, strict=True)]
+        values_XF, total_XH, top_XH = (_concat_tensors(column) for column in zip(*outs, strict=True))
         share_XH = self._shares(total_XH, top_XH, terms.sinks_H)
         values_XF.view(-1, heads, width).mul_(share_XH[..., None])
         return self._by_row(values_XF, "sum").view(rows, heads, width)[..., :out_width]
@@ -343,5 +343,5 @@ def _places(number_Y: np.ndarray) -> tuple[np.ndarray, int]:
     return place_Y, int(count.max())
 
 
-def _concat_tensors(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _concat_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -147,8 +147,8 @@ class KVCache:
     def read(self, slot: CacheSlot, start: int = 0) -> Tensor:
         """Returns a copy of the keys and values [L, 2, h, T, D] of a sequence from position `start` on."""
         rows_hT = _rows(slot, np.arange(start, slot.length))
-        found = [_flat(kv).index_select(1, rows_hT.ravel()) for kv in slot.pool.kv]
-        return torch.stack(found).unflatten(2, rows_hT.shape)
+        layers = [_flat(kv).index_select(1, rows_hT.ravel()) for kv in slot.pool.kv]
+        return torch.stack(layers).unflatten(2, rows_hT.shape)
 
     def write(self, slot: CacheSlot, start: int, kv_L2hTD: Tensor) -> None:
         """Writes keys and values to the positions of a sequence from `start` on."""

@@ -182,7 +182,7 @@ class PagePool:
     def _resize(self, size: int) -> None:
         """Copies the pool to one of `size` pages, a layer at a time. Pages beyond those in use are zero: a mask does
         not keep NaN out."""
-        page, kept = self._layer_page_bytes, self.num_used
+        page, used = self._layer_page_bytes, self.num_used
         more = max(0, size - self.num_pages) * self.page_bytes
         self.memory.check(more + min(size, self.num_pages) * page)  # all at once: not after some layers
         for layer, old in enumerate(self.kv):
@@ -192,6 +192,6 @@ class PagePool:
             except Exception:
                 self.memory.release(size * page)
                 raise
-            new[:, :kept] = old[:, :kept]
+            new[:, :used] = old[:, :used]
             self.memory.release(old.nbytes)
             self.kv[layer] = new

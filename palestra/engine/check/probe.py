@@ -82,10 +82,10 @@ def _equal(mask_function: Callable[..., Tensor], span: KeySpan | None, device: A
     at = points.to(device)
     zero = torch.zeros((), dtype=torch.long, device=device)
     try:
-        found = mask_function(zero, zero, at[:, None], at[None])
+        mask = mask_function(zero, zero, at[:, None], at[None])
     except (IndexError, RuntimeError):
         return False  # a mask that depends on the batch, not on positions alone
-    return torch.equal(found.expand_as(expected).cpu(), expected)
+    return torch.equal(mask.expand_as(expected).cpu(), expected)
 
 
 AttentionInterface.register(PROBE, _record)
@@ -118,9 +118,9 @@ def restore_forwards(model: PreTrainedModel) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    found = [getattr(module, "config", None) for module in model.modules()]
-    found.append(model.config.get_text_config())
-    return list({id(config): config for config in found if hasattr(config, "_attn_implementation")}.values())
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs.append(model.config.get_text_config())
+    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values())
 
 
 @torch.no_grad()
@@ -166,8 +166,8 @@ def longest_span(model: PreTrainedModel) -> int:
     """Returns the size of the model's longest window or chunk of keys, 0 if all layers attend to all earlier keys. If
     probing the model failed, this is read from its config."""
     spans = [module.__dict__.get("key_span", module) for module in model.modules()]
-    if found := [span for span in spans if isinstance(span, KeySpan | None)]:
-        return max((span.size for span in found if span), default=0)
+    if probed := [span for span in spans if isinstance(span, KeySpan | None)]:
+        return max((span.size for span in probed if span), default=0)
     config = model.config.get_text_config()
     sizes = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
     return max((size for size in sizes if isinstance(size, int)), default=0)
@@ -176,5 +176,5 @@ def longest_span(model: PreTrainedModel) -> int:
 def _own_parts(module: nn.Module) -> set[str]:
     """Returns the class names of parts of an attention module that may mix tokens, such as an indexer or a compressor
     of keys. Their effect shows only in sequences longer than what they select or join."""
-    parts = [part for part in module.children() if not isinstance(part, nn.Linear | Conv1D)]
-    return {name for name in (type(part).__name__ for part in parts) if not name.endswith(KNOWN_PARTS)}
+    children = [child for child in module.children() if not isinstance(child, nn.Linear | Conv1D)]
+    return {name for name in (type(child).__name__ for child in children) if not name.endswith(KNOWN_PARTS)}

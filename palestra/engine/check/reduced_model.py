@@ -55,13 +55,13 @@ def _reduce_config(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
         data["rope_parameters"] = _reduced_rope(data["rope_parameters"])
     data.pop("quantization_config", None)
     layers = next((data[key] for key in LAYER_COUNTS if isinstance(data.get(key), int)), 0)
-    kept = _layers_of_each_kind(data, layers)
+    num_kept = _layers_of_each_kind(data, layers)
     vocabulary = min(data.get("vocab_size") or MAX_VOCABULARY, MAX_VOCABULARY)
     for key, value in data.items():
         if key in LAYER_COUNTS:
-            data[key] = min(value, kept) if isinstance(value, int) else value
+            data[key] = min(value, num_kept) if isinstance(value, int) else value
         elif isinstance(value, list) and len(value) == layers > 1:
-            data[key] = copy.copy(value[:kept])
+            data[key] = copy.copy(value[:num_kept])
         elif key.endswith("_token_id"):
             data[key] = _valid_id(value, vocabulary)
         elif isinstance(value, int) and not isinstance(value, bool):

@@ -230,12 +230,12 @@ def compare(model: PreTrainedModel, way: Way, build: BuildEngine, expected: Expe
     return engine
 
 
-def _match(engine: Engine, what: str, found: Iterator[tuple[int, np.ndarray, Tensor]], expected: Expected) -> None:
+def _match(engine: Engine, what: str, computed: Iterator[tuple[int, np.ndarray, Tensor]], expected: Expected) -> None:
     """Raises Mismatch unless the logits of each case, at the positions given, have the expected log-probabilities."""
     differences = []
-    for number, positions, logits in found:
-        own = expected.logp_TV[number][engine.tensor(positions)]
-        differences.append((torch.log_softmax(logits.float(), -1) - own).abs().flatten())
+    for number, positions, logits in computed:
+        logp = expected.logp_TV[number][engine.tensor(positions)]
+        differences.append((torch.log_softmax(logits.float(), -1) - logp).abs().flatten())
     gap, agrees = compare_gaps(torch.cat(differences), engine.dtype)
     if not agrees:
         kinds = getattr(engine.model.config.get_text_config(), "layer_types", None)
@@ -258,9 +258,9 @@ def _training_logits(
     a single adapter, the head is a pass of its own, as in training of models that are not sharded."""
     owners = list(dict.fromkeys(case.owner for case in cases))
     forests = [build_forest([case.tokens for case in cases if case.owner == owner]) for owner in owners]
-    whole = concat_forests(forests)
-    keep = np.flatnonzero(whole.positions_S > 0)  # not all rows: the check covers the selection, too
-    layout, ids_S, positions_S = TreeLayout(whole, engine.device), whole.ids_S, whole.positions_S
+    joined = concat_forests(forests)
+    keep = np.flatnonzero(joined.positions_S > 0)  # not all rows: the check covers the selection, too
+    layout, ids_S, positions_S = TreeLayout(joined, engine.device), joined.ids_S, joined.positions_S
     row = engine.tensor(ids_S), engine.tensor(positions_S), layout
     if isinstance(adapters, Adapter):
         route = SingleAdapterRoute(adapters)
@@ -268,7 +268,7 @@ def _training_logits(
     else:
         sizes = [len(forest.ids_S) for forest, owner in zip(forests, owners, strict=True) if owner is not None]
         logits_MV = engine.logits(*row, MultiAdapterRoute(adapters, sizes), engine.tensor(keep))
-    for number, path in enumerate(whole.paths):
+    for number, path in enumerate(joined.paths):
         yield number, np.arange(1, len(path)), logits_MV[engine.tensor(np.searchsorted(keep, path[1:]))]
 
 

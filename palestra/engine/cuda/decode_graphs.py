@@ -93,28 +93,28 @@ class DecodeGraphs:
         if shape is None:
             return step.logits(self.engine)
         self._follow_memory(step.answers[0].pool)
-        found = self._covering(shape)
+        recorded = self._covering(shape)
         self._uses[shape] += 1
-        if found != shape and self._uses[shape] >= (MIN_COVERED_USES if found else MIN_USES):
+        if recorded != shape and self._uses[shape] >= (MIN_COVERED_USES if recorded else MIN_USES):
             own_RV = step.logits(self.engine)
             self._add(shape, step, own_RV)
             return own_RV
-        if found is None:
+        if recorded is None:
             return step.logits(self.engine)
         self.num_repeated += 1
-        return self._steps[found](step)
+        return self._steps[recorded](step)
 
     def _covering(self, shape: StepShape) -> StepShape | None:
         """Returns the smallest recorded shape with room for a step of `shape`; None if there is none."""
         fits = [
-            own
-            for own in self._steps
-            if shape.rows <= own.rows <= MAX_COVER * shape.rows
-            and own.width >= shape.width
-            and (own.columns, own.layers) == (shape.columns, shape.layers)
-            and own.mixed >= shape.mixed
+            recorded
+            for recorded in self._steps
+            if shape.rows <= recorded.rows <= MAX_COVER * shape.rows
+            and recorded.width >= shape.width
+            and (recorded.columns, recorded.layers) == (shape.columns, shape.layers)
+            and recorded.mixed >= shape.mixed
         ]
-        return min(fits, key=lambda own: (own.rows, own.width, own.mixed), default=None)
+        return min(fits, key=lambda recorded: (recorded.rows, recorded.width, recorded.mixed), default=None)
 
     def clear(self) -> None:
         """Drops all recorded steps, with their memory."""

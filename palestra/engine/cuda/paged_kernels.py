@@ -19,13 +19,13 @@ def attend_to_share(
     HAS_CAP: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, kv_head, share_id = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prompt, answer = tl.load(prompt_ptr + row), tl.load(answer_ptr + row)
     first = tl.load(first_ptr + row)
     prompt_pages = (prompt + PAGE - 1) // PAGE
     pages = prompt_pages + (answer + PAGE - 1) // PAGE
     each = (pages + shares - 1) // shares
-    begin = part * each
+    begin = share_id * each
     end = tl.minimum(begin + each, pages)
 
     group, width, key = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_WIDTH), tl.arange(0, PAGE)
@@ -43,8 +43,8 @@ def attend_to_share(
         position = tl.where(in_answer, prompt, 0) + offset + key
         seen = (offset + key < length) & (position >= first)
         at = ((page * (HEADS // GROUPS) + kv_head) * PAGE + key)[:, None] * WIDTH + width[None, :]
-        there = seen[:, None] & (width[None, :] < WIDTH)
-        k = tl.load(k_ptr + at, mask=there, other=0.0)
+        is_real = seen[:, None] & (width[None, :] < WIDTH)
+        k = tl.load(k_ptr + at, mask=is_real, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_CAP:
             score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
@@ -52,11 +52,11 @@ def attend_to_share(
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(seen[None, :], tl.exp(score - higher[:, None]), 0.0)
         decay = tl.exp(top - higher)
-        v = tl.load(v_ptr + at, mask=there, other=0.0)
+        v = tl.load(v_ptr + at, mask=is_real, other=0.0)
         out = out * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weight, 1)
         top = higher
-    place = (row * HEADS + head) * shares + part
+    place = (row * HEADS + head) * shares + share_id
     tl.store(top_ptr + place, top, mask=group < GROUPS)
     tl.store(total_ptr + place, total, mask=group < GROUPS)
     tl.store(partial_ptr + place[:, None] * WIDTH + width[None, :], out, mask=real)
@@ -69,10 +69,10 @@ def combine_shares(
     PADDED_SHARES: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    part, width = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED_WIDTH)
-    place = (row * HEADS + head) * shares + part
-    top = tl.load(top_ptr + place, mask=part < shares, other=-1e30)
-    total = tl.load(total_ptr + place, mask=part < shares, other=0.0)
+    share_id, width = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED_WIDTH)
+    place = (row * HEADS + head) * shares + share_id
+    top = tl.load(top_ptr + place, mask=share_id < shares, other=-1e30)
+    total = tl.load(total_ptr + place, mask=share_id < shares, other=0.0)
     highest = tl.max(top, 0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
@@ -81,8 +81,8 @@ def combine_shares(
     norm = tl.sum(total * share, 0)
     if HAS_SINKS:
         norm += tl.exp(sink - highest)
-    there = (part[:, None] < shares) & (width[None, :] < WIDTH)
-    values = tl.load(partial_ptr + place[:, None] * WIDTH + width[None, :], mask=there, other=0.0)
+    is_real = (share_id[:, None] < shares) & (width[None, :] < WIDTH)
+    values = tl.load(partial_ptr + place[:, None] * WIDTH + width[None, :], mask=is_real, other=0.0)
     out = tl.sum(values * share[:, None], 0) / norm
     tl.store(out_ptr + (row * HEADS + head) * WIDTH + width, out.to(out_ptr.dtype.element_ty), mask=width < WIDTH)
 
@@ -94,12 +94,12 @@ def write_tokens(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head, width = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_WIDTH)
-    there = width < WIDTH
+    is_real = width < WIDTH
     at = tl.load(place_ptr + row * HEADS + head) * WIDTH + width
-    k = tl.load(k_ptr + head * k_head + row * k_row + width * k_step, mask=there)
-    v = tl.load(v_ptr + head * v_head + row * v_row + width * v_step, mask=there)
-    tl.store(kept_k_ptr + at, k, mask=there)
-    tl.store(kept_v_ptr + at, v, mask=there)
+    k = tl.load(k_ptr + head * k_head + row * k_row + width * k_step, mask=is_real)
+    v = tl.load(v_ptr + head * v_head + row * v_row + width * v_step, mask=is_real)
+    tl.store(kept_k_ptr + at, k, mask=is_real)
+    tl.store(kept_v_ptr + at, v, mask=is_real)
 
 
 @triton.jit
@@ -109,19 +109,19 @@ def rotate(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
     row, head, half = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_HALF)
-    there = half < HALF
-    cos_low = tl.load(cos_ptr + row * cos_row + half, mask=there).to(tl.float32)
-    cos_high = tl.load(cos_ptr + row * cos_row + HALF + half, mask=there).to(tl.float32)
-    sin_low = tl.load(sin_ptr + row * sin_row + half, mask=there).to(tl.float32)
-    sin_high = tl.load(sin_ptr + row * sin_row + HALF + half, mask=there).to(tl.float32)
+    is_real = half < HALF
+    cos_low = tl.load(cos_ptr + row * cos_row + half, mask=is_real).to(tl.float32)
+    cos_high = tl.load(cos_ptr + row * cos_row + HALF + half, mask=is_real).to(tl.float32)
+    sin_low = tl.load(sin_ptr + row * sin_row + half, mask=is_real).to(tl.float32)
+    sin_high = tl.load(sin_ptr + row * sin_row + HALF + half, mask=is_real).to(tl.float32)
     if head < HEADS:
         at = q_ptr + head * q_head + row * q_row + half
         out = out_q_ptr + (row * HEADS + head) * 2 * HALF + half
     else:
         at = k_ptr + (head - HEADS) * k_head + row * k_row + half
         out = out_k_ptr + (row * KV_HEADS + head - HEADS) * 2 * HALF + half
-    low = tl.load(at, mask=there).to(tl.float32)
-    high = tl.load(at + HALF, mask=there).to(tl.float32)
+    low = tl.load(at, mask=is_real).to(tl.float32)
+    high = tl.load(at + HALF, mask=is_real).to(tl.float32)
     kind = out_q_ptr.dtype.element_ty
-    tl.store(out, (low * cos_low - high * sin_low).to(kind), mask=there)
-    tl.store(out + HALF, (high * cos_high + low * sin_high).to(kind), mask=there)
+    tl.store(out, (low * cos_low - high * sin_low).to(kind), mask=is_real)
+    tl.store(out + HALF, (high * cos_high + low * sin_high).to(kind), mask=is_real)

@@ -72,8 +72,8 @@ def _as_one(parameters: Sequence[Tensor]) -> Tensor:
             rows = sum(len(p) for p in parameters)
             return parameters[0].as_strided((rows, *parameters[0].shape[1:]), parameters[0].stride())
         one = torch.cat([p.data for p in parameters])
-        for parameter, part in zip(parameters, one.split([len(p) for p in parameters]), strict=True):
-            parameter.data = part
+        for parameter, view in zip(parameters, one.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
     return one
 
 
@@ -135,8 +135,8 @@ class AdapterColumns:
         a_iT = layers.weight.new_zeros(inputs, number * columns)
         b_To = layers.weight.new_zeros(number * columns, outputs)
         self.joined_pairs[layers] = a_iT, b_To
-        parts = zip(a_iT.split(columns, 1), b_To.split(columns), strict=True)
-        for at, (name, (a, b)) in enumerate(zip(layers.names, parts, strict=True)):
+        pairs = zip(a_iT.split(columns, 1), b_To.split(columns), strict=True)
+        for at, (name, (a, b)) in enumerate(zip(layers.names, pairs, strict=True)):
             self.pairs[name] = a, b.split(layers.sizes, 1)[at]
 
     def load(self, stack: AdapterStack) -> None:
@@ -147,11 +147,11 @@ class AdapterColumns:
         torch._foreach_zero_([matrix for pair in self.pairs.values() for matrix in pair])
         targets, sources = [], []
         for name, (a_iT, b_To) in self.pairs.items():
-            own = stack.stacked_pair(name)
-            assert own is not None
-            rank = own[0].shape[2]
+            stacked = stack.stacked_pair(name)
+            assert stacked is not None
+            rank = stacked[0].shape[2]
             targets += [a_iT[:, :used].unflatten(1, (n, -1))[..., :rank], b_To[:used].unflatten(0, (n, -1))[:, :rank]]
-            sources += [own[0].transpose(0, 1), own[1]]
+            sources += [stacked[0].transpose(0, 1), stacked[1]]
         torch._foreach_copy_(targets, sources)
         self._owner_T.fill_(NO_ADAPTER - 1)
         self._owner_T[:used] = torch.arange(n, device=self._owner_T.device).repeat_interleave(used // n)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 def decoder_of(model: PreTrainedModel) -> Any:
     """Returns the module that computes last hidden states from token ids. transformers' own lookup goes by attribute
     names; for some models it returns the whole model or its head."""
-    found = model.get_decoder()
-    if found is model or isinstance(found, nn.Linear):
+    decoder = model.get_decoder()
+    if decoder is model or isinstance(decoder, nn.Linear):
         return getattr(model, "model", model)
-    return found
+    return decoder

@@ -114,12 +114,12 @@ def _fused_mlp(module: Any) -> Forward | None:
         return None
     if not _is_gated_by_silu(module):
         return None
-    own = module.forward
+    plain_forward = module.forward
 
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return module.down_proj(SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
-        return own(x) if x.is_cuda else module.down_proj(F.silu(module.gate_proj(x)).mul_(module.up_proj(x)))
+        return plain_forward(x) if x.is_cuda else module.down_proj(F.silu(module.gate_proj(x)).mul_(module.up_proj(x)))
 
     return forward
 
@@ -130,14 +130,14 @@ def _is_gated_by_silu(module: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, gate, up = torch.randn(3, 2, 64, generator=generator).unbind()
     apart = SimpleNamespace(
-        gate_proj=lambda given: gate + given,
-        up_proj=lambda given: up + given,
+        gate_proj=lambda inputs: gate + inputs,
+        up_proj=lambda inputs: up + inputs,
         down_proj=torch.neg,
         act_fn=module.act_fn,
     )
     try:
         with torch.no_grad():
-            found = type(module).forward(apart, x)
+            output = type(module).forward(apart, x)
     except (AttributeError, TypeError):  # it reads or takes more than these
         return False
-    return isinstance(found, Tensor) and torch.equal(found, -(F.silu(gate + x) * (up + x)))
+    return isinstance(output, Tensor) and torch.equal(output, -(F.silu(gate + x) * (up + x)))

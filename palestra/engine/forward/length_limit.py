@@ -21,8 +21,8 @@ from palestra.engine.forward.decoder import decoder_of
 def position_limit(config: Any) -> int | None:
     """Returns the maximum number of tokens, prompt and answer together, of bases with `config` (that of the text
     model); None if it names no limit, as with Mamba."""
-    own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's name for it
-    return min((limit for limit in (own, length_limit(config)) if limit), default=None)
+    size = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's name for it
+    return min((limit for limit in (size, length_limit(config)) if limit), default=None)
 
 
 def length_limit(config: Any) -> int | None:

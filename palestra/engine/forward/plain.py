@@ -71,18 +71,18 @@ class PlainPath:
         """Returns the last hidden states [M, H] of the rows `keep_M` (None: all) of a forest's flat row, under the
         engine's current route."""
         forest = layout.forest
-        size, first, parts, rows = len(forest.ids_S), 0, [], []
+        size, first, outputs, rows = len(forest.ids_S), 0, [], []
         keep = np.arange(size) if keep_M is None else keep_M.cpu().numpy()
         route = self.engine.route
         for of_block, count in route.blocks(size) if route else [(None, size)]:
             wanted_S = np.zeros(size, bool)
             wanted_S[keep[(keep >= first) & (keep < first + count)]] = True
             for batch in self._batches(_covering(forest, wanted_S)):
-                parts.append(self._run(forest, batch, of_block))
+                outputs.append(self._run(forest, batch, of_block))
                 rows += [path[read] for path, read in batch]
             first += count
         order = np.argsort(np.concatenate(rows))  # each row is read once; kept rows rise
-        return torch.cat(parts).index_select(0, self.engine.tensor(order))
+        return torch.cat(outputs).index_select(0, self.engine.tensor(order))
 
     def _batches(self, paths: list[UnrolledPath]) -> Iterator[list[UnrolledPath]]:
         """Yields sequences of similar length together."""
@@ -157,10 +157,10 @@ def select_sequences(cache: Any, index: Tensor) -> Any:
 def _covering(forest: Forest, wanted_S: np.ndarray) -> list[UnrolledPath]:
     """Returns sequences of the forest that contain all wanted tokens, each of which is read from one of them. Clears
     `wanted_S`."""
-    found = []
+    unrolled = []
     for _, path in sorted(forest.segments, key=lambda segment: -len(segment[1])):
         read = np.flatnonzero(wanted_S[path])
         if len(read):
-            found.append(UnrolledPath(path[: read[-1] + 1], read))
+            unrolled.append(UnrolledPath(path[: read[-1] + 1], read))
             wanted_S[path] = False
-    return found
+    return unrolled

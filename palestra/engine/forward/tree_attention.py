@@ -156,13 +156,13 @@ class TreeLayout:
         """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers. `joins`:
         the turns of a conversation are one segment, so that their shared keys are there once."""
         segments = list(_asking(_join(self.forest.segments) if joins else self.forest.segments, self._row_S, joins))
-        parts = list(_similar([segment.within(span) for segment in segments] if span else segments))
-        buckets = [_bucket(part, self._row_S, self.device) for part in parts]
+        groups = list(_similar([segment.within(span) for segment in segments] if span else segments))
+        buckets = [_bucket(group, self._row_S, self.device) for group in groups]
         back = np.zeros(self._num_rows, np.int64)
         offset = 0
-        for part, bucket in zip(parts, buckets, strict=True):
+        for group, bucket in zip(groups, buckets, strict=True):
             n, q, _ = bucket.shape
-            for row, segment in enumerate(part):
+            for row, segment in enumerate(group):
                 back[self._row_S[segment.path[segment.at]]] = offset + row * q + np.arange(len(segment.at))
             offset += n * q
         self._padded[span, joins] = PaddedSegments(buckets, torch.as_tensor(back, device=self.device))
@@ -202,47 +202,47 @@ def _asking(segments: Sequence[tuple[int, np.ndarray]], row_S: np.ndarray, repea
     rows: causal attention of a path to itself needs no mask, and computes half of the pairs.
     """
     for cut, path in segments:
-        whole = repeats and 0 < 2 * cut < len(path) and bool((row_S[path] >= 0).all())
-        at = np.arange(len(path)) if whole else cut + np.flatnonzero(row_S[path[cut:]] >= 0)
+        asks_all = repeats and 0 < 2 * cut < len(path) and bool((row_S[path] >= 0).all())
+        at = np.arange(len(path)) if asks_all else cut + np.flatnonzero(row_S[path[cut:]] >= 0)
         if len(at):
             yield QuerySegment(at, path)
 
 
 def _similar(segments: list[QuerySegment]) -> Iterator[list[QuerySegment]]:
     """Yields groups of segments of similar shape, so that padding wastes little."""
-    part: list[QuerySegment] = []
+    group: list[QuerySegment] = []
     need = queries = keys = 0
     for segment in sorted(segments, key=lambda s: (len(s.at), len(s.path))):
         q, k = len(segment.at), len(segment.path)
         wide, deep = max(queries, q), max(keys, k)
-        if part and wide * deep * (len(part) + 1) > MAX_PADDING_RATIO * (need + q * k):
-            yield part
-            part, need, wide, deep = [], 0, q, k
-        part.append(segment)
+        if group and wide * deep * (len(group) + 1) > MAX_PADDING_RATIO * (need + q * k):
+            yield group
+            group, need, wide, deep = [], 0, q, k
+        group.append(segment)
         need, queries, keys = need + q * k, wide, deep
-    if part:
-        yield part
+    if group:
+        yield group
 
 
-def _bucket(part: list[QuerySegment], row_S: np.ndarray, device: torch.device) -> Bucket:
-    n = len(part)
-    nq = max(len(segment.at) for segment in part)
-    nk = max(len(segment.path) for segment in part)
+def _bucket(segments: list[QuerySegment], row_S: np.ndarray, device: torch.device) -> Bucket:
+    n = len(segments)
+    nq = max(len(segment.at) for segment in segments)
+    nk = max(len(segment.path) for segment in segments)
     queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
     last = np.zeros((n, nq), np.int64)  # a padded query attends to key 0, so that its softmax is defined
     first = np.zeros((n, nq), np.int64)
-    for row, (at, path, begin) in enumerate(part):
+    for row, (at, path, begin) in enumerate(segments):
         # pad with the segment's own first token: a mask would not keep out NaN of another segment
         queries[row], keys[row] = row_S[path[at[0]]], path[0]
         queries[row, : len(at)], keys[row, : len(path)] = row_S[path[at]], path
         last[row, : len(at)] = at
         if begin is not None:
             first[row, : len(at)] = begin
-    whole = all(len(at) == len(path) and begin is None for at, path, begin in part)
+    is_causal = all(len(at) == len(path) and begin is None for at, path, begin in segments)
     return Bucket(
         queries=torch.as_tensor(queries.ravel(), device=device),
         keys=torch.as_tensor(keys.ravel(), device=device),
-        mask_N1QK=None if whole else torch.as_tensor(_attention_mask(last, first, nk), device=device)[:, None],
+        mask_N1QK=None if is_causal else torch.as_tensor(_attention_mask(last, first, nk), device=device)[:, None],
         shape=(n, nq, nk),
     )
 

@@ -49,10 +49,10 @@ def _returns_one_tensor(layer: nn.Module) -> bool:
     dtype = weight.dtype if weight.is_floating_point() and weight.element_size() > 1 else torch.bfloat16
     try:
         with torch.no_grad():
-            found = own_output(layer, torch.zeros(1, 2, size, dtype=dtype, device=weight.device))
+            output = own_output(layer, torch.zeros(1, 2, size, dtype=dtype, device=weight.device))
     except Exception:  # any code of any architecture
         return False
-    return isinstance(found, Tensor) and found.shape == (1, 2, out)
+    return isinstance(output, Tensor) and output.shape == (1, 2, out)
 
 
 def layer_shape(layer: nn.Module) -> tuple[int, int]:

@@ -67,8 +67,8 @@ class Dropout:
     def apply(self, name: str, x: Tensor) -> Tensor:
         """Returns the input `x` of the layer `name` with values set to 0 at random, the others scaled up."""
         generator = torch.Generator(x.device).manual_seed(derive_seed(self.seed, name))
-        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
-        return x * (kept.to(x.dtype) / (1 - self.probability))
+        keep_mask = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
+        return x * (keep_mask.to(x.dtype) / (1 - self.probability))
 
 
 class Owner(Protocol):
@@ -114,7 +114,7 @@ def _saved_modules(wanted: Sequence[str], linears: Mapping[str, nn.Module], mode
     """Returns the names of the modules that `modules_to_save` selects, in model order. As in PEFT, an entry selects
     every module whose name ends with it, with or without a dot before it."""
     embedding = next((name for name, m in model.named_modules() if m is model.get_input_embeddings()), None)
-    found = []
+    selected = []
     for target in wanted:
         names = [name for name, _ in model.named_modules() if name.endswith(target)]
         for name in names:
@@ -125,8 +125,8 @@ def _saved_modules(wanted: Sequence[str], linears: Mapping[str, nn.Module], mode
                 )
         if not names:
             raise ValueError(f"modules_to_save: no module's name ends in {target!r}. Name lm_head or {embedding}.")
-        found += names
-    return [name for name, _ in model.named_modules() if name in found]
+        selected += names
+    return [name for name, _ in model.named_modules() if name in selected]
 
 
 def stacked_parameters(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -152,8 +152,8 @@ def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
             kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
-            there = f"Use some of {kinds}." if kinds else "This base has none that can: use target_modules."
-            raise ValueError(f"target_parameters: {target!r} matches no stacked weights of experts. {there}")
+            remedy = f"Use some of {kinds}." if kinds else "This base has none that can: use target_modules."
+            raise ValueError(f"target_parameters: {target!r} matches no stacked weights of experts. {remedy}")
     return [name for name in names if any(name == t or name.endswith("." + t) for t in targets)]
 
 
@@ -218,11 +218,11 @@ def linear_by_blocks(
 ) -> Tensor:
     """Returns the output of a linear layer for rows of several adapters, computed block by block; `blocks` are their
     routes (None: the bare base) and sizes."""
-    parts = x.split([count for _, count in blocks], dim=-2)
+    rows_by_block = x.split([count for _, count in blocks], dim=-2)
     outputs = [
-        own(layer, part) if route is None else route.linear(name, part, layer)
-        for (route, _), part in zip(blocks, parts, strict=True)
-        if part.shape[-2]
+        own(layer, rows) if route is None else route.linear(name, rows, layer)
+        for (route, _), rows in zip(blocks, rows_by_block, strict=True)
+        if rows.shape[-2]
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
@@ -239,29 +239,29 @@ def replaceable_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def replaced_parameters(owner: Owner, name: str, module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of the module `name` that an adapter replaces, by their short names."""
-    found = {}
+    replaced = {}
     for short, weight in module._parameters.items() if owner.extras else ():
         key = f"{name}.{short}"
         if weight is not None and key in owner.extras.modules:
-            found[short] = owner.extras.modules[key].to(weight.dtype)
+            replaced[short] = owner.extras.modules[key].to(weight.dtype)
         elif weight is not None and key in owner.extras.experts:
             a, b = (w.to(weight.dtype) for w in owner.extras.experts[key])
             delta = owner.scale_of(key) * torch.bmm(b, a)
-            found[short] = weight + (delta.mT if getattr(module, "is_transposed", False) else delta)
-    return found
+            replaced[short] = weight + (delta.mT if getattr(module, "is_transposed", False) else delta)
+    return replaced
 
 
 def call_with(
     module: nn.Module, own: Callable[..., Tensor], replaced: Mapping[str, Tensor], args: Any, kwargs: Any
 ) -> Tensor:
     """Returns the module's `own` output with some of its parameters replaced."""
-    kept = {short: module._parameters[short] for short in replaced}
+    originals = {short: module._parameters[short] for short in replaced}
     parameters: dict[str, Any] = module._parameters
     try:
         parameters.update(replaced)
         return own(*args, **kwargs)
     finally:
-        parameters.update(kept)
+        parameters.update(originals)
 
 
 def call_by_blocks(
@@ -280,9 +280,9 @@ def call_by_blocks(
     outputs, start = [], 0
     for (_, count), mine in zip(blocks, replaced, strict=True):
         rows = slice(start, start + count)
-        part = [_rows_of(value, axis, size, rows) for value in args]
+        block_args = [_rows_of(value, axis, size, rows) for value in args]
         outputs.append(
-            call_with(module, own, mine, part, {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()})
+            call_with(module, own, mine, block_args, {k: _rows_of(v, axis, size, rows) for k, v in kwargs.items()})
         )
         start += count
     return torch.cat(outputs, dim=axis)

@@ -146,7 +146,7 @@ class CachedBatch(LiveBatch):
             return
         group, prompt = rows[0].group, _prompt(rows[0]).slot
         try:
-            whole = self.cache.allocate_prompts(
+            copies = self.cache.allocate_prompts(
                 [prompt.length + len(row.token_ids) - 1 for row in rows], [1] * len(rows)
             )
         except CacheFull:
@@ -156,16 +156,16 @@ class CachedBatch(LiveBatch):
             self._recompute(rows[len(rows) // 2 :])
             return
         try:
-            for slot in whole:
+            for slot in copies:
                 self.cache.write(slot, 0, self.cache.read(prompt))
             ids = [np.array(row.token_ids[:-1], np.int64) for row in rows]
-            self._fill(whole, [prompt.length] * len(rows), ids, [group] * len(rows))
-            for row, slot in zip(rows, whole, strict=True):
-                own = _slot(row)
-                own.length = len(row.token_ids) - 1
-                self.cache.write(own, 0, self.cache.read(slot, prompt.length))
+            self._fill(copies, [prompt.length] * len(rows), ids, [group] * len(rows))
+            for row, slot in zip(rows, copies, strict=True):
+                row_slot = _slot(row)
+                row_slot.length = len(row.token_ids) - 1
+                self.cache.write(row_slot, 0, self.cache.read(slot, prompt.length))
         finally:
-            self.cache.free(whole)
+            self.cache.free(copies)
 
     def grow(self, rows: Sequence[LiveSequence]) -> None:
         self.cache.grow([_slot(row) for row in rows if _slot(row).length < len(row.token_ids)])
@@ -174,12 +174,12 @@ class CachedBatch(LiveBatch):
         first = min(group.request.sampling.max_tokens, ADMITTED_TOKENS)
         resumed = [max(len(row.token_ids), first) for row in group.preempted[:count]]
         lengths = [*resumed, *[first] * (count - len(resumed))]
-        own = self.cache.bytes_of(group.prompt_length) if new_prompt else 0
+        prompt_bytes = self.cache.bytes_of(group.prompt_length) if new_prompt else 0
         if resumed:  # recomputed one at a time, in a copy
-            own += self.cache.bytes_of(group.prompt_length + max(resumed))
-        room_n = own + np.cumsum([self.cache.bytes_of(length) for length in lengths])
+            prompt_bytes += self.cache.bytes_of(group.prompt_length + max(resumed))
+        room_n = prompt_bytes + np.cumsum([self.cache.bytes_of(length) for length in lengths])
         fits = int(np.searchsorted(room_n, free, side="right"))
-        return fits, int(room_n[fits - 1]) if fits else own
+        return fits, int(room_n[fits - 1]) if fits else prompt_bytes
 
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
         self._unplace(rows)
@@ -263,16 +263,16 @@ class CachedBatch(LiveBatch):
         computed some at a time."""
         if len(slots) > 1 and sum(map(len, ids)) > self.prefill_tokens:
             each = zip(slots, starts, ids, groups, strict=True)
-            return torch.cat([self._fill([slot], [start], [own], [group]) for slot, start, own, group in each])
-        whole = [slot.length for slot in slots]
+            return torch.cat([self._fill([slot], [start], [tokens], [group]) for slot, start, tokens, group in each])
+        lengths = [slot.length for slot in slots]
         done = 0
         while len(slots) == 1 and len(ids[0]) - done > self.prefill_tokens:
             slots[0].length = starts[0] + done + self.prefill_tokens
             self._fill_once(slots, [starts[0] + done], [ids[0][done : done + self.prefill_tokens]], groups)
             done += self.prefill_tokens
-        for slot, length in zip(slots, whole, strict=True):
+        for slot, length in zip(slots, lengths, strict=True):
             slot.length = length
-        return self._fill_once(slots, [start + done for start in starts], [own[done:] for own in ids], groups)
+        return self._fill_once(slots, [start + done for start in starts], [tokens[done:] for tokens in ids], groups)
 
     def _fill_once(
         self,
@@ -282,7 +282,7 @@ class CachedBatch(LiveBatch):
         groups: Sequence[SequenceGroup],
     ) -> Tensor:
         layout, flat = PrefillLayout(slots, np.array(starts)), np.concatenate(ids)
-        route = self._route(groups, [len(own) for own in ids])
+        route = self._route(groups, [len(tokens) for tokens in ids])
         logits_NV = self.engine.logits(self.engine.tensor(flat), layout.positions, layout, route, layout.last_N)
         self.counts["prefill_tokens"] += len(flat)
         return logits_NV
@@ -379,8 +379,8 @@ class CachedBatch(LiveBatch):
             parts = [*parts, StoredPart(self.cache.read(_prompt(row).slot, known))]
             self.prefix_store.put(owner, prompt, parts)
         if row.slot:
-            own = self.cache.read(row.slot, max(0, known - len(prompt)))
-            self.prefix_store.put(owner, ids, [*parts, StoredPart(own)])
+            answer_kv = self.cache.read(row.slot, max(0, known - len(prompt)))
+            self.prefix_store.put(owner, ids, [*parts, StoredPart(answer_kv)])
 
 
 def _prompt(row: LiveSequence) -> CachedPrompt:

@@ -125,10 +125,10 @@ class LiveBatch(ABC):
         self.counts["sampled_tokens"] += len(rows)
         live = []
         columns = rows, tokens, logps_R.tolist(), kept_ids, drawn
-        for row, token, logp, kept, (stops, tail) in zip(*columns, strict=True):
+        for row, token, logp, mask_ids, (stops, tail) in zip(*columns, strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logp)
-            row.kept_ids.append(kept)
+            row.kept_ids.append(mask_ids)
             row.tail = tail
             if row in top:
                 row.top_tokens.append(top[row])
@@ -157,8 +157,8 @@ class LiveBatch(ABC):
             return {}
         settings = [rows[i].group.request.sampling for i in asking]
         wanted = [rows[i].group.request.top_logprobs for i in asking]
-        found = zip(asking, wanted, *top_tokens(logits_RV[asking], settings, max(wanted)), strict=True)
-        return {rows[i]: (ids[:k].astype(np.int32), logps[:k].copy()) for i, k, ids, logps in found}
+        top = zip(asking, wanted, *top_tokens(logits_RV[asking], settings, max(wanted)), strict=True)
+        return {rows[i]: (ids[:k].astype(np.int32), logps[:k].copy()) for i, k, ids, logps in top}
 
 
 def without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> list[LiveSequence]:

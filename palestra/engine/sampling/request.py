@@ -119,8 +119,8 @@ class SequenceGroup:
         """Takes back the admission of the last `count` siblings that have not started or continued."""
         new = min(count, self.num_admitted - self.num_started)
         self.num_admitted -= new
-        kept = len(self.resumed) - (count - new)
-        self.preempted, self.resumed = self.resumed[kept:] + self.preempted, self.resumed[:kept]
+        num_kept = len(self.resumed) - (count - new)
+        self.preempted, self.resumed = self.resumed[num_kept:] + self.preempted, self.resumed[:num_kept]
 
     @property
     def num_starting(self) -> int:

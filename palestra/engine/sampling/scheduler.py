@@ -51,23 +51,23 @@ class Scheduler:
         room, limit = self.max_num_seqs, self.prefill_tokens
         if self.is_shortened:
             room, limit = -(-room // SHORT_PASS_DIVISOR), -(-limit // (2 * SHORT_PASS_DIVISOR))
-        held: Counter[str] = Counter()
+        rows_by_client: Counter[str] = Counter()
         for row in self.batch.rows:
-            held[row.group.request.client] += row.group.rows_per_answer
+            rows_by_client[row.group.request.client] += row.group.rows_per_answer
         batch: dict[SequenceGroup, None] = {}
-        if self.batch.rows and (self.holds_back or self._gathers(held.total())):
+        if self.batch.rows and (self.holds_back or self._gathers(rows_by_client.total())):
             return [], False
         free = self.batch.free_bytes
         asked: set[tuple[int, bytes]] = set()
         tokens = 0
-        while found := self._next(held):
-            client, most = found
+        while allowance := self._next(rows_by_client):
+            client, most = allowance
             group = self.waiting.peek(client)
             new = 0 if group.prompt or group.prompt_key in asked else group.prompt_length
             if batch and (tokens + new > limit or room < group.rows_per_answer):
                 return list(batch), True
             count = min(group.num_unadmitted, max(1, min(most, room) // group.rows_per_answer))
-            if count < group.num_unadmitted and self._starts_whole(group, held):
+            if count < group.num_unadmitted and self._starts_whole(group, rows_by_client):
                 break  # until the rows of others have ended
             if free is not None:
                 fits, needed = self.batch.fitting(group, count, free, new_prompt=bool(new))
@@ -76,7 +76,7 @@ class Scheduler:
                 count, free = max(1, fits), free - needed
             room -= count * group.rows_per_answer
             group.admit(count)
-            held[client] += count * group.rows_per_answer
+            rows_by_client[client] += count * group.rows_per_answer
             tokens += new
             asked.add(group.prompt_key)
             batch[group] = None
@@ -85,25 +85,25 @@ class Scheduler:
                 self.waiting.pop(client)
         return list(batch), False
 
-    def _gathers(self, held: int) -> bool:
+    def _gathers(self, num_rows: int) -> bool:
         """True if admission waits until more rows have ended: not all that wait would find room, and few rows are
         free."""
-        free = self.max_num_seqs - held
+        free = self.max_num_seqs - num_rows
         if not self.batch.gathers_prompts or free >= self.max_num_seqs // GATHER_DIVISOR:
             return False
         return sum(group.num_unadmitted * group.rows_per_answer for group in self.waiting) > free
 
-    def _starts_whole(self, group: SequenceGroup, held: Counter[str]) -> bool:
+    def _starts_whole(self, group: SequenceGroup, rows_by_client: Counter[str]) -> bool:
         """True if `group` waits until there is room for all of its rows: a small group of the only client."""
         rows = group.num_unadmitted * group.rows_per_answer
-        clients = {*held, *(waiting.request.client for waiting in self.waiting)}
+        clients = {*rows_by_client, *(waiting.request.client for waiting in self.waiting)}
         return rows <= min(MAX_WHOLE_GROUP_ROWS, self.max_num_seqs) and len(clients) == 1
 
-    def _next(self, held: Counter[str]) -> tuple[str, int] | None:
+    def _next(self, rows_by_client: Counter[str]) -> tuple[str, int] | None:
         """Returns the least served client that may have more rows than it holds, and how many more."""
-        total = held.total()
+        total = rows_by_client.total()
         for client in self.waiting.next_clients():
-            count = row_allowance(held[client], total, self.max_num_seqs)
+            count = row_allowance(rows_by_client[client], total, self.max_num_seqs)
             if count > 0:
                 return client, count
         return None
@@ -125,11 +125,11 @@ class Scheduler:
     def light_rows(self) -> list[LiveSequence]:
         """Returns the rows of light clients. Their extra passes delay other clients little; a pass with all rows would
         delay the light clients much."""
-        held = Counter(row.group.request.client for row in self.batch.rows)
-        if 2 * max(held.values(), default=0) <= len(self.batch.rows):
+        rows_by_client = Counter(row.group.request.client for row in self.batch.rows)
+        if 2 * max(rows_by_client.values(), default=0) <= len(self.batch.rows):
             return []  # unless one client has most of the rows, short passes only cost throughput
         few, light = len(self.batch.rows) // LIGHT_CLIENT_DIVISOR, set()
-        for client, rows in sorted(held.items(), key=lambda item: item[1]):
+        for client, rows in sorted(rows_by_client.items(), key=lambda item: item[1]):
             few -= rows
             if few < 0:
                 break
@@ -153,8 +153,8 @@ class Scheduler:
         self.holds_back = True
 
 
-def row_allowance(held: int, total: int, max_num_seqs: int) -> int:
-    """Returns the number of further rows for a client that holds `held` of the `total` live ones; at most 0 if it gets
+def row_allowance(rows: int, total: int, max_num_seqs: int) -> int:
+    """Returns the number of further rows for a client that holds `rows` of the `total` live ones; at most 0 if it gets
     none."""
     free = max_num_seqs + -(-max_num_seqs // FREE_ROWS_FACTOR) - total
-    return min(max_num_seqs - held, -((held - FREE_ROWS_FACTOR * free) // (FREE_ROWS_FACTOR + 1)))
+    return min(max_num_seqs - rows, -((rows - FREE_ROWS_FACTOR * free) // (FREE_ROWS_FACTOR + 1)))

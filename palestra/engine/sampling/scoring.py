@@ -118,8 +118,8 @@ def _score(engine: Engine, questions: list[ScoreRequest]) -> list[ScoreResult]:
     adapters = [block[0].adapter for block in blocks]
     sizes = [len(forest.ids_S) for forest in forests]
     hidden_SH = _hidden_states(engine, concat_forests(forests), _route(engine, adapters, sizes))
-    parts = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
-    return [scores for block, forest, part_SH in parts for scores in _read(engine, block, forest, part_SH)]
+    rows = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
+    return [scores for block, forest, part_SH in rows for scores in _read(engine, block, forest, part_SH)]
 
 
 def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence[int]) -> MultiAdapterRoute | None:
@@ -161,8 +161,8 @@ def _read(engine: Engine, questions: Sequence[ScoreRequest], forest: Forest, hid
 
 def _scored_tokens(question: ScoreRequest) -> np.ndarray:
     """Returns the tokens [P-1, 1 + K] to score at each position: the prompt's own, then the targets."""
-    own = question.ids[1:, None].astype(np.int64)
-    return own if question.targets is None else np.concatenate([own, question.targets.astype(np.int64)], 1)
+    prompt = question.ids[1:, None].astype(np.int64)
+    return prompt if question.targets is None else np.concatenate([prompt, question.targets.astype(np.int64)], 1)
 
 
 def _gather_logprobs(
@@ -176,8 +176,8 @@ def _gather_logprobs(
         route = _route(engine, [adapter], [rows.stop - rows.start])
         logp_CV = torch.log_softmax(widen(engine.head_logits(hidden_SH[rows], route)), -1)
         mine = order[slice(*np.searchsorted(row_A, [rows.start, rows.stop], sorter=order))]
-        found = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
-        logp_A[mine] = found.cpu().numpy()
+        logp = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
+        logp_A[mine] = logp.cpu().numpy()
         if k:
             logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
     return logp_A, ids_Sk, logps_Sk.astype(np.float32)

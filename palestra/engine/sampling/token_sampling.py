@@ -96,8 +96,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
     """Samples a token of each row by inverse CDF at `u_R`."""
-    found = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in cached_chunks(logits_RV)]
-    tokens, logps, kept_ids = zip(*found, strict=True)
+    chunks = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in cached_chunks(logits_RV)]
+    tokens, logps, kept_ids = zip(*chunks, strict=True)
     # one transfer of all chunks: each would wait for the device
     return SampledTokens(torch.cat(tokens).cpu().numpy(), torch.cat(logps).cpu().numpy(), list(chain(*kept_ids)))
 

@@ -35,11 +35,11 @@ def read_test(answer: object, problem: ProgramProblem) -> ProgramTest | None:
     text = str(answer)[-MAX_ANSWER_CHARS:]
     if problem.kind == "stdin":
         blocks = _FENCED.findall(text)
-        given, mark, expected = text.rpartition("####")[2].strip().rpartition("->")
+        input_text, mark, expected = text.rpartition("####")[2].strip().rpartition("->")
         if len(blocks) < 2 and not mark:
             return None
-        given, expected = blocks[-2:] if len(blocks) >= 2 else (given.strip(), expected.strip())
-        return ProgramTest(f"{given.rstrip()}\n", f"{expected.rstrip()}\n")
+        input_text, expected = blocks[-2:] if len(blocks) >= 2 else (input_text.strip(), expected.strip())
+        return ProgramTest(f"{input_text.rstrip()}\n", f"{expected.rstrip()}\n")
     line = (text.rpartition("####")[2].strip().splitlines() or [""])[-1].strip(" `")
     line = line.removeprefix("assert ")
     if len(line) > LONGEST_TEST:
@@ -72,11 +72,11 @@ def write_program(source: str, *, fenced: bool) -> str:
 def write_test(case: ProgramTest, problem: ProgramProblem, *, fenced: bool) -> str:
     """Returns a test in the form that `read_test` parses."""
     if problem.kind == "stdin":
-        given, expected = case.input_text.rstrip(), case.expected_output.rstrip()
+        input_text, expected = case.input_text.rstrip(), case.expected_output.rstrip()
         return (
-            f"Input:\n```\n{given}\n```\nOutput:\n```\n{expected}\n```"
+            f"Input:\n```\n{input_text}\n```\nOutput:\n```\n{expected}\n```"
             if fenced
-            else f"{given.strip()} -> {expected.strip()}"
+            else f"{input_text.strip()} -> {expected.strip()}"
         )
     return f"#### {format_test(case, problem)}" if fenced else format_test(case, problem)
 

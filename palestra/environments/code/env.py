@@ -179,8 +179,8 @@ class CoderTester(Env):
     async def _both(self, source: str | None, test: ProgramTest | None) -> TurnResult:
         """Returns the result of one turn of coder and tester."""
         copied = test is not None and is_test_shown(self.problem, test)
-        own = None if copied else test
-        (hidden, own_report), right = await asyncio.gather(self._run_tests(source, test), self._by_reference(own))
+        own_test = None if copied else test
+        (hidden, own_report), right = await asyncio.gather(self._run_tests(source, test), self._by_reference(own_test))
         share, worth = self._marks(source, hidden)
         trial = own_report.results[-1] if own_report and own_report.results else None
         agreed = bool(test and trial and trial.passed)
@@ -199,11 +199,11 @@ class CoderTester(Env):
         The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
         together.
         """
-        hidden, own = self._hidden_tests(), (test,) if test else ()
+        hidden, own_tests = self._hidden_tests(), (test,) if test else ()
         if self.problem.kind == "expression":
-            tried = await self._on(source, (*hidden, *own))
-            return tried, tried if own else None
-        both = await asyncio.gather(self._on(source, hidden), self._on(source, own))
+            tried = await self._on(source, (*hidden, *own_tests))
+            return tried, tried if own_tests else None
+        both = await asyncio.gather(self._on(source, hidden), self._on(source, own_tests))
         return both[0], both[1]
 
     async def _alone(self, source: str | None) -> TurnResult:
@@ -327,8 +327,8 @@ def _words(text: str) -> list[str]:
     return [re.sub(r"^\+?0*(?=[0-9])", "", word) for word in text.split()]
 
 
-def _stands_in(given: str, question: str) -> bool:
-    inner = _lines(given)
+def _stands_in(input_text: str, question: str) -> bool:
+    inner = _lines(input_text)
     return inner != "\n\n" and inner in _lines(question)
 
 

@@ -91,7 +91,7 @@ def _own(row: Row) -> ProgramProblem:
     def cases(name: str) -> tuple[ProgramTest, ...]:
         if function:
             return tuple(ProgramTest(repr(tuple(arguments)), repr(value)) for arguments, value in row[name])
-        return tuple(ProgramTest(given, expected) for given, expected in row[name])
+        return tuple(ProgramTest(input_text, expected) for input_text, expected in row[name])
 
     return ProgramProblem(
         id=row["id"],
@@ -129,9 +129,9 @@ def _checks(test: str, entry: str, prompt: str) -> tuple[ProgramKind, tuple[Prog
             kind, cases = parse_asserts("\n".join(map(ast.unparse, body)), entry, alias="candidate", given=prompt)
             if cases:
                 return kind, cases
-    whole = f"{test}\ncheck({entry})"
-    check_names(f"{prompt}\n{whole}", {entry})
-    return "assertion", (ProgramTest(whole),)
+    source = f"{test}\ncheck({entry})"
+    check_names(f"{prompt}\n{source}", {entry})
+    return "assertion", (ProgramTest(source),)
 
 
 def _mbpp(row: Row) -> ProgramProblem:
@@ -159,7 +159,7 @@ def _apps(row: Row) -> ProgramProblem:
     entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
     outputs = _unwrap_values(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
     pairs = zip(tests["inputs"], outputs, strict=True)
-    cases = tuple(_call(given, output) if entry else ProgramTest(_lines(given), output) for given, output in pairs)
+    cases = tuple(_call(inputs, output) if entry else ProgramTest(_lines(inputs), output) for inputs, output in pairs)
     solutions = json.loads(row.get("solutions") or "[]")
     named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
     named |= dict(reference=_first_python(solutions), starter=starter)
@@ -194,8 +194,8 @@ def _live_code_bench(row: Row) -> ProgramProblem:
     def cases(tests: Sequence[Any]) -> tuple[ProgramTest, ...]:
         if not functional:
             return tuple(ProgramTest(test["input"], test["output"]) for test in tests)
-        given = ([json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests)
-        return tuple(_call(one, json.loads(test["output"])) for one, test in zip(given, tests, strict=True))
+        arguments = ([json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests)
+        return tuple(_call(one, json.loads(test["output"])) for one, test in zip(arguments, tests, strict=True))
 
     title = f"{row['question_title']}\n\n" if row.get("question_title") else ""
     named = dict(id=f"lcb/{row['question_id']}", question=title + row["question_content"], entry=entry)
@@ -306,12 +306,12 @@ def _pickled_text(data: bytes) -> str:
 def _parse_list(text: str) -> list[Any]:
     """Returns the list in a JSON text. Raises ValueError for anything else."""
     try:
-        found = json.loads(text)
+        tests = json.loads(text)
     except RecursionError as error:
         raise ValueError("private_test_cases are nested too deep") from error
-    if not isinstance(found, list):
-        raise ValueError(f"private_test_cases hold {type(found).__name__}, not a list")
-    return found
+    if not isinstance(tests, list):
+        raise ValueError(f"private_test_cases hold {type(tests).__name__}, not a list")
+    return tests
 
 
 class InseparableTestsError(ValueError):
@@ -355,17 +355,17 @@ def _used_names(tree: ast.AST) -> set[str | None]:
 
 def _defined_names(tree: ast.AST) -> set[str | None]:
     """Returns the names that code binds, anywhere in it."""
-    found: set[str | None] = set()
+    names: set[str | None] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
+            names.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.Name):
-            found |= set() if isinstance(node.ctx, ast.Load) else {node.id}
+            names |= set() if isinstance(node.ctx, ast.Load) else {node.id}
         else:  # functions, classes, caught exceptions
-            found.add(getattr(node, "name", None))
-    return found
+            names.add(getattr(node, "name", None))
+    return names
 
 
 def _parsed_call(test: ast.expr, names: Set[str | None]) -> ProgramTest | None:
@@ -394,7 +394,7 @@ def find_entry_point(asserts: str, code: str) -> str:
         for node in ast.walk(ast.parse(asserts))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     )
-    found = [name for name, _ in called.most_common() if name in defined]
-    if not found:
+    candidates = [name for name, _ in called.most_common() if name in defined]
+    if not candidates:
         raise ValueError(f"the tests call nothing that the code defines ({', '.join(sorted(defined))})")
-    return min(found, key=lambda name: hasattr(builtins, name))
+    return min(candidates, key=lambda name: hasattr(builtins, name))

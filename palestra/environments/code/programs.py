@@ -56,13 +56,13 @@ def select_problems(
     Raises ValueError, naming their source `source`, if there are none.
     """
     graded = [problem for problem in problems if problem.difficulty in difficulties]
-    found = tuple(problem for problem in graded if split == "all" or split_of_text(problem.split_key) == split)
-    if not found:
+    selected = tuple(problem for problem in graded if split == "all" or split_of_text(problem.split_key) == split)
+    if not selected:
         raise ValueError(
             f'none of the {len(problems)} problems in {source} is of split "{split}" and of difficulty '
             f"{', '.join(map(str, difficulties))}: give other difficulties, a larger file, or split: all"
         )
-    return found
+    return selected
 
 
 def draw_program(problems: Sequence[ProgramProblem], seed: int) -> ProgramProblem:

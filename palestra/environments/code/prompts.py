@@ -66,14 +66,14 @@ def full_observation(
     problem: ProgramProblem, seat: Seat, turns: Sequence[CodeTurn], max_turns: int, *, alone: bool
 ) -> str:
     """Returns the full observation: the problem, its examples and all earlier turns."""
-    parts = [problem.question]
+    texts = [problem.question]
     if problem.starter:
-        parts.append(f"Start from:\n```python\n{problem.starter.strip()}\n```")
+        texts.append(f"Start from:\n```python\n{problem.starter.strip()}\n```")
     if problem.examples:
-        parts.append("\n".join(["Examples:", *(_example(case, problem) for case in problem.examples)]))
-    parts += [_format_turn(number, turn, problem, seat, alone) for number, turn in enumerate(turns, start=1)]
+        texts.append("\n".join(["Examples:", *(_example(case, problem) for case in problem.examples)]))
+    texts += [_format_turn(number, turn, problem, seat, alone) for number, turn in enumerate(turns, start=1)]
     form = ANSWER_FORMATS[seat]["function" if problem.kind == "assertion" else problem.kind]
-    return "\n\n".join([*parts, f"Turn {len(turns) + 1} of {max_turns}. {form}"])
+    return "\n\n".join([*texts, f"Turn {len(turns) + 1} of {max_turns}. {form}"])
 
 
 def compact_observation(problem: ProgramProblem, turns: Sequence[CodeTurn]) -> str:
@@ -129,8 +129,8 @@ def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Sea
 
 def _describe_case(case: ProgramTest, problem: ProgramProblem) -> str:
     if problem.kind == "stdin":
-        given, expected = _clip(case.input_text.rstrip()), _clip(case.expected_output.rstrip())
-        return f"the input\n```\n{given}\n```\nshould give\n```\n{expected}\n```"
+        input_text, expected = _clip(case.input_text.rstrip()), _clip(case.expected_output.rstrip())
+        return f"the input\n```\n{input_text}\n```\nshould give\n```\n{expected}\n```"
     if problem.kind == "expression":
         return f"xs = {case.input_text[1:-1].rstrip(',')} should give {case.expected_output}"
     return (

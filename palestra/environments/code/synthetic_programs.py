@@ -67,16 +67,16 @@ def _orders() -> list[ProgramStep]:
     """Returns slices and orders."""
     first = [ProgramStep(f"first {k}", f"take the first {k}", f"{{}}[:{k}]", _by(_first, k)) for k in (1, 2, 3)]
     last = [ProgramStep(f"last {k}", f"take the last {k}", f"{{}}[-{k}:]", _by(_last, k)) for k in (1, 2, 3)]
-    turned = ProgramStep("reversed", "reverse their order", "{}[::-1]", lambda made: made[::-1])
+    turned = ProgramStep("reversed", "reverse their order", "{}[::-1]", lambda numbers: numbers[::-1])
     return [*first, *last, turned, ProgramStep("sorted", "sort them, smallest first", "sorted({})", sorted)]
 
 
-def _first(made: list[int], k: int) -> list[int]:
-    return made[:k]
+def _first(numbers: list[int], k: int) -> list[int]:
+    return numbers[:k]
 
 
-def _last(made: list[int], k: int) -> list[int]:
-    return made[-k:]
+def _last(numbers: list[int], k: int) -> list[int]:
+    return numbers[-k:]
 
 
 def _reductions() -> list[ProgramStep]:
@@ -103,49 +103,49 @@ class SyntheticProgram:
     @property
     def active_steps(self) -> list[ProgramStep]:
         return [
-            part
-            for part in (self.filter_step, self.first_map, self.second_map, self.order_step, self.reduce_step)
-            if part
+            step
+            for step in (self.filter_step, self.first_map, self.second_map, self.order_step, self.reduce_step)
+            if step
         ]
 
     @property
     def short_question(self) -> str:
-        steps = " then ".join(part.short_text for part in (self.first_map, self.second_map) if part)
+        steps = " then ".join(step.short_text for step in (self.first_map, self.second_map) if step)
         texts = [f"keep {self.filter_step.short_text}" if self.filter_step else "", f"each {steps}" if steps else ""]
         return " ".join(
-            filter(None, [*texts, *(part.short_text for part in (self.order_step, self.reduce_step) if part)])
+            filter(None, [*texts, *(step.short_text for step in (self.order_step, self.reduce_step) if step)])
         )
 
     @property
     def question(self) -> str:
-        steps = " and then ".join(part.long_text for part in (self.first_map, self.second_map) if part)
+        steps = " and then ".join(step.long_text for step in (self.first_map, self.second_map) if step)
         texts = [
             f"keep only those that are {self.filter_step.long_text}" if self.filter_step else "",
             f"for each, {steps}" if steps else "",
         ]
-        tasks = [*filter(None, texts), *(part.long_text for part in (self.order_step, self.reduce_step) if part)]
+        tasks = [*filter(None, texts), *(step.long_text for step in (self.order_step, self.reduce_step) if step)]
         return f"`xs` is a list of integers. Start from its numbers: {'; then '.join(tasks)}."
 
     @property
     def code(self) -> str:
         written, each = "xs", "x"
-        for part in filter(None, (self.first_map, self.second_map)):
-            each = part.code.format(each)
+        for step in filter(None, (self.first_map, self.second_map)):
+            each = step.code.format(each)
         if each != "x" or self.filter_step:
             condition = f" if {self.filter_step.code.format('x')}" if self.filter_step else ""
             written = f"[{each} for x in xs{condition}]"
-        for part in filter(None, (self.order_step, self.reduce_step)):
-            written = part.code.format(written)
+        for step in filter(None, (self.order_step, self.reduce_step)):
+            written = step.code.format(written)
         return written
 
     def run(self, xs: Numbers) -> Any:
         """Returns the result of the chain for a list."""
-        made = [x for x in xs if not self.filter_step or self.filter_step.apply(x)]
+        result = [x for x in xs if not self.filter_step or self.filter_step.apply(x)]
         for step in filter(None, (self.first_map, self.second_map)):
-            made = [step.apply(x) for x in made]
-        for part in filter(None, (self.order_step, self.reduce_step)):
-            made = part.apply(made)
-        return made
+            result = [step.apply(x) for x in result]
+        for step in filter(None, (self.order_step, self.reduce_step)):
+            result = step.apply(result)
+        return result
 
     def run_checked(self, xs: Any) -> Any:
         """Returns the result for an untrusted input: None if `xs` is not a list of a few small integers."""
@@ -198,8 +198,8 @@ def synthetic_problem(program: SyntheticProgram) -> ProgramProblem:
 def _told_apart(program: SyntheticProgram, lists: list[list[int]], rng: random.Random) -> list[list[int]]:
     """Returns the lists, with one more for each chain that lacks one part of `program` and has the same results on all
     of them, though not on every list."""
-    for part in fields(program):
-        lacking = replace(program, **{part.name: None})
+    for field in fields(program):
+        lacking = replace(program, **{field.name: None})
         if lacking.active_steps != program.active_steps and all(lacking.run(xs) == program.run(xs) for xs in lists):
             drawn = ([rng.randrange(13) for _ in range(rng.randint(3, 10))] for _ in range(MAX_LISTS))
             lists = [*lists, *islice((xs for xs in drawn if lacking.run(xs) != program.run(xs)), 1)]

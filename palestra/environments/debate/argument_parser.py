@@ -104,13 +104,13 @@ def _segment(part: ArgumentPart, text: str, topic: Topic) -> _Segment:
     named = list(dict.fromkeys(number.lower() for number in topic.id_pattern.findall(text)))
     word_set = frozenset(words)
     explained = len(words) >= topic.min_words * len(named)
-    found = [topic.by_id[number] for number in named if number in topic.by_id]
+    cited = [topic.by_id[number] for number in named if number in topic.by_id]
     return _Segment(
         part=part,
         text=text,
         words=words,
-        cited=tuple(fact for fact in found if explained and fact.words & word_set),
-        quoted=tuple(fact for fact in topic.facts if fact not in found and _quotes(word_set, fact)),
+        cited=tuple(fact for fact in cited if explained and fact.words & word_set),
+        quoted=tuple(fact for fact in topic.facts if fact not in cited and _quotes(word_set, fact)),
         unknown=tuple(number for number in named if number not in topic.by_id),
     )
 

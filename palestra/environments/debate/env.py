@@ -180,11 +180,11 @@ class Debate(Env):
         """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
         terms: dict[Seat, Terms] = {side: {} for side in SIDES}
         for speech in new if self.reward == "dense" else ():
-            own = self._speech_terms(speech)
-            terms[speech.side] = {**terms[speech.side], **own}
-            if self.mode == "competitive" and own:
+            speech_terms = self._speech_terms(speech)
+            terms[speech.side] = {**terms[speech.side], **speech_terms}
+            if self.mode == "competitive" and speech_terms:
                 other = "con" if speech.side == "pro" else "pro"
-                terms[other] = {**terms[other], OPPONENT_TERM: 0.0 - sum(own.values())}
+                terms[other] = {**terms[other], OPPONENT_TERM: 0.0 - sum(speech_terms.values())}
         return terms
 
     def _speech_terms(self, speech: Speech) -> dict[str, float]:
@@ -194,26 +194,26 @@ class Debate(Env):
         verdict is paid at the end). Mode truth: weighted honesty and evidence. Unreadable answers, except in a
         competition under the rule judge: a penalty.
         """
-        parts = speech.parts
+        scores = speech.parts
         if self.mode == "competitive" and self.judge == "rules":
-            return self.weights.weighted_terms(parts.structure, parts.evidence, parts.rebuttal, parts.repetition)
+            return self.weights.weighted_terms(scores.structure, scores.evidence, scores.rebuttal, scores.repetition)
         if not speech.argument.is_readable:
             return {FORM_TERM: -UNREADABLE_PENALTY / self.rounds}
         if self.mode == "competitive":
             return {}
-        return {"honesty": HONESTY_REWARD * parts.honesty, "evidence": EVIDENCE_REWARD * parts.evidence}
+        return {"honesty": HONESTY_REWARD * scores.honesty, "evidence": EVIDENCE_REWARD * scores.evidence}
 
     def _end_by_judge(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
-        found = read_verdict(answer)
-        scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
+        winner = read_verdict(answer)
+        scores: dict[Side, float] = {side: 0.5 if winner is None else float(side == winner) for side in SIDES}
         terms: dict[Seat, Terms] = {}
-        if found is None and self.reward == "dense":
+        if winner is None and self.reward == "dense":
             terms["judge"] = {FORM_TERM: -UNREADABLE_PENALTY}
-        elif found and self.mode == "competitive":
-            terms["judge"] = {VERDICT_TERM: WIN_REWARD * (self._by_rules().winner in (found, "draw"))}
+        elif winner and self.mode == "competitive":
+            terms["judge"] = {VERDICT_TERM: WIN_REWARD * (self._by_rules().winner in (winner, "draw"))}
         return self._end(
-            DebateVerdict(found or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": found is None}}
+            DebateVerdict(winner or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": winner is None}}
         )
 
     async def _by_endpoint(self, judge: EndpointJudge) -> DebateVerdict:
@@ -233,9 +233,9 @@ class Debate(Env):
             "case": {s: total_score(self.speeches, s).to_info() for s in SIDES},
         }
         if self.mode == "truth":
-            found = verdict.winner == self.topic.truth
-            info = info | verdict_info | {"truth": self.topic.truth, "success": found} | terms_info(terms)
-            return Step({}, total_rewards(terms), WIN_REWARD * found, info=info)
+            is_right = verdict.winner == self.topic.truth
+            info = info | verdict_info | {"truth": self.topic.truth, "success": is_right} | terms_info(terms)
+            return Step({}, total_rewards(terms), WIN_REWARD * is_right, info=info)
         if self.reward == "outcome" or self.judge != "rules":  # else the scores were paid step by step
             won = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
             pay = won if self.reward == "outcome" else verdict.margin
@@ -266,10 +266,10 @@ def write_argument(
 
     The side's facts are split over its rounds; the last ones are dropped if the answer exceeds `max_words` words.
     """
-    own = [a for a in history if a.side == side]
-    reply = _find_unanswered_point(own, [a for a in history if a.side != side])
-    facts = _turn(topic.facts_of(side), len(own), rounds)
-    shown = {number for a in own for number in a.supporting_ids}
+    ours = [a for a in history if a.side == side]
+    reply = _find_unanswered_point(ours, [a for a in history if a.side != side])
+    facts = _turn(topic.facts_of(side), len(ours), rounds)
+    shown = {number for a in ours for number in a.supporting_ids}
     wordless = all(fact.text == fact.id for fact in topic.facts)
     while True:
         text = _as_ids(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
@@ -285,10 +285,10 @@ def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
     return fresh or [*facts[start:], *facts[:start]][:2]
 
 
-def _find_unanswered_point(own: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
+def _find_unanswered_point(ours: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
     """Returns the first unanswered point of the other side, facts before other points; None without one."""
     points = [point for a in others for point in a.points]
-    still = [point for point in points if not any(a.addresses(point) for a in own)]
+    still = [point for point in points if not any(a.addresses(point) for a in ours)]
     facts = [point for point in still if point.id]
     return next(iter([*facts, *still]), None)
 

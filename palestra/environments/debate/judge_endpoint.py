@@ -113,16 +113,16 @@ def read_scores(reply: str) -> ScorePair | None:
     text = _THINKING.sub("", reply)
     fenced = _FENCE.match(text)
     try:
-        found = json.loads(fenced[1] if fenced else text)
+        reply_object = json.loads(fenced[1] if fenced else text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not found.keys() & {"winner", "scores"}:
+    if not isinstance(reply_object, dict) or not reply_object.keys() & {"winner", "scores"}:
         return None
-    named = {"A": (1.0, 0.0), "B": (0.0, 1.0), "draw": (0.5, 0.5)}.get(str(found.get("winner")))
-    if "scores" not in found:
+    named = {"A": (1.0, 0.0), "B": (0.0, 1.0), "draw": (0.5, 0.5)}.get(str(reply_object.get("winner")))
+    if "scores" not in reply_object:
         return named
-    scores = _parse_scores(found["scores"])
-    if scores and "winner" in found and (not named or _order(named) != _order(scores)):
+    scores = _parse_scores(reply_object["scores"])
+    if scores and "winner" in reply_object and (not named or _order(named) != _order(scores)):
         return None
     return scores
 
@@ -187,8 +187,8 @@ async def store_verdict(path: Path | None, key: str, model: str, scores: ScorePa
 
 
 def _row(database: sqlite3.Connection, key: str) -> ScorePair | None:
-    found: ScorePair | None = database.execute("SELECT pro, con FROM verdicts WHERE key = ?", (key,)).fetchone()
-    return found
+    scores: ScorePair | None = database.execute("SELECT pro, con FROM verdicts WHERE key = ?", (key,)).fetchone()
+    return scores
 
 
 def _keep(key: str, scores: ScorePair) -> ScorePair:

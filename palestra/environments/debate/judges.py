@@ -45,11 +45,11 @@ class ScoreWeights(StrictModel):
     def weighted_terms(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> dict[str, float]:
         """Returns the terms of a score in [0, 1], by the names of its parts, which are in [0, 1]. Repetition subtracts
         no more than the others add."""
-        whole = self.structure + self.evidence + self.rebuttal
+        total = self.structure + self.evidence + self.rebuttal
         earned = {
-            "structure": self.structure * structure / whole,
-            "evidence": self.evidence * evidence / whole,
-            "rebuttal": self.rebuttal * rebuttal / whole,
+            "structure": self.structure * structure / total,
+            "evidence": self.evidence * evidence / total,
+            "rebuttal": self.rebuttal * rebuttal / total,
         }
         return earned | {"repetition": 0.0 - min(sum(earned.values()), self.repetition * repetition)}
 
@@ -128,22 +128,22 @@ class RuleJudge:
         """
         if not argument.is_readable:
             return ScoreParts()
-        own = [a for a in history if a.side == argument.side]
-        made = [point for a in history if a.side != argument.side for point in a.points]
-        share, honesty = argument.read_share / self.rounds, honesty_score(argument, made)
+        ours = [a for a in history if a.side == argument.side]
+        opponent_points = [point for a in history if a.side != argument.side for point in a.points]
+        share, honesty = argument.read_share / self.rounds, honesty_score(argument, opponent_points)
         structure = share * (argument.has_claim + argument.has_reason + argument.has_conclusion) / 3
-        evidence = argument.read_share * honesty * self._fresh(argument, own)
-        answered = share * rebuttal_score(argument, own, made)
-        repeated = repetition_rate(argument.words, [a.words for a in own]) / self.rounds
+        evidence = argument.read_share * honesty * self._fresh(argument, ours)
+        answered = share * rebuttal_score(argument, ours, opponent_points)
+        repeated = repetition_rate(argument.words, [a.words for a in ours]) / self.rounds
         worth = sum(self.weights.weighted_terms(structure, evidence, answered, repeated).values())
         return ScoreParts(structure, evidence, answered, repeated, honesty / self.rounds, worth)
 
-    def _fresh(self, argument: Argument, own: Sequence[Argument]) -> float:
+    def _fresh(self, argument: Argument, ours: Sequence[Argument]) -> float:
         """Returns the share of the evidence that this answer is the first to cite."""
-        shown = set(chain.from_iterable(a.supporting_ids for a in own))
+        shown = set(chain.from_iterable(a.supporting_ids for a in ours))
         sizes = {side: len(self.topic.facts_of(side)) for side in SIDES}
-        whole = max(sizes.values()) if self.mode == "truth" else sizes[argument.side]
-        return len(set(argument.supporting_ids) - shown) / whole
+        num_facts = max(sizes.values()) if self.mode == "truth" else sizes[argument.side]
+        return len(set(argument.supporting_ids) - shown) / num_facts
 
     def verdict(self, speeches: Sequence[Speech]) -> DebateVerdict:
         """Returns the winner by concession or by score, and the total scores."""
@@ -188,7 +188,7 @@ def honesty_score(argument: Argument, opponent_points: Sequence[Point]) -> float
     return real / named if named else 0.0
 
 
-def rebuttal_score(argument: Argument, own: Sequence[Argument], opponent_points: Sequence[Point]) -> float:
+def rebuttal_score(argument: Argument, ours: Sequence[Argument], opponent_points: Sequence[Point]) -> float:
     """Returns the rebuttal score of an answer, in [0, 1].
 
     1 if it answers at least one point not answered before, less if it also argues against facts that the other side
@@ -196,7 +196,7 @@ def rebuttal_score(argument: Argument, own: Sequence[Argument], opponent_points:
     any point; else 1.
     """
     invented = sum(number not in _ids(opponent_points) for number in argument.rebutted_ids)
-    still_open = [point for point in opponent_points if not any(a.addresses(point) for a in own)]
+    still_open = [point for point in opponent_points if not any(a.addresses(point) for a in ours)]
     if not still_open:
         return float(not invented and (bool(opponent_points) or not argument.rebuttal_words))
     answered = len({point for point in still_open if argument.addresses(point)})

@@ -74,8 +74,8 @@ def compact_observation(topic: Topic, seat: str, speeches: Sequence[Speech], lef
 def compact_speech(speech: Speech) -> str:
     """Returns a parsed answer in compact form: facts cited, facts cited falsely, facts rebutted, conclusion."""
     heard = speech.argument
-    parts = [("", heard.supporting_ids), ("false", heard.false_ids), ("against", heard.rebutted_ids)]
-    references = [" ".join([name, *ids]).strip() for name, ids in parts if ids]
+    named_ids = [("", heard.supporting_ids), ("false", heard.false_ids), ("against", heard.rebutted_ids)]
+    references = [" ".join([name, *ids]).strip() for name, ids in named_ids if ids]
     return " ".join([speech.side, *references, *(["so", STANCES[heard.stance]] if heard.stance else [])])
 
 

@@ -75,16 +75,16 @@ def _lines(
     path: Path, version: tuple[int, int], split: Split | Literal["all"], mode: DebateMode
 ) -> Sequence[TopicEntry]:
     """Returns the topics of a split that can be used in `mode`."""
-    found = [line for line in _read(path) if mode == "competitive" or line.truth]
-    if not found:
+    topics = [line for line in _read(path) if mode == "competitive" or line.truth]
+    if not topics:
         raise ValueError(f'{path} has no topic with a "truth", which mode: truth needs: add "truth": "pro" or "con"')
-    found = [line for line in found if split in ("all", split_of_text(line.canonical_text()))]
-    if not found:
+    topics = [line for line in topics if split in ("all", split_of_text(line.canonical_text()))]
+    if not topics:
         raise ValueError(
             f'{path} has no topic of split "{split}": a topic belongs to one split by a hash of its content. '
             "Add topics, or set split: all to draw from the whole file"
         )
-    return tuple(found)
+    return tuple(topics)
 
 
 def _read(path: Path) -> list[TopicEntry]:
@@ -115,14 +115,14 @@ def draw_synthetic_topic(seed: int, split: Split | Literal["all"], mode: DebateM
     ValueError if `MAX_DRAWS` draws give no topic of the split.
     """
     rng = random.Random(f"drill {seed}")
-    truth, parts = first_of_split(
+    truth, sides = first_of_split(
         (_dealt(rng, mode, facts) for _ in range(MAX_DRAWS)),
         split,
         lambda dealt: split_of_text(f"drill {sorted(map(sorted, dealt[1]))}"),
         f'no drill of split "{split}" with facts: {facts} in {MAX_DRAWS} draws: there are too few; give more facts',
     )
-    made = tuple(Fact(token, token, side) for side, own in zip(SIDES, parts, strict=True) for token in own)
-    return Topic(f"c{rng.randrange(16)}", made, truth if mode == "truth" else None)
+    drawn = tuple(Fact(token, token, side) for side, tokens in zip(SIDES, sides, strict=True) for token in tokens)
+    return Topic(f"c{rng.randrange(16)}", drawn, truth if mode == "truth" else None)
 
 
 def _dealt(rng: random.Random, mode: DebateMode, facts: int) -> tuple[Side, tuple[list[str], list[str]]]:

@@ -145,8 +145,8 @@ def names_thing(description: str, thing: str) -> bool:
 
 def named_choice(reply: str, choices: Sequence[str]) -> str | None:
     """Returns the one thing of `choices` that a reply names; None if it names none or several."""
-    found = set(re.findall(r"[a-z]+", reply.lower())) & set(choices)
-    return found.pop() if len(found) == 1 else None
+    named = set(re.findall(r"[a-z]+", reply.lower())) & set(choices)
+    return named.pop() if len(named) == 1 else None
 
 
 def seat_question(seat: Seat, instance: Instance, description: str) -> str:

@@ -182,7 +182,7 @@ class GuessingGame(Env):
             rewards = dict.fromkeys(rewards, 0.0)
         else:
             names = {s: "information" if s == self.asker else "truth" for s in rewards}
-            info |= terms_info({s: form_or(names[s], own, is_invalid=invalid[s]) for s, own in rewards.items()})
+            info |= terms_info({s: form_or(names[s], reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
         if self._over:
             return Step({}, rewards, FOUND_REWARD * success, truncated=not success, info=info)
         seat = self.asker if self.pending_question is None else "answerer"
@@ -192,12 +192,12 @@ class GuessingGame(Env):
         left = self.questions - self._count
         if self.rendering == "compact":
             heard = " ".join(f"{self.format_question(asked)} {answer}" for asked, answer in self.history)
-            parts = [
+            texts = [
                 self.compact_context(seat),
                 heard,
                 f"asked {self.format_question(self.pending_question)}" if self.pending_question is not None else "",
             ]
-            return " ".join(part for part in [*parts, f"left {left}"] if part)
+            return " ".join(text for text in [*texts, f"left {left}"] if text)
         heard = "".join(f"\n{self.quote_question(asked)} {answer}" for asked, answer in self.history)
         lines = [self.full_context(seat), f"Asked and answered so far:{heard or ' nothing'}"]
         lines += (
@@ -205,7 +205,7 @@ class GuessingGame(Env):
             if self.pending_question is not None
             else []
         )
-        return "\n".join([part for part in [*lines, f"{self.question_noun} left: {left}."] if part])
+        return "\n".join([text for text in [*lines, f"{self.question_noun} left: {left}."] if text])
 
 
 class GuessNumber(GuessingGame):

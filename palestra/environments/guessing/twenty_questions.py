@@ -44,19 +44,19 @@ def read_table(file: Path) -> AttributeTable:
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        found = AttributeTable(dict(raw["attributes"]), {thing: frozenset(has) for thing, has in raw["things"].items()})
+        table = AttributeTable(dict(raw["attributes"]), {thing: frozenset(has) for thing, has in raw["things"].items()})
     except (OSError, ValueError, KeyError, TypeError) as error:
         form = '{"attributes": {"flies": "Can it fly?"}, "things": {"owl": ["flies"]}}'
         raise ValueError(f"{file}: {error!r}; give a JSON file of the form {form}") from error
-    for thing, has in found.things.items():
-        if unknown := sorted(has - found.attributes.keys()):
+    for thing, has in table.things.items():
+        if unknown := sorted(has - table.attributes.keys()):
             raise ValueError(
                 f'{file}: "{thing}" has {unknown}, but "attributes" holds no such: add a question for each'
             )
-    names = [*found.attributes, *found.things]
+    names = [*table.attributes, *table.things]
     if bad := sorted({name for name in names if answer_words(name) != [name] or names.count(name) > 1}):
         raise ValueError(f"{file}: {bad} must be single words in lower case, each an attribute or a thing, not both")
-    return found
+    return table
 
 
 class TwentyQuestions(GuessingGame):
@@ -165,4 +165,4 @@ class TwentyQuestions(GuessingGame):
 
 def _plain(question: Any) -> tuple[str, ...]:
     """Returns the words of a question without punctuation."""
-    return tuple(word for word in (part.strip("?.!:\"'*`") for part in answer_words(question)) if word)
+    return tuple(word for word in (raw.strip("?.!:\"'*`") for raw in answer_words(question)) if word)

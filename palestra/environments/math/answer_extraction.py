@@ -83,15 +83,15 @@ def parse_number(text: str) -> PlainNumber | None:
 
 def parse_relation(text: str) -> tuple[str, str, PlainNumber] | None:
     """Parses an answer that is a plain relation, the letter on the left: ("x", "<=", 3); None for any other text."""
-    found = _RELATION.fullmatch(normalize_latex(strip_markup(text)))
-    if not found:
+    match = _RELATION.fullmatch(normalize_latex(strip_markup(text)))
+    if not match:
         return None
-    letter, order, rest = (found[1], found[2], found[3]) if found[1] else (found[6], found[5], found[4])
+    letter, order, rest = (match[1], match[2], match[3]) if match[1] else (match[6], match[5], match[4])
     bound = parse_number(rest)
     if bound is None or "=" in rest:
         return None
     order = _STRICT[order]
-    return letter, order if found[1] else _FLIPPED[order], bound
+    return letter, order if match[1] else _FLIPPED[order], bound
 
 
 def relations_equal(one: tuple[str, str, PlainNumber], other: tuple[str, str, PlainNumber]) -> bool:

@@ -66,8 +66,8 @@ def _plain(text: str) -> str:
 def _parse_based_number(text: str) -> tuple[str, str] | None:
     for name, number in _BASE_NAMES.items():
         text = text.replace(f"_{{{name}}}", f"_{number}")
-    found = _BASED.fullmatch(text.replace(" ", ""))
-    return (found[1].lower(), found[2]) if found else None
+    match = _BASED.fullmatch(text.replace(" ", ""))
+    return (match[1].lower(), match[2]) if match else None
 
 
 def _colons_equal(answer: str, gold: str) -> bool:

@@ -71,30 +71,30 @@ def evaluate_exact(formula: Formula) -> Fraction | None:
 
 def formula_integers(formula: Formula) -> list[int]:
     """Returns the numbers in a formula of integers, in the order they are written."""
-    kind, *parts = formula
+    kind, *arguments = formula
     if kind == "number":
-        return [int(parts[0])]
-    return [number for part in parts if isinstance(part, list) for number in formula_integers(part)]
+        return [int(arguments[0])]
+    return [number for argument in arguments if isinstance(argument, list) for number in formula_integers(argument)]
 
 
 def _read(text: str, rule: Callable[[_Reader], Any]) -> Any:
     try:
         reader = _Reader(_tokens(text))
-        found = rule(reader)
+        tree = rule(reader)
         reader.expect("")
     except _ParseError:
         return None
-    return found
+    return tree
 
 
 def _tokens(text: str) -> list[str]:
     tokens, place, end = list[str](), 0, len(text.rstrip())
     while place < end:
-        found = _TOKEN.match(text, place)
-        if not found or len(tokens) >= MAX_TOKENS:
+        match = _TOKEN.match(text, place)
+        if not match or len(tokens) >= MAX_TOKENS:
             raise _ParseError
-        tokens.append(found[1])
-        place = found.end()
+        tokens.append(match[1])
+        place = match.end()
     return tokens
 
 
@@ -122,9 +122,9 @@ class _Reader:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _ParseError
-        found = rule()
+        tree = rule()
         self.depth -= 1
-        return found
+        return tree
 
     # ---- lists
 
@@ -144,16 +144,16 @@ class _Reader:
 
     def items(self, end: str, *, after_comma: bool = False) -> list[Any]:
         """Parses comma-separated values up to `end` and consumes it; an empty `end` is the end of the text."""
-        found: list[Any] = []
+        values: list[Any] = []
         if after_comma:
             self.expect(",")
         while self.next != end:
-            found.append(self.value())
+            values.append(self.value())
             if self.next != end:
                 self.expect(",")
         if end:
             self.take()
-        return found
+        return values
 
     # ---- formulas
 
@@ -163,11 +163,11 @@ class _Reader:
     def product(self) -> Formula:
         return self.chain("factors", "*/", self.signed_power)
 
-    def chain(self, kind: str, signs: str, part: Callable[[], Formula]) -> Formula:
-        first = part()
+    def chain(self, kind: str, signs: str, operand: Callable[[], Formula]) -> Formula:
+        first = operand()
         chained: Formula = [kind, [signs[0], first]]
         while self.next and self.next in signs:
-            chained.append([self.take(), part()])
+            chained.append([self.take(), operand()])
         return chained if len(chained) > 2 else first
 
     def signed_power(self) -> Formula:
@@ -210,18 +210,18 @@ def _number(token: str) -> int | float:
 
 
 def _exact(formula: Formula) -> Fraction:
-    kind, *parts = formula
-    if kind == "number" and parts[0].isdigit() and len(parts[0]) <= MAX_DIGITS:
-        return Fraction(parts[0])
+    kind, *operands = formula
+    if kind == "number" and operands[0].isdigit() and len(operands[0]) <= MAX_DIGITS:
+        return Fraction(operands[0])
     if kind == "negative":
-        return -_exact(parts[0])
+        return -_exact(operands[0])
     if kind == "**":
-        return _check_bits(_power(*map(_exact, parts)))
+        return _check_bits(_power(*map(_exact, operands)))
     if kind not in ("terms", "factors"):
         raise _ParseError
     value = Fraction(kind == "factors")
-    for sign, part in parts:
-        value = _check_bits(_EXACT[sign](value, _exact(part)))
+    for sign, operand in operands:
+        value = _check_bits(_EXACT[sign](value, _exact(operand)))
     return value
 
 

@@ -120,9 +120,9 @@ class Math(Env):
             program = problem.solution_program
             if self.is_compact:
                 return program
-            whole = program if program.startswith(("print(", "from ")) else f"print({program})"
+            source = program if program.startswith(("print(", "from ")) else f"print({program})"
             begun = rng.choice(("This program prints the answer:", "It can be worked out:"))
-            return f"{begun}\n```python\n{whole}\n```"
+            return f"{begun}\n```python\n{source}\n```"
         if self.is_compact:
             return problem.answer
         return f"{rng.choice(('So the answer is:', 'That makes:', 'Worked out:'))}\n#### {problem.answer}"
@@ -278,13 +278,13 @@ def format_observation(problem: Problem, seat: Seat, turns: Sequence[MathTurn], 
     """Returns the observation of a seat: the problem and the replies so far."""
     if compact:
         return " ".join([problem.short_question, *(_compact(turn, seat) for turn in turns)])
-    parts = [f"Problem: {problem.question}"]
-    parts += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
+    texts = [f"Problem: {problem.question}"]
+    texts += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
     if max_turns > 1:
-        parts.append(
+        texts.append(
             f"This is turn {len(turns) + 1} of {max_turns}.{' Check, and correct what is wrong.' if turns else ''}"
         )
-    return "\n\n".join(parts)
+    return "\n\n".join(texts)
 
 
 def _compact(turn: MathTurn, seat: Seat) -> str:
@@ -303,13 +303,13 @@ def _full(turn: MathTurn, seat: Seat) -> str:
     return "\n".join(_quote_reply(who, reply, who == seat) for who, reply in turn.items())
 
 
-def _quote_reply(who: Seat, reply: Reply, own: bool) -> str:
+def _quote_reply(who: Seat, reply: Reply, is_own: bool) -> str:
     if who == "tool":
         came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
-        whose = "Your" if own else "The tool user's"
+        whose = "Your" if is_own else "The tool user's"
         return f"{whose} program:\n```python\n{reply.text[-MAX_QUOTE_CHARS:]}\n```\n{came}"
     answer = reply.answer or "none was found: end with #### and the answer"
-    return f"{'You' if own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
+    return f"{'You' if is_own else 'The reasoner'} said:\n{reply.text[-MAX_QUOTE_CHARS:]}\nAnswer: {answer}"
 
 
 # ---- the tool seat's Python: a program that prints an answer, or a single expression

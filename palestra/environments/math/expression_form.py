@@ -48,56 +48,56 @@ def is_finished(answer: Any, gold: Any) -> bool:
     said, wanted = list(preorder_traversal(answer)), list(preorder_traversal(gold))
     if sum(map(is_unevaluated, said)) > sum(map(is_unevaluated, wanted)):
         return False
-    bounds = any(isinstance(part, Relational | Set) for part in wanted)
+    bounds = any(isinstance(node, Relational | Set) for node in wanted)
     return not bounds or all(map(is_solved, said)) or not all(map(is_solved, wanted))
 
 
-def is_unevaluated(part: Any) -> bool:
+def is_unevaluated(node: Any) -> bool:
     """True for a sum with like terms, a product of several plain numbers or of powers of one letter, a power or root of
     plain numbers with a rational value, a power of a power, and operations on infinity."""
-    if isinstance(part, Add):
-        return _has_like_terms(part)
-    if isinstance(part, Mul):
-        return _has_open_numbers(part) or _has_like_powers(part)
-    if not isinstance(part, Pow) or part.exp == -1:
+    if isinstance(node, Add):
+        return _has_like_terms(node)
+    if isinstance(node, Mul):
+        return _has_open_numbers(node) or _has_like_powers(node)
+    if not isinstance(node, Pow) or node.exp == -1:
         return False
-    is_nested = isinstance(part.base, Pow | exp) and (part.exp.is_Integer or not part.free_symbols)
-    if part.base in INFINITIES or is_nested:
+    is_nested = isinstance(node.base, Pow | exp) and (node.exp.is_Integer or not node.free_symbols)
+    if node.base in INFINITIES or is_nested:
         return True
-    if not (_is_plain(part.base) and _is_plain(part.exp) and abs(part.exp) < MAX_EXPONENT):
+    if not (_is_plain(node.base) and _is_plain(node.exp) and abs(node.exp) < MAX_EXPONENT):
         return False
-    return bool(_is_plain(Pow(part.base, part.exp)))
+    return bool(_is_plain(Pow(node.base, node.exp)))
 
 
-def _has_like_terms(whole: Any) -> bool:
-    terms = [split_factors(term) for term in _parts(whole, Add)]
+def _has_like_terms(total: Any) -> bool:
+    terms = [split_factors(term) for term in _parts(total, Add)]
     kinds = {frozenset(powers.items()) for _, powers in terms}
-    is_infinite = any(part in INFINITIES for _, powers in terms for part in powers)
+    is_infinite = any(base in INFINITIES for _, powers in terms for base in powers)
     return is_infinite or len(kinds) < len(terms) or any(number == 0 for number, _ in terms)
 
 
 def _has_like_powers(product: Any) -> bool:
     """True if a letter occurs twice among the factors, or a factor above and below a fraction bar."""
     powers = [split_factors(factor)[1] for factor in _parts(product, Mul)]
-    found = [item for one in powers for item in one.items()]
-    letters = [base for base, _ in found if base.is_Symbol or base == E]
-    under = {base for base, exponent in found if exponent.could_extract_minus_sign()}
-    over = {base for base, exponent in found if not exponent.could_extract_minus_sign()}
+    pairs = [item for one in powers for item in one.items()]
+    letters = [base for base, _ in pairs if base.is_Symbol or base == E]
+    under = {base for base, exponent in pairs if exponent.could_extract_minus_sign()}
+    over = {base for base, exponent in pairs if not exponent.could_extract_minus_sign()}
     return len(set(letters)) < len(letters) or bool(over & under)
 
 
-def _parts(whole: Any, kind: type) -> Iterator[Any]:
+def _parts(expression: Any, kind: type) -> Iterator[Any]:
     """Yields the terms of a sum or the factors of a product, also of those inside it."""
-    for part in whole.args:
-        if isinstance(part, kind):
-            yield from _parts(part, kind)
+    for argument in expression.args:
+        if isinstance(argument, kind):
+            yield from _parts(argument, kind)
         else:
-            yield part
+            yield argument
 
 
-def is_solved(part: Any) -> bool:
+def is_solved(node: Any) -> bool:
     """False for a relation without a single letter on one side."""
-    return not isinstance(part, Relational) or part.lhs.is_Symbol or part.rhs.is_Symbol
+    return not isinstance(node, Relational) or node.lhs.is_Symbol or node.rhs.is_Symbol
 
 
 def _has_open_numbers(product: Any) -> bool:
@@ -120,8 +120,8 @@ def _numbers(factor: Any) -> Iterator[Any]:
     elif factor.is_Float:
         yield factor
     elif isinstance(factor, Mul):
-        for part in factor.args:
-            yield from _numbers(part)
+        for argument in factor.args:
+            yield from _numbers(argument)
     elif isinstance(factor, Pow) and factor.exp == -1:
         yield from (1 / number for number in _numbers(factor.base) if number)
 
@@ -153,7 +153,7 @@ def keeps_form(answer: Any, gold: Any) -> bool:
 
 def integers_in(expression: Any) -> list[Any]:
     """Returns the integers in an expression, sorted."""
-    return sorted(part for part in preorder_traversal(expression) if part.is_Integer)
+    return sorted(node for node in preorder_traversal(expression) if node.is_Integer)
 
 
 def _relation_keeps_form(answer: Any, gold: Any) -> bool:
@@ -222,20 +222,20 @@ def form_of(expression: Any) -> Form:
 
 def _form_of_product(number: Any, powers: dict[Any, Any]) -> Form:
     has_number = abs(number) != 1
-    whole = Form(len(powers) - 1 + has_number)
+    form = Form(len(powers) - 1 + has_number)
     if not has_number and all(exponent.could_extract_minus_sign() for exponent in powers.values()):
-        whole = whole.plus(Form(1))
+        form = form.plus(Form(1))
     is_product = has_number or len(powers) > 1
     is_open = False
     for base, exponent in powers.items():
         is_under = exponent.could_extract_minus_sign()
         size = -exponent if is_under else exponent
-        whole = whole.plus(form_of(base))
+        form = form.plus(form_of(base))
         if size != 1:
-            whole = whole.plus(Form(1)).plus(form_of(size))
+            form = form.plus(Form(1)).plus(form_of(size))
         is_open |= isinstance(base, Add) and not is_under and (is_product or size != 1)
-        whole = whole.plus(Form(0, _is_open_root(base, exponent, is_under)))
-    return whole.plus(Form(0, 0, is_open))
+        form = form.plus(Form(0, _is_open_root(base, exponent, is_under)))
+    return form.plus(Form(0, 0, is_open))
 
 
 def _is_open_root(base: Any, exponent: Any, is_under: bool) -> bool:
@@ -249,10 +249,10 @@ def _is_open_root(base: Any, exponent: Any, is_under: bool) -> bool:
 
 def total(forms: Iterable[Form]) -> Form:
     """Returns the sum of forms."""
-    whole = Form()
+    form_sum = Form()
     for form in forms:
-        whole = whole.plus(form)
-    return whole
+        form_sum = form_sum.plus(form)
+    return form_sum
 
 
 # ---- values
@@ -289,18 +289,18 @@ def to_sympy(formula: list[Any]) -> Any:
     functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
 
     def convert(tree: list[Any]) -> Any:
-        kind, *parts = tree
+        kind, *arguments = tree
         if kind == "number":
-            return sympy.Float(parts[0]) if "." in parts[0] else sympy.Integer(int(parts[0]))
+            return sympy.Float(arguments[0]) if "." in arguments[0] else sympy.Integer(int(arguments[0]))
         if kind == "name":
-            return {"pi": sympy.pi, "E": sympy.E}.get(parts[0]) or sympy.Symbol(parts[0])
+            return {"pi": sympy.pi, "E": sympy.E}.get(arguments[0]) or sympy.Symbol(arguments[0])
         if kind == "negative":
-            return -convert(parts[0])
+            return -convert(arguments[0])
         if kind == "**":
-            return convert(parts[0]) ** convert(parts[1])
+            return convert(arguments[0]) ** convert(arguments[1])
         if kind in functions:
-            return functions[kind](convert(parts[0]))
-        (_, first), *others = parts
-        return reduce(lambda whole, part: SIGNS[part[0]](whole, convert(part[1])), others, convert(first))
+            return functions[kind](convert(arguments[0]))
+        (_, first), *others = arguments
+        return reduce(lambda left, term: SIGNS[term[0]](left, convert(term[1])), others, convert(first))
 
     return convert(formula)

@@ -80,15 +80,15 @@ def tokenize_answer(text: str) -> list[str] | None:
     text = normalize_latex(text)
     place, depth, tokens = 0, 0, list[str]()
     while place < len(text):
-        found = _TOKEN.match(text, place)
-        if not found or len(tokens) >= MAX_TOKENS or not _is_known(found["command"]):
+        match = _TOKEN.match(text, place)
+        if not match or len(tokens) >= MAX_TOKENS or not _is_known(match["command"]):
             return None
-        token = found[0].strip()
+        token = match[0].strip()
         depth += (token in _OPEN) - (token in _CLOSED)
         if depth > MAX_DEPTH or (token == "_" and tokens[-1:] == ["_"]):
             return None
         tokens.append(token)
-        place = found.end()
+        place = match.end()
     return tokens
 
 
@@ -103,10 +103,10 @@ def join_tokens(tokens: list[str]) -> str:
 
 def operator_families(tokens: list[str]) -> set[str]:
     """Returns the operator families that occur among the tokens."""
-    found = {OPERATOR_FAMILIES[name] for token in tokens if (name := token.removeprefix("\\")) in OPERATOR_FAMILIES}
+    families = {OPERATOR_FAMILIES[name] for token in tokens if (name := token.removeprefix("\\")) in OPERATOR_FAMILIES}
     if _DERIVATIVE.search("".join(tokens)):
-        found.add("derivative")
-    return found | {_SIGN_OPERATORS[token] for token in tokens if token in _SIGN_OPERATORS}
+        families.add("derivative")
+    return families | {_SIGN_OPERATORS[token] for token in tokens if token in _SIGN_OPERATORS}
 
 
 def is_copied_from(tokens: list[str], text: str) -> bool:
@@ -134,7 +134,7 @@ def stated_expressions(question: str) -> list[str]:
 
 def count_open_fractions(text: str) -> int:
     """Returns how many fractions of two integers are not in lowest terms."""
-    pairs = [[int(number) for number in found if number] for found in _FRACTION.findall(text)]
+    pairs = [[int(number) for number in groups if number] for groups in _FRACTION.findall(text)]
     return sum(under < 2 or math.gcd(over, under) > 1 for over, under in pairs)
 
 

@@ -67,8 +67,8 @@ def _definitions(rng: random.Random, steps: int) -> Problem:
             f"{name} = {factor} * {VARIABLE_NAMES[step]} {sign} {other if earlier is None else VARIABLE_NAMES[earlier]}"
         )
         trees.append((sign, ("*", factor, trees[-1]), other))
-    given, last = ", ".join(lines), VARIABLE_NAMES[steps]
-    return problem_from_tree(trees[-1], f"Let {given}. What is {last}?", f"{given}, {last}", f"multi_step {given}")
+    facts, last = ", ".join(lines), VARIABLE_NAMES[steps]
+    return problem_from_tree(trees[-1], f"Let {facts}. What is {last}?", f"{facts}, {last}", f"multi_step {facts}")
 
 
 def _recurrence(rng: random.Random, steps: int) -> Problem:
@@ -112,8 +112,8 @@ def _apply_rule(rule: str, numbers: dict[str, int], rng: random.Random) -> bool:
     """Applies one rule to `numbers`: draws or computes a number, or returns whether a condition holds."""
     if drawn := _DRAWN.fullmatch(rule):
         numbers[drawn[1]] = rng.randint(int(drawn[2]), int(drawn[3]))
-    elif made := _MADE.fullmatch(rule):
-        numbers[made[1]] = _integer(made[2], numbers)
+    elif computed := _MADE.fullmatch(rule):
+        numbers[computed[1]] = _integer(computed[2], numbers)
     else:
         return bool(evaluate(rule, numbers))
     return True
@@ -126,7 +126,7 @@ def fill_template(story: WordTemplate, numbers: dict[str, int], rng: random.Rand
     words = {"name": name, "other": other, "third": third, "things": things, "boxes": boxes}
     text = story.text.format(**numbers, **words, animals=animals, ware=ware)
     shown = {slot: numbers[slot] for slot in sorted({*_SLOT.findall(story.text)} & numbers.keys())}
-    program = _NAME.sub(lambda found: str(numbers[found[0]]), story.answer).replace(" ", "")
+    program = _NAME.sub(lambda match: str(numbers[match[0]]), story.answer).replace(" ", "")
     key = f"word {story.name} {' '.join(f'{slot} {number}' for slot, number in shown.items())}"
     return Problem(text, str(_integer(story.answer, numbers)), text.lower(), program, key, needs_computation=True)
 

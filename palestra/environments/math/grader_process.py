@@ -63,8 +63,8 @@ def math_grader() -> Grader:
     from palestra.environments.math import expression_form as form
 
     def read(text: str) -> Any:
-        found = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
-        return next((one for one in found if not isinstance(one, str)), None)
+        extracted = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+        return next((one for one in extracted if not isinstance(one, str)), None)
 
     def is_equal(gold: Any, answer: Any) -> bool:
         near = form.is_near(gold, answer, DECIMAL_TOLERANCE)
@@ -73,9 +73,9 @@ def math_grader() -> Grader:
         return bool(verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
 
     def is_given(gold: Any, texts: Sequence[str]) -> bool:
-        given = [found for found in map(read, texts) if found is not None]
-        sides = [side for found in given if hasattr(found, "lhs") for side in found.args]
-        return any(is_equal(gold, found) for found in given + sides)
+        values = [value for value in map(read, texts) if value is not None]
+        sides = [side for value in values if hasattr(value, "lhs") for side in value.args]
+        return any(is_equal(gold, value) for value in values + sides)
 
     def judge(request: Request) -> float | None:
         gold, answer = read(request["gold"]), read(request["answer"])
@@ -110,11 +110,11 @@ def reasoning_grader() -> Grader:
     def judge(request: Request) -> float | None:
         if "formula" in request:
             return float(form.formulas_equal(request))
-        made = prepare(request)
-        if str(made["question"]) != request["question"]:
+        problem = prepare(request)
+        if str(problem["question"]) != request["question"]:
             raise ValueError("another problem was made of the same seed")
         scorer = task(request["task"], request["size"])
-        return min(max(float(scorer.score_answer(answer=request["answer"], entry=made)), 0.0), 1.0)
+        return min(max(float(scorer.score_answer(answer=request["answer"], entry=problem)), 0.0), 1.0)
 
     def prepare(request: Request) -> Any:
         return None if "formula" in request else entry(request["task"], request["size"], request["index"])

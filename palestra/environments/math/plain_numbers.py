@@ -73,19 +73,19 @@ def parse_unit(text: str) -> Unit | None:
     r"""Parses the unit behind a number: "km", "\text{ km/h}", "square feet"; None if a word of it is not a unit."""
     kinds: dict[str, int] = {}
     size, sign, power, last = Fraction(1), 1, 1, None
-    for part in _PART.findall(_expand_unit(text)):
-        if part in ("/", "per"):
+    for token in _PART.findall(_expand_unit(text)):
+        if token in ("/", "per"):
             sign = -1
-        elif part in _POWERS:
-            power = _POWERS[part]
-        elif part[0] == "^":
+        elif token in _POWERS:
+            power = _POWERS[token]
+        elif token[0] == "^":
             if last is None:
                 return None
-            more = sign * (int(part.strip("^{}")) - 1)
+            more = sign * (int(token.strip("^{}")) - 1)
             kinds[last[0]] += more
             size *= last[1] ** more
         else:
-            last = _find_unit(part)
+            last = _find_unit(token)
             if last is None:
                 return None
             kinds[last[0]] = kinds.get(last[0], 0) + sign * power
@@ -191,11 +191,11 @@ def normalize_latex(text: str) -> str:
 def parse_plain_number(text: str) -> PlainNumber | None:
     """Parses a plain number with the markup and unit around it; None for any other text."""
     text = _POWER_WORD.sub(lambda word: _POWER_WORDS[word[1]], _CLOCK.sub(r"\1m", normalize_latex(text)))
-    found = _PLAIN.fullmatch(text)
-    if not found or not _is_unit(found["unit"]) or _is_product(found):
+    match = _PLAIN.fullmatch(text)
+    if not match or not _is_unit(match["unit"]) or _is_product(match):
         return None
-    number = _read(found)
-    return None if number is None else replace(number, unit=_unit(found), name=found["name"] or "")
+    number = _read(match)
+    return None if number is None else replace(number, unit=_unit(match), name=match["name"] or "")
 
 
 def join_mixed_numbers(text: str) -> str:
@@ -232,20 +232,20 @@ def within_tolerance(one: Fraction, other: Fraction) -> bool:
     return abs(one - other) <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * max(abs(one), abs(other)))
 
 
-def _unit(found: re.Match[str]) -> Unit | None:
+def _unit(match: re.Match[str]) -> Unit | None:
     """Returns the unit of a plain number, from its currency sign, degree sign or the words behind it."""
-    words = CURRENCIES.get(found["currency"] or "", "") or found["unit"]
-    is_angle = found["degree"] and not _WORD.search(found["unit"])
+    words = CURRENCIES.get(match["currency"] or "", "") or match["unit"]
+    is_angle = match["degree"] and not _WORD.search(match["unit"])
     return parse_unit("degree" if is_angle else words)
 
 
-def _improper(found: re.Match[str]) -> str:
-    whole, over, under = int(found[1]), int(found[2]), int(found[3])
-    return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else found[0]
+def _improper(match: re.Match[str]) -> str:
+    whole, over, under = int(match[1]), int(match[2]), int(match[3])
+    return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else match[0]
 
 
-def _spell_fraction(found: re.Match[str]) -> str:
-    return f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}"
+def _spell_fraction(match: re.Match[str]) -> str:
+    return f"\\frac{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
 
 
 def _is_unit(text: str) -> bool:
@@ -254,44 +254,44 @@ def _is_unit(text: str) -> bool:
     return all(word.lower() not in _NO_UNITS and (is_styled or len(word) > 1 or word in _SINGLE) for word in words)
 
 
-def _is_product(found: re.Match[str]) -> bool:
+def _is_product(match: re.Match[str]) -> bool:
     """True if the letters after a number are variables: two letters, or three directly behind the digits, unless they
     are a common unit."""
-    letters = _WORD.match(found["unit"])
+    letters = _WORD.match(match["unit"])
     if letters is None:
         return False
-    is_behind = found.string[found.start("unit") - 1].isalnum()
+    is_behind = match.string[match.start("unit") - 1].isalnum()
     return 1 < len(letters[0]) < 3 + is_behind and letters[0].lower() not in _SHORT_UNITS
 
 
-def _read(found: re.Match[str]) -> PlainNumber | None:
-    sign = -1 if found["sign"] == "-" else 1
-    percent = bool(found["percent"]) or _WORD.findall(found["unit"])[-1:] == ["percent"]
-    if found["decimal"]:
-        power = _power(found["power"])
+def _read(match: re.Match[str]) -> PlainNumber | None:
+    sign = -1 if match["sign"] == "-" else 1
+    percent = bool(match["percent"]) or _WORD.findall(match["unit"])[-1:] == ["percent"]
+    if match["decimal"]:
+        power = _power(match["power"])
         if abs(power) > MAX_TEN_EXPONENT:
             return None
-        digits = found["decimal"].replace(",", "").replace(" ", "")
+        digits = match["decimal"].replace(",", "").replace(" ", "")
         return PlainNumber(sign * Fraction(digits) * Fraction(10) ** power, "." in digits, True, percent)
-    if found["again"]:
-        return PlainNumber(sign * _repeating(found["start"], found["fixed"], found["again"]), False, True, percent)
-    if found["whole"]:
-        over, under = int(found["part"] or found["over2"]), int(found["parts"] or found["under2"])
+    if match["again"]:
+        return PlainNumber(sign * _repeating(match["start"], match["fixed"], match["again"]), False, True, percent)
+    if match["whole"]:
+        over, under = int(match["part"] or match["over2"]), int(match["parts"] or match["under2"])
         if not 0 < over < under:
             return None
         lowest = math.gcd(over, under) == 1
-        return PlainNumber(sign * (int(found["whole"]) + Fraction(over, under)), False, lowest, percent)
-    over, under = int(found["over"] or found["top"]), int(found["under"] or found["bottom"])
+        return PlainNumber(sign * (int(match["whole"]) + Fraction(over, under)), False, lowest, percent)
+    over, under = int(match["over"] or match["top"]), int(match["under"] or match["bottom"])
     if under == 0:
         return None
-    sign *= -1 if found["inner"] else 1
+    sign *= -1 if match["inner"] else 1
     return PlainNumber(sign * Fraction(over, under), False, math.gcd(over, under) == 1 < under, percent)
 
 
 def _power(text: str | None) -> int:
     r"""Returns the exponent in `\times 10^{-3}` or `e-3`; 0 if there is none."""
-    found = re.search(r"([+-]?\d+)\s*\}?$", text or "")
-    return int(found[1]) if found else 0
+    match = re.search(r"([+-]?\d+)\s*\}?$", text or "")
+    return int(match[1]) if match else 0
 
 
 def _repeating(start: str, fixed: str, again: str) -> Fraction:

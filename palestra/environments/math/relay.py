@@ -140,11 +140,11 @@ class MathRelay(Env):
         self.grades = self.grades | {seat: self._grade(seat, reply)}
         self._next = SECOND if seat == FIRST else None
         is_correct = self.grades[seat].is_correct
-        own = {seat: {"message": float(is_correct)}} if seat == FIRST and self.reward == "dense" else {}
+        terms = {seat: {"message": float(is_correct)}} if seat == FIRST and self.reward == "dense" else {}
         success = self._next is None and is_correct
         gold = None if self._next else right_result(self.story.end)
-        info = replies_info(self.replies, self.grades, success, gold) | terms_info(own)
-        return Step(self._observations(), total_rewards(own), float(success), info=info)
+        info = replies_info(self.replies, self.grades, success, gold) | terms_info(terms)
+        return Step(self._observations(), total_rewards(terms), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the calculation of the seat's part of the story and its right result."""

@@ -85,11 +85,11 @@ class MathReview(Env):
         left = self.seats[len(self.replies) :]
         self._next = left[0] if left else None
         is_correct = self.grades[seat].is_correct
-        own = {seat: {"correct": float(is_correct)}} if seat == "reasoner" and self.reward == "dense" else {}
+        terms = {seat: {"correct": float(is_correct)}} if seat == "reasoner" and self.reward == "dense" else {}
         success = not left and is_correct
         gold = None if left else self.problem.answer
-        info = replies_info(self.replies, self.grades, success, gold) | terms_info(own)
-        return Step(self._observations(), total_rewards(own), float(success), info=info)
+        info = replies_info(self.replies, self.grades, success, gold) | terms_info(terms)
+        return Step(self._observations(), total_rewards(terms), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the calculation and its right result."""
@@ -123,8 +123,8 @@ def replies_info(
 def last_number(reply: str) -> str | None:
     r"""Returns the answer in a reply: the last number, after #### or in \boxed{} if it has one; None without any."""
     marked = final_answer(reply)
-    found = _NUMBER.findall(marked or reply[-MAX_ANSWER_CHARS:])
-    return found[-1] if found else None
+    numbers = _NUMBER.findall(marked or reply[-MAX_ANSWER_CHARS:])
+    return numbers[-1] if numbers else None
 
 
 def seat_question(seat: Seat, problem: Problem, proposal: str) -> str:

@@ -138,13 +138,13 @@ class Overcooked(NativeEnv):
         for cell, tile in enumerate(self.kitchen.tile_C.tolist()):
             if tile != FLOOR:
                 self._draw_tile(canvas, game, cell, tile, *centre(cell))
-        for n, (cell, facing, held) in enumerate(self.internal_state["cooks"][game][:, [CELL, FACING, HELD]].tolist()):
+        for n, (cell, facing, item) in enumerate(self.internal_state["cooks"][game][:, [CELL, FACING, HELD]].tolist()):
             (x, y), (right, up) = centre(cell), AHEAD_XY[facing]
             canvas.disc(x, y, 0.38, self.seat_colours[n])
             canvas.disc(x + 0.3 * right, y + 0.3 * up, 0.1, GREY)
-            if held in ITEM_COLOURS:
+            if item in ITEM_COLOURS:
                 canvas.disc(x, y, 0.23, GREY)
-                canvas.disc(x, y, 0.2, ITEM_COLOURS[held])
+                canvas.disc(x, y, 0.2, ITEM_COLOURS[item])
         return canvas.picture()
 
     def _draw_tile(self, canvas: Canvas, game: int, cell: int, tile: int, x: float, y: float) -> None:
@@ -154,8 +154,8 @@ class Overcooked(NativeEnv):
         if tile == COUNTER and lying in ITEM_COLOURS:
             canvas.disc(x, y, 0.2, ITEM_COLOURS[lying])
         elif tile in (ONIONS, PLATES):
-            for aside in (-0.28, 0.0, 0.28):
-                canvas.disc(x + aside, y, 0.14, AMBER if tile == ONIONS else WHITE)
+            for shift in (-0.28, 0.0, 0.28):
+                canvas.disc(x + shift, y, 0.14, AMBER if tile == ONIONS else WHITE)
         elif tile == POT:
             pot = self.kitchen.pot_C[cell]
             onions, left = self.internal_state["onions"][game, pot], self.internal_state["cooking"][game, pot]

@@ -69,14 +69,14 @@ def _plate_is_of_use(g: OvercookedArrays, b: int) -> bool:
 @jit
 def _use_pot(g: OvercookedArrays, b: int, n: int, pot: int) -> None:
     """Puts the held onion into a pot that is not full, or takes a ready soup with the held plate."""
-    held = g.cooks[b, n, HELD]
-    if held == ONION and g.onions[b, pot] < ONIONS_IN_SOUP:
+    item = g.cooks[b, n, HELD]
+    if item == ONION and g.onions[b, pot] < ONIONS_IN_SOUP:
         g.cooks[b, n, HELD] = NOTHING
         g.onions[b, pot] += 1
         g.shaped[b, n] += ONION_REWARD
         if g.onions[b, pot] == ONIONS_IN_SOUP:
             g.cooking[b, pot] = COOKING_STEPS
-    elif held == PLATE and g.onions[b, pot] == ONIONS_IN_SOUP and g.cooking[b, pot] == 0:
+    elif item == PLATE and g.onions[b, pot] == ONIONS_IN_SOUP and g.cooking[b, pot] == 0:
         g.cooks[b, n, HELD] = SOUP
         g.onions[b, pot] = 0
         g.shaped[b, n] += SOUP_REWARD
@@ -85,21 +85,21 @@ def _use_pot(g: OvercookedArrays, b: int, n: int, pot: int) -> None:
 @jit
 def _interact(g: OvercookedArrays, kitchen: Kitchen, b: int, n: int) -> bool:
     """Uses what cook n faces; returns whether a soup was delivered."""
-    held = g.cooks[b, n, HELD]
+    item = g.cooks[b, n, HELD]
     cell = g.cooks[b, n, CELL] + kitchen.ahead_D[g.cooks[b, n, FACING]]
     tile = kitchen.tile_C[cell]
     if tile == POT:
         _use_pot(g, b, n, kitchen.pot_C[cell])
     elif tile == COUNTER:
-        if held == NOTHING or g.counters[b, cell] == NOTHING:
-            g.cooks[b, n, HELD], g.counters[b, cell] = g.counters[b, cell], held
-    elif tile == ONIONS and held == NOTHING:
+        if item == NOTHING or g.counters[b, cell] == NOTHING:
+            g.cooks[b, n, HELD], g.counters[b, cell] = g.counters[b, cell], item
+    elif tile == ONIONS and item == NOTHING:
         g.cooks[b, n, HELD] = ONION
-    elif tile == PLATES and held == NOTHING:
+    elif tile == PLATES and item == NOTHING:
         if _plate_is_of_use(g, b):
             g.shaped[b, n] += PLATE_REWARD
         g.cooks[b, n, HELD] = PLATE
-    elif tile == SERVING and held == SOUP:
+    elif tile == SERVING and item == SOUP:
         g.cooks[b, n, HELD] = NOTHING
         return True
     return False

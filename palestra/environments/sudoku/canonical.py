@@ -67,10 +67,10 @@ def cell_permutations(size: int) -> np.ndarray:
     high, wide = BOXES[size]
     cells = np.arange(size * size).reshape(size, size)
     rows, columns = line_orders(size, high), line_orders(size, wide)
-    found = [cells[np.ix_(row, column)] for row, column in product(rows, columns)]
+    images = [cells[np.ix_(row, column)] for row, column in product(rows, columns)]
     if high == wide:
-        found += [image.T for image in found]
-    return np.array(found).reshape(len(found), -1)
+        images += [image.T for image in images]
+    return np.array(images).reshape(len(images), -1)
 
 
 def line_orders(size: int, group: int) -> list[list[int]]:

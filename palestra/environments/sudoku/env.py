@@ -182,21 +182,21 @@ class Sudoku(Env):
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid, "violations": twice}
         info |= {"why_invalid": {seat: self._refused for seat in invalid}} if any(invalid.values()) else {}
         if self.reward == "dense":
-            info |= terms_info({s: form_or("progress", own, is_invalid=invalid[s]) for s, own in rewards.items()})
+            info |= terms_info({s: form_or("progress", reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info)
         seat = self.seats[self._acting]
         return Step({seat: self._observation(seat, twice)}, rewards, team_reward, info=info)
 
     def _observation(self, seat: Seat, twice: list[str]) -> str:
-        own = [cell for cell, digit in enumerate(self.board) if digit and not self.instance.clues[cell]]
-        names = " ".join(cell_name(self.size, cell) for cell in own)
+        set_cells = [cell for cell, digit in enumerate(self.board) if digit and not self.instance.clues[cell]]
+        names = " ".join(cell_name(self.size, cell) for cell in set_cells)
         proposed = format_cell_digits(self.size, self.proposed) if self.proposed else "none"
         if self.rendering == "compact":
-            parts = [f"set {names}"] if own else []
-            parts += [f"twice {' '.join(twice)}"] if twice else []
-            parts += [f"proposed {proposed}"] if seat == "checker" else []
-            return " ".join([compact_grid(self.size, self.board), *parts])
+            words = [f"set {names}"] if set_cells else []
+            words += [f"twice {' '.join(twice)}"] if twice else []
+            words += [f"proposed {proposed}"] if seat == "checker" else []
+            return " ".join([compact_grid(self.size, self.board), *words])
         lines = [draw_sudoku_grid(self.size, self.board), f"Set so far, not clues: {names or 'none'}."]
         lines += [f"These hold a digit twice: {', '.join(twice)}."] if twice else []
         lines += [f"The last answer set nothing: {self._refused}."] if self._refused else []
@@ -246,10 +246,10 @@ def read_cells(answer: object, size: int) -> CellDigits | None:
     words = answer_words(answer)
     text = " ".join(words)
     if _LIST.fullmatch(text):
-        found = [tuple(int(part.replace(".", "0")) for part in match) for match in _CELL.findall(text)]
-        cells = {(row - 1) * size + column - 1: digit for row, column, digit in found}
-        bad = any(not (1 <= r <= size and 1 <= c <= size and digit <= size) for r, c, digit in found)
-        return None if bad or len(cells) < len(found) else cells
+        triples = [tuple(int(number.replace(".", "0")) for number in match) for match in _CELL.findall(text)]
+        cells = {(row - 1) * size + column - 1: digit for row, column, digit in triples}
+        bad = any(not (1 <= r <= size and 1 <= c <= size and digit <= size) for r, c, digit in triples)
+        return None if bad or len(cells) < len(triples) else cells
     digits = re.sub(r"[|/+ -]", "", text).replace(".", "0").replace("_", "0")
     if len(digits) != size * size or not (digits.isascii() and digits.isdecimal()):
         return None
@@ -276,8 +276,8 @@ def draw_sudoku_grid(size: int, board: SudokuBoard) -> str:
     """Returns the grid as lines, with row and column names and bars between the boxes."""
     high, wide = BOXES[size]
 
-    def line(name: str, parts: list[str]) -> str:
-        groups = [" ".join(f"{part:>2}" for part in parts[at : at + wide]) for at in range(0, size, wide)]
+    def line(name: str, labels: list[str]) -> str:
+        groups = [" ".join(f"{label:>2}" for label in labels[at : at + wide]) for at in range(0, size, wide)]
         return f"{name} {' | '.join(groups)}"
 
     lines = [line("  ", [f"c{column + 1}" for column in range(size)])]

@@ -49,12 +49,12 @@ def board_geometry(size: int) -> BoardGeometry:
 def violated_units(size: int, board: SudokuBoard) -> list[str]:
     """Returns the names of the rows, columns and boxes that hold a digit twice."""
     form = board_geometry(size)
-    found = []
+    violated = []
     for name, unit in zip(form.unit_names, form.units, strict=True):
         digits = [board[cell] for cell in unit if board[cell]]
         if len(set(digits)) < len(digits):
-            found.append(name)
-    return found
+            violated.append(name)
+    return violated
 
 
 def find_solutions(
@@ -63,12 +63,12 @@ def find_solutions(
     """Returns at most `max_solutions` solutions of a board; with `rng` in random order."""
     if violated_units(size, board):
         return []
-    found: list[SudokuBoard] = []
+    solutions: list[SudokuBoard] = []
     for solution in _solve(board_geometry(size), list(board), _unit_masks(size, board), rng):
-        found.append(solution)
-        if len(found) == max_solutions:
+        solutions.append(solution)
+        if len(solutions) == max_solutions:
             break
-    return found
+    return solutions
 
 
 def _unit_masks(size: int, board: SudokuBoard) -> list[int]:
@@ -76,7 +76,7 @@ def _unit_masks(size: int, board: SudokuBoard) -> list[int]:
     return [sum(1 << board[cell] for cell in unit if board[cell]) for unit in board_geometry(size).units]
 
 
-def _solve(form: BoardGeometry, board: list[int], taken: list[int], rng: random.Random | None) -> Iterator[SudokuBoard]:
+def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.Random | None) -> Iterator[SudokuBoard]:
     """Yields all solutions by backtracking; fills the cell with the fewest possible digits first."""
     best, fewest, choices = -1, form.size + 1, 0
     every = (2 << form.size) - 2
@@ -84,7 +84,7 @@ def _solve(form: BoardGeometry, board: list[int], taken: list[int], rng: random.
         if digit:
             continue
         row, column, box = form.units_of[cell]
-        free = every & ~(taken[row] | taken[column] | taken[box])
+        free = every & ~(masks[row] | masks[column] | masks[box])
         if free.bit_count() < fewest:
             best, fewest, choices = cell, free.bit_count(), free
             if fewest <= 1:
@@ -99,10 +99,10 @@ def _solve(form: BoardGeometry, board: list[int], taken: list[int], rng: random.
     for digit in digits:
         board[best] = digit
         for unit in units:
-            taken[unit] |= 1 << digit
-        yield from _solve(form, board, taken, rng)
+            masks[unit] |= 1 << digit
+        yield from _solve(form, board, masks, rng)
         for unit in units:
-            taken[unit] &= ~(1 << digit)
+            masks[unit] &= ~(1 << digit)
     board[best] = 0
 
 
@@ -113,21 +113,21 @@ def _digits(bits: int) -> list[int]:
 def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:
     """Returns forced cells as (cell, digit): naked singles (the cell has one possible digit) and hidden singles (the
     digit has one possible cell in a row, column or box). They are correct if the board has no wrong cells."""
-    form, taken = board_geometry(size), _unit_masks(size, board)
+    form, masks = board_geometry(size), _unit_masks(size, board)
     every = (2 << size) - 2
     free = {
-        cell: every & ~(taken[row] | taken[column] | taken[box])
+        cell: every & ~(masks[row] | masks[column] | masks[box])
         for cell, (row, column, box) in enumerate(form.units_of)
         if not board[cell]
     }
-    found = {cell: digits.bit_length() - 1 for cell, digits in free.items() if digits.bit_count() == 1}
+    forced = {cell: digits.bit_length() - 1 for cell, digits in free.items() if digits.bit_count() == 1}
     for unit in form.units:
         empty = [cell for cell in unit if cell in free]
         for digit in range(1, size + 1):
             homes = [cell for cell in empty if free[cell] >> digit & 1]
             if len(homes) == 1:
-                found[homes[0]] = digit
-    return sorted(found.items())
+                forced[homes[0]] = digit
+    return sorted(forced.items())
 
 
 def random_grid(size: int, rng: random.Random) -> SudokuBoard:

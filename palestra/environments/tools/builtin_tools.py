@@ -129,13 +129,13 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
             raise ValueError(f"{MAX_CELLS} programs have been run, which is all there is")
         cells = (*scratch.cells, ReplCell(code, dict(scratch.files)))
         outcome = await sandbox.run_python(_PROGRAM, stdin=_encode_cells(cells), limits=limits, keep=True)
-        parts = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
+        texts = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
         if outcome.ok:
             scratch.cells = cells
-            parts.append(_keep(scratch, outcome.files))
+            texts.append(_keep(scratch, outcome.files))
         else:
-            parts.append(_describe_failure(outcome))
-        return "\n".join(part for part in parts if part) or "(nothing was printed)"
+            texts.append(_describe_failure(outcome))
+        return "\n".join(text for text in texts if text) or "(nothing was printed)"
 
     return python
 
@@ -153,17 +153,17 @@ def _encode_cells(cells: Sequence[ReplCell]) -> str:
 
 def _keep(scratch: ToolState, files: Mapping[str, bytes]) -> str:
     """Stores the files that a program left in its folder; returns a note to the agent on files it could not keep."""
-    kept, lost = dict[str, str](), list[str]()
+    stored, lost = dict[str, str](), list[str]()
     for path, data in files.items():
         try:
-            kept[normalize_path(path)] = data.decode()
+            stored[normalize_path(path)] = data.decode()
         except ValueError:  # an invalid name, or not UTF-8
             lost.append(path)
     try:
-        check_files(kept)
+        check_files(stored)
     except ValueError as error:
         return f"[no changes to files were kept: {error}]"
-    scratch.files = kept
+    scratch.files = stored
     return f"[not kept, for it is no plain text file: {', '.join(lost[:5])}]" if lost else ""
 
 

@@ -145,9 +145,9 @@ class Tools(Env):
         offered = built_in if built_in is not None else TOOLS_BY_WORLD[task_source]
         check_tools_suffice(offered, self.world.kinds)
         ours = built_in_tools(tuple(offered), max_results, self.is_compact, call_time_limit_s, unsafe)
-        own = [load_tool(path) for path in tools or ()]
+        loaded = [load_tool(path) for path in tools or ()]
         self.toolboxes = {
-            seat: Toolbox(tools_of_seat(seat, ours, own), call_time_limit_s, max_result_chars) for seat in self.seats
+            seat: Toolbox(tools_of_seat(seat, ours, loaded), call_time_limit_s, max_result_chars) for seat in self.seats
         }
         self.tool_schemas = {
             seat: () if self.is_compact else box.openai_schemas() for seat, box in self.toolboxes.items()
@@ -235,10 +235,10 @@ class Tools(Env):
     def _reward_found_facts(self, seat: Seat, results: Sequence[ToolResult]) -> float:
         """Records which of the seat's needs the results meet; returns their share of `FOUND_REWARD`."""
         texts = [result.text for result in results if result.is_valid and not result.failure]
-        own = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
-        new = {i for i in own if i not in self.found_needs and any(map(self.needs[i].is_met_by, texts))}
+        numbers = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
+        new = {i for i in numbers if i not in self.found_needs and any(map(self.needs[i].is_met_by, texts))}
         self.found_needs |= new
-        return FOUND_REWARD * len(new) / len(own) if new else 0.0
+        return FOUND_REWARD * len(new) / len(numbers) if new else 0.0
 
     def _receive_text(self, seat: Seat, text: str, *, late: bool = False) -> Step:
         """Handles a seat's final answer: the researcher's is the note for the solver, any other is graded."""
@@ -291,5 +291,5 @@ class Tools(Env):
         return self.needs.index(need) in self.found_needs
 
     def _untried_calls(self, need: ToolRequirement) -> list[ToolCall]:
-        made = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]
-        return [call for call in need.calls if call not in made]
+        tried = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]
+        return [call for call in need.calls if call not in tried]

@@ -76,18 +76,18 @@ def read_documents(path: Path) -> list[Document]:
     (2)". Raises ValueError if there are no documents.
     """
     if path.is_dir():
-        found = [
+        documents = [
             Document(str(file.relative_to(path).with_suffix("")), _text(file))
             for file in sorted(path.rglob("*"))
             if file.suffix in (".txt", ".md")
         ]
     elif path.suffix == ".jsonl" and path.exists():
-        found = [_document(path, number, row) for number, row in read_json_lines(path)]
+        documents = [_document(path, number, row) for number, row in read_json_lines(path)]
     else:
         raise ValueError(f"no documents at {path}: give a folder of .txt and .md files, or a .jsonl of title and text")
-    if not found:
+    if not documents:
         raise ValueError(f"{path} holds no documents: put .txt or .md files, or lines of title and text, there")
-    return list(_unique_titles(found))
+    return list(_unique_titles(documents))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -112,10 +112,10 @@ def search_tool(num_results: int, is_compact: bool) -> Callable[..., str]:
 
         query: a few words to look for
         """
-        found = scratch.library.search(query, num_results)
+        hits = scratch.library.search(query, num_results)
         if is_compact:
-            return "\n".join(f"{title} {snippet}" for title, snippet in found) or "nothing"
-        shown = [f"{i}. {title}: {snippet}" for i, (title, snippet) in enumerate(found, start=1)]
+            return "\n".join(f"{title} {snippet}" for title, snippet in hits) or "nothing"
+        shown = [f"{i}. {title}: {snippet}" for i, (title, snippet) in enumerate(hits, start=1)]
         return "\n".join(shown) or "Nothing was found. Try other words."
 
     return search
@@ -129,7 +129,7 @@ def read_document(title: str, scratch: ToolState, start: int = 0) -> str:
     """
     text = scratch.library.read(title)
     if text is None:
-        near = ", ".join(found.title for found in scratch.library.search(title, 3)) or "nothing near"
+        near = ", ".join(document.title for document in scratch.library.search(title, 3)) or "nothing near"
         raise ValueError(f"there is no document of title {title!r}; there is: {near}")
     if start < 0:
         raise ValueError("start must be 0 or more")

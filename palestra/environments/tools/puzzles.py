@@ -67,9 +67,9 @@ def _most(rng: random.Random) -> ToolTask:
 
 
 def _total(rng: random.Random) -> ToolTask:
-    given = {path: [rng.randint(1000, 99_999) for _ in range(6)] for path in ("north.txt", "south.txt")}
-    texts = {path: "\n".join(map(str, numbers)) for path, numbers in given.items()}
-    numbers = [number for each in given.values() for number in each]
+    files = {path: [rng.randint(1000, 99_999) for _ in range(6)] for path in ("north.txt", "south.txt")}
+    texts = {path: "\n".join(map(str, numbers)) for path, numbers in files.items()}
+    numbers = [number for each in files.values() for number in each]
     answer = str(sum(numbers))
     question = (
         "The files north.txt and south.txt hold a number in each line. Write the sum of all of them, and nothing else, "

@@ -135,8 +135,8 @@ class ToolReview(Env):
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the right call, or the answer if the last call found it."""
-        found = bool(self.calls) and finds_answer(self.calls[-1].result, self.question)
-        if seat != CALLER and (found or len(self.calls) >= self._calls_allowed):
+        is_answered = bool(self.calls) and finds_answer(self.calls[-1].result, self.question)
+        if seat != CALLER and (is_answered or len(self.calls) >= self._calls_allowed):
             return self.question.answer
         return render(self.question.right_call)
 
@@ -150,8 +150,8 @@ class ToolReview(Env):
         self.invalid = self.invalid | {seat: call is None}
         self._next = self.seats[-1]
         is_paid = seat == CALLER and self.reward == "dense"
-        own = {seat: {"call": float(finds_answer(result, self.question))}} if is_paid else {}
-        return Step(self._observations(), total_rewards(own), info=self._info(success=False) | terms_info(own))
+        terms = {seat: {"call": float(finds_answer(result, self.question))}} if is_paid else {}
+        return Step(self._observations(), total_rewards(terms), info=self._info(success=False) | terms_info(terms))
 
     @property
     def _calls_allowed(self) -> int:
@@ -286,5 +286,5 @@ def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tu
     first = CALLER if seat == REVIEWER else AGENT
     wrong = [make_call(first, question.wrong_call, question.library)] if is_wrong else []
     asked = [seat_question(seat, question, wrong)] if seat == AGENT or is_wrong else []
-    found = [*wrong, make_call(seat if is_wrong else first, question.right_call, question.library)]
-    return [*((text, right) for text in asked), (seat_question(seat, question, found), question.answer)]
+    calls = [*wrong, make_call(seat if is_wrong else first, question.right_call, question.library)]
+    return [*((text, right) for text in asked), (seat_question(seat, question, calls), question.answer)]

@@ -55,10 +55,10 @@ def open_task_source(
 
 
 def _draw_from_file(path: Path, split: Split) -> Callable[[int], ToolTask]:
-    given = read_tasks(path)[split]
-    if not given:
+    tasks = read_tasks(path)[split]
+    if not tasks:
         raise ValueError(f'{path} has no task of split "{split}": write "split": "{split}" into some of its lines')
-    return lambda seed: random.Random(f"tools {seed}").choice(given)
+    return lambda seed: random.Random(f"tools {seed}").choice(tasks)
 
 
 def _makers(name: WorldName, kinds: Sequence[TaskKind], library: Library) -> Mapping[TaskKind, TaskGenerator]:

@@ -81,7 +81,7 @@ def is_correct(text: str, answer: str) -> bool:
     wanted = parse_number(answer)
     if wanted is None:
         return _words(text) == _words(answer)
-    return {parse_number(found) for found in _NUMBER.findall(text[-MAX_ANSWER_CHARS:])} == {wanted}
+    return {parse_number(number) for number in _NUMBER.findall(text[-MAX_ANSWER_CHARS:])} == {wanted}
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -112,14 +112,14 @@ def read_tasks(path: Path) -> Mapping[Split, Sequence[ToolTask]]:
     """
     if path.suffix != ".jsonl" or not path.exists():
         raise ValueError(f"no tasks at {path}: give a .jsonl file with a question and an answer in each line")
-    found: dict[Split, list[ToolTask]] = {split: [] for split in SPLIT_SHARES}
+    tasks: dict[Split, list[ToolTask]] = {split: [] for split in SPLIT_SHARES}
     for line, row in read_json_lines(path):
         task = _task(row, f"{path}, line {line}")
         split = row.get("split") or split_of_text(task.split_key)
-        if split not in found:
-            raise ValueError(f"{path}, line {line}: split {split!r} is none of {', '.join(found)}")
-        found[split].append(task)
-    return found
+        if split not in tasks:
+            raise ValueError(f"{path}, line {line}: split {split!r} is none of {', '.join(tasks)}")
+        tasks[split].append(task)
+    return tasks
 
 
 def _task(row: Mapping[str, object], where: str) -> ToolTask:
@@ -128,10 +128,10 @@ def _task(row: Mapping[str, object], where: str) -> ToolTask:
         raise ValueError(f'{where} needs a "question" and an "answer", which is a text or a number')
     if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
         raise ValueError(f'{where}: "files" must be an object of paths and texts')
-    kept = {normalize_path(path): text for path, text in files.items()}
-    check_files(kept)
-    key = json.dumps([question, kept], sort_keys=True)
-    return ToolTask("given", question, question, str(answer), key, files=kept)
+    stored = {normalize_path(path): text for path, text in files.items()}
+    check_files(stored)
+    key = json.dumps([question, stored], sort_keys=True)
+    return ToolTask("given", question, question, str(answer), key, files=stored)
 
 
 def _words(text: str) -> list[str]:

@@ -72,8 +72,8 @@ class ToolState:
         """Returns the text of a file. Raises ValueError if there is none."""
         name = normalize_path(path)
         if name not in self.files:
-            there = ", ".join(sorted(self.files)) or "no files"
-            raise ValueError(f"there is no file {path!r}; there is: {there}")
+            known = ", ".join(sorted(self.files)) or "no files"
+            raise ValueError(f"there is no file {path!r}; there is: {known}")
         return self.files[name]
 
     def write(self, path: str, text: str) -> None:
@@ -88,18 +88,18 @@ def normalize_path(path: str) -> str:
 
     Raises ValueError if it leaves the scratch folder, is too long or holds invalid characters.
     """
-    parts = [part for part in path.split("/") if part not in ("", ".")]
-    if path.startswith("/") or ".." in parts:
+    names = [name for name in path.split("/") if name not in ("", ".")]
+    if path.startswith("/") or ".." in names:
         raise ValueError(
             f"{path[:MAX_PATH_CHARS]!r} leads out of the scratch folder: give a plain name such as notes.txt"
         )
-    if not parts or path.endswith("/"):
+    if not names or path.endswith("/"):
         raise ValueError(f"{path[:MAX_PATH_CHARS]!r} names no file: give a name such as notes.txt")
-    if len(path) > MAX_PATH_CHARS or max(len(part.encode()) for part in parts) > MAX_NAME_BYTES:
+    if len(path) > MAX_PATH_CHARS or max(len(name.encode()) for name in names) > MAX_NAME_BYTES:
         raise ValueError(f"the path has {len(path)} characters: give at most {MAX_NAME_BYTES} bytes a name")
     if _ODD.search(path):
         raise ValueError(f"{path!r} holds characters that no path may: use letters, digits, '.', '-' and '_'")
-    return "/".join(parts)
+    return "/".join(names)
 
 
 def check_files(files: Mapping[str, str]) -> None:
@@ -111,8 +111,8 @@ def check_files(files: Mapping[str, str]) -> None:
         raise ValueError(f"the scratch folder would hold {size} characters; it holds at most {MAX_TOTAL_CHARS}")
     for path in files:
         folders = ["/".join(path.split("/")[:end]) for end in range(1, path.count("/") + 1)]
-        if taken := [folder for folder in folders if folder in files]:
-            raise ValueError(f"{taken[0]!r} is a file, so there can be no {path!r}")
+        if files_as_folders := [folder for folder in folders if folder in files]:
+            raise ValueError(f"{files_as_folders[0]!r} is a file, so there can be no {path!r}")
 
 
 def write_file(path: str, text: str, scratch: ToolState) -> str:

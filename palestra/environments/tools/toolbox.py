@@ -66,10 +66,10 @@ class Tool:
         try:
             valid = self.parameters.model_validate(arguments)
         except ValidationError as error:
-            known = [str(part.alias) for part in self.parameters.model_fields.values()]
+            known = [str(field.alias) for field in self.parameters.model_fields.values()]
             wrong = "; ".join(_complaint(detail) for detail in error.errors(include_url=False))
             raise ValueError(f"{self.name} takes {', '.join(known) or 'no arguments'}: {wrong}") from None
-        return {str(part.alias): getattr(valid, p) for p, part in self.parameters.model_fields.items()}
+        return {str(field.alias): getattr(valid, p) for p, field in self.parameters.model_fields.items()}
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Toolbox:
 
     async def call(self, call: ToolCall, scratch: ToolState) -> ToolResult:
         """Runs a call. An unknown tool, invalid arguments or a failing tool give an error text as the result."""
-        own = scratch.fork()
+        state = scratch.fork()
         try:
-            tool, arguments = self._prepare(call, own)
-            return self._result(_in_words(await self._call_tool(tool, arguments)), own)
+            tool, arguments = self._prepare(call, state)
+            return self._result(_in_words(await self._call_tool(tool, arguments)), state)
         except ValueError as error:
             return self._result(f"Error: {error}", scratch, good=False)
         except ToolCallFailed as error:
@@ -138,18 +138,18 @@ class Toolbox:
 
     def call_now(self, call: ToolCall, scratch: ToolState) -> ToolResult:
         """Runs a call as `call` does, for toolboxes of built-in tools that return at once, such as the calculator."""
-        own = scratch.fork()
+        state = scratch.fork()
         try:
-            tool, arguments = self._prepare(call, own)
-            return self._result(_in_words(tool.function(**arguments)), own)
+            tool, arguments = self._prepare(call, state)
+            return self._result(_in_words(tool.function(**arguments)), state)
         except ValueError as error:
             return self._result(f"Error: {error}", scratch, good=False)
 
-    def _prepare(self, call: ToolCall, own: ToolState) -> tuple[Tool, Json]:
+    def _prepare(self, call: ToolCall, state: ToolState) -> tuple[Tool, Json]:
         """Returns the tool of a call and all its arguments. Raises ValueError if there is none, or they are invalid."""
         tool = self._find(call)
         arguments = tool.validate_arguments(call.arguments)
-        return tool, arguments | ({tool.state_parameter: own} if tool.state_parameter else {})
+        return tool, arguments | ({tool.state_parameter: state} if tool.state_parameter else {})
 
     async def _call_tool(self, tool: Tool, arguments: Json) -> Any:
         if not tool.is_built_in:

@@ -71,27 +71,27 @@ class EnvPoolEnv(VectorEnv):
             len(self.seats) > 1 and not self.has_joint_actions,
         )
         rows = [[b] for b in range(self.num_envs)] if alone else [list(range(self.num_envs))]
-        self.pools = [(self._make_pool([numbers[b] for b in own]), np.array(own)) for own in rows]
+        self.pools = [(self._make_pool([numbers[b] for b in games]), np.array(games)) for games in rows]
         frame = self.vector_step
         frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
-        for pool, own in self.pools:
-            self._write_step(own, *pool.reset())
+        for pool, games in self.pools:
+            self._write_step(games, *pool.reset())
         return frame
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        frame, given = self.vector_step, clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
-        for pool, own in self.pools:
-            pool.send(self._pool_actions(given[own], own))
-        for pool, own in self.pools:
+        frame, clipped = self.vector_step, clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
+        for pool, rows in self.pools:
+            pool.send(self._pool_actions(clipped[rows], rows))
+        for pool, rows in self.pools:
             obs, rewards, terminated, truncated, info = pool.recv()
-            frame.rewards[own] = rewards.reshape(len(own), -1)
-            frame.terminated[own], frame.truncated[own] = terminated, np.asarray(truncated) & ~np.asarray(terminated)
-            self._write_step(own, obs, info)
-        for pool, own in self.pools:
-            over = np.flatnonzero(frame.done[own])
+            frame.rewards[rows] = rewards.reshape(len(rows), -1)
+            frame.terminated[rows], frame.truncated[rows] = terminated, np.asarray(truncated) & ~np.asarray(terminated)
+            self._write_step(rows, obs, info)
+        for pool, rows in self.pools:
+            over = np.flatnonzero(frame.done[rows])
             if len(over):
-                frame.final_obs[own[over]] = frame.obs[own[over]]
-                self._write_step(own[over], *pool.reset(over.astype(np.int32)))
+                frame.final_obs[rows[over]] = frame.obs[rows[over]]
+                self._write_step(rows[over], *pool.reset(over.astype(np.int32)))
         return frame
 
     def close(self) -> None:
@@ -130,9 +130,9 @@ class EnvPoolEnv(VectorEnv):
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])
         if isinstance(obs, dict) and "agents_view" in obs:
             return np.asarray(obs["agents_view"], np.float32).reshape(rows, len(self.seats), -1)
-        parts = [np.asarray(part, np.float32).reshape(rows, -1) for name, part in _leaves(obs) if name != "action_mask"]
-        whole = np.concatenate(parts, 1)[:, None]
-        return np.broadcast_to(whole, (rows, len(self.seats), whole.shape[2]))
+        leaves = [np.asarray(x, np.float32).reshape(rows, -1) for name, x in _leaves(obs) if name != "action_mask"]
+        joined = np.concatenate(leaves, 1)[:, None]
+        return np.broadcast_to(joined, (rows, len(self.seats), joined.shape[2]))
 
     def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
         """Returns the action mask [rows, N, A], or None if the env has none. Raises ValueError for a mask of another
@@ -152,8 +152,8 @@ class EnvPoolEnv(VectorEnv):
                 f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only used for one integer of '
                 "each seat, all with equally many values: choose an env with such actions, or one that masks none"
             )
-        whole = mask if mask.ndim == 3 else mask[:, None]
-        return np.broadcast_to(whole, (len(mask), len(self.seats), size))
+        by_seat = mask if mask.ndim == 3 else mask[:, None]
+        return np.broadcast_to(by_seat, (len(mask), len(self.seats), size))
 
 
 def _leaves(obs: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -161,6 +161,6 @@ def _leaves(obs: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(obs, dict | tuple):
         yield name, obs
         return
-    parts = sorted(obs.items()) if isinstance(obs, dict) else enumerate(obs)
-    for key, part in parts:
-        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+    items = sorted(obs.items()) if isinstance(obs, dict) else enumerate(obs)
+    for key, value in items:
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))

@@ -58,8 +58,8 @@ class CompiledEnv:
         of the step: rewards, ends and final observations."""
         key, state, steps, gone = carry
         key, here = jax.random.split(key)
-        given = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}
-        obs, state, rewards, done, _ = self.env.step_env(here, state, given)
+        seat_actions = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}
+        obs, state, rewards, done, _ = self.env.step_env(here, state, seat_actions)
         over, last = jnp.asarray(done["__all__"], bool), self.observe(obs, state, done)
         cut = over & self._hit_time_limit(state, steps + 1)
         came = {"truncated": cut, "terminated": over & ~cut, "final_obs": last["obs"]}
@@ -171,8 +171,8 @@ class JaxMarlEnv(VectorEnv):
         return self._write_step(shown | dict.fromkeys(ends, 0))
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        given = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
-        self._carried, shown, came = self.compiled.step(self._carried, given)
+        clipped = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
+        self._carried, shown, came = self.compiled.step(self._carried, clipped)
         frame = self._write_step(came | shown)
         frame.rewards *= self.reward_scale
         if self.time_limit == "ends":
@@ -190,11 +190,11 @@ class JaxMarlEnv(VectorEnv):
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         leaves = [jnp.asarray(saved[f"leaf.{n}"]) for n in range(self.compiled.carry_structure.num_leaves)]
         self._carried = jax.tree.unflatten(self.compiled.carry_structure, leaves)
-        kept = [name for name, array in vars(self.vector_step).items() if array is not None]
-        return self._write_step({name: saved[f"frame.{name}"] for name in kept})
+        names = [name for name, array in vars(self.vector_step).items() if array is not None]
+        return self._write_step({name: saved[f"frame.{name}"] for name in names})
 
-    def _write_step(self, parts: Mapping[str, Any]) -> VectorStep:
-        for name, value in parts.items():
+    def _write_step(self, values: Mapping[str, Any]) -> VectorStep:
+        for name, value in values.items():
             getattr(self.vector_step, name)[:] = value
         return self.vector_step
 
@@ -245,7 +245,7 @@ def _is_done(done: Mapping[Any, Any], agent: Any) -> Any:
 
 def _row(observation: Any) -> Any:
     """Returns an observation as one row float32."""
-    return jnp.concatenate([jnp.asarray(part, jnp.float32).reshape(-1) for part in jax.tree.leaves(observation)])
+    return jnp.concatenate([jnp.asarray(leaf, jnp.float32).reshape(-1) for leaf in jax.tree.leaves(observation)])
 
 
 def _pad_rows(rows: list[Any]) -> Any:

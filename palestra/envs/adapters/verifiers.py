@@ -113,9 +113,9 @@ class Verifiers(Workflow):
         self.tasks = _tasks(block, tasks, split)
         options = {"env": block.model_copy(update=roles), "tasks": self.tasks, "success": success}
         program = f"{__name__}:play_episode"
-        part: Split = "train" if split == "all" else split
+        env_split: Split = "train" if split == "all" else split
         super().__init__(
-            seats=list(roles), function=program, split=part, timeout=timeout, settle=settle, options=options
+            seats=list(roles), function=program, split=env_split, timeout=timeout, settle=settle, options=options
         )
 
     def instance_of(self, seed: int) -> int:
@@ -153,8 +153,8 @@ def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> WorkflowRes
 
 def _mean_terms(terms: Sequence[Terms]) -> dict[str, float]:
     """Returns the mean of each term over a seat's traces; one without the term counts as 0."""
-    names = dict.fromkeys(name for own in terms for name in own)
-    return {name: fmean(own.get(name, 0.0) for own in terms) for name in names}
+    names = dict.fromkeys(name for trace_terms in terms for name in trace_terms)
+    return {name: fmean(trace_terms.get(name, 0.0) for trace_terms in terms) for name in names}
 
 
 @contextmanager
@@ -182,13 +182,13 @@ def _block(taskset: str, env: str, config: Mapping[str, Any]) -> vf.EnvConfig:
 
 
 def _tasks(block: vf.EnvConfig, most: int, split: str) -> list[Any]:
-    found = list(itertools.islice(load_taskset(block.taskset), most))
-    kept = [task for task in found if split in ("all", split_of_text(_content(task)))]
-    if not kept:
+    tasks = list(itertools.islice(load_taskset(block.taskset), most))
+    of_split = [task for task in tasks if split in ("all", split_of_text(_content(task)))]
+    if not of_split:
         raise ValueError(
-            f'none of the {len(found)} tasks of {block.taskset.id} is in split "{split}": set split: all, or more tasks'
+            f'none of the {len(tasks)} tasks of {block.taskset.id} is in split "{split}": set split: all, or more tasks'
         )
-    return kept
+    return of_split
 
 
 def _content(task: Any) -> str:

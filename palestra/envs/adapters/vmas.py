@@ -51,10 +51,10 @@ class VmasEnv(VectorEnv):
         return frame
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        frame, given = self.vector_step, clip_actions(self.action_spaces, actions)
+        frame, clipped = self.vector_step, clip_actions(self.action_spaces, actions)
         self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
         seen, rewards, terminated, truncated, _ = self.env.step(
-            [self._seat_actions(n, given[:, n]) for n in range(len(self.seats))]
+            [self._seat_actions(n, clipped[:, n]) for n in range(len(self.seats))]
         )
         for n, reward in enumerate(rewards):
             frame.rewards[:, n] = reward.numpy().reshape(self.num_envs)  # some scenarios pay [games, 1]
@@ -103,8 +103,8 @@ def _make_env(scenario: str, games: int, steps: int, options: dict[str, Any]) ->
 
 def _row(view: Any, games: int) -> np.ndarray:
     """Returns the observations of one agent in all games [B, size]; dictionary entries are concatenated."""
-    parts = view.values() if isinstance(view, dict) else [view]
-    return np.concatenate([part.detach().numpy().reshape(games, -1) for part in parts], 1)
+    entries = view.values() if isinstance(view, dict) else [view]
+    return np.concatenate([entry.detach().numpy().reshape(games, -1) for entry in entries], 1)
 
 
 def _space_of(space: Any) -> Space:

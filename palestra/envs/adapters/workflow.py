@@ -216,16 +216,16 @@ class _ProgramRun:
     def take(self) -> dict[Seat, ChatCall]:
         """Removes and returns the oldest waiting call of each seat."""
         self._asking()
-        taken = {seat: calls.popleft() for seat, calls in self.waiting.items() if calls}
-        self.unanswered = list(taken.values())
-        return taken
+        calls_by_seat = {seat: calls.popleft() for seat, calls in self.waiting.items() if calls}
+        self.unanswered = list(calls_by_seat.values())
+        return calls_by_seat
 
     def take_rewards(self) -> dict[Seat, dict[str, float]]:
         """Removes and returns the rewards paid since the last call, summed by seat and term."""
-        paid, self.paid, found = self.paid, [], dict[Seat, dict[str, float]]()
+        paid, self.paid, totals = self.paid, [], dict[Seat, dict[str, float]]()
         for seat, term, reward in paid:
-            _add_term(found, seat, term, reward)
-        return found
+            _add_term(totals, seat, term, reward)
+        return totals
 
     def score(self) -> WorkflowResult:
         """Returns the result of the ended program. Raises RuntimeError if it failed."""
@@ -305,15 +305,15 @@ def _reply(action: Any) -> ChatReply:
 
 def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:
     """Adds a reward to a seat's term."""
-    own = terms.setdefault(seat, {})
-    own[name] = own.get(name, 0.0) + reward
+    seat_terms = terms.setdefault(seat, {})
+    seat_terms[name] = seat_terms.get(name, 0.0) + reward
 
 
 def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
-    found = load_object(function, "function")
-    if not callable(found):
+    program = load_object(function, "function")
+    if not callable(program):
         raise ValueError(f"function: {function} is not a function")
-    return found
+    return program
 
 
 def _run_program(program: Callable[[WorkflowContext], Any] | None, play: WorkflowContext) -> Any:

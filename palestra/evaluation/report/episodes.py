@@ -24,12 +24,12 @@ def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tup
     `seed`."""
     sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
     failed = [e for e in episodes if e.error is not None]
-    found = [("the best", sound[0])] if sound else []
-    found += [("the worst", sound[-1])] if len(sound) > 1 else []
-    found += [("one that failed", failed[0])] if failed else []
+    samples = [("the best", sound[0])] if sound else []
+    samples += [("the worst", sound[-1])] if len(sound) > 1 else []
+    samples += [("one that failed", failed[0])] if failed else []
     rest = sound[1:-1]
-    drawn = random.Random(seed).sample(rest, min(len(rest), max(0, count - len(found))))
-    return [*found, *(("drawn at random", episode) for episode in drawn)][:count]
+    drawn = random.Random(seed).sample(rest, min(len(rest), max(0, count - len(samples))))
+    return [*samples, *(("drawn at random", episode) for episode in drawn)][:count]
 
 
 def episode_html(episode: Episode, label: str = "") -> str:
@@ -37,17 +37,17 @@ def episode_html(episode: Episode, label: str = "") -> str:
     lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen]
     lines = lines or [[node for node in episode.nodes if node.chosen]]
     seen: dict[Seat, Any] = {}
-    parts = [_turn(episode, node, seen) for node in lines[0][:MAX_STEPS]]
+    blocks = [_turn(episode, node, seen) for node in lines[0][:MAX_STEPS]]
     if len(lines[0]) > MAX_STEPS:
-        parts.append(f"<p class=soft>{len(lines[0]) - MAX_STEPS} further steps</p>")
+        blocks.append(f"<p class=soft>{len(lines[0]) - MAX_STEPS} further steps</p>")
     shown = {node.id for node in lines[0]}
     for line in lines[1 : 1 + MAX_BRANCHES]:
         new = [node for node in line if node.id not in shown]
         shown |= {node.id for node in new}
         inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
-        parts.append(details(f"another trajectory, from step {new[0].depth} on", inside) if new else "")
+        blocks.append(details(f"another trajectory, from step {new[0].depth} on", inside) if new else "")
     failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
-    return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
+    return f"<article>{_head(episode, label, lines)}{''.join(blocks)}{failure}</article>"
 
 
 def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
@@ -62,20 +62,20 @@ def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
 
 def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
     """Returns the HTML of a joint step: the answers of its seats, rewards, and the siblings that were tried."""
-    parts = [_seat(node, seat, seen) for seat in node.answers]
+    blocks = [_seat(node, seat, seen) for seat in node.answers]
     if node.team_reward:
-        parts.append(f"<p class=soft>team {_signed_html(node.team_reward)}</p>")
+        blocks.append(f"<p class=soft>team {_signed_html(node.team_reward)}</p>")
     others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
     if others:
         rows = "".join(f"<li>{_sibling_html(other)}</li>" for other in others[:MAX_SIBLINGS])
         left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
-        parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
+        blocks.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
     if node.done:
         end = "the end, cut off" if node.truncated else "the end"
-        parts.append(
+        blocks.append(
             f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"
         )
-    return f'<div class="turn">{"".join(parts)}</div>'
+    return f'<div class="turn">{"".join(blocks)}</div>'
 
 
 def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:

@@ -14,7 +14,7 @@ MAX_TEXT_CHARS = 6000  # characters of one text
 
 def visible_text(value: Any) -> str:
     """Returns `value` as text in which control characters are visible, and half characters are question marks."""
-    shown = CONTROL_CHARS.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
+    shown = CONTROL_CHARS.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
     return shown.encode("utf-8", "replace").decode()
 
 
@@ -41,9 +41,9 @@ def _cell(value: Any) -> str:
     return f"<td>{escape_text(value, 400)}</td>"
 
 
-def section(title: str, *parts: str) -> str:
+def section(title: str, *texts: str) -> str:
     """Returns a section of the page; "" if all parts are empty."""
-    inside = "\n".join(part for part in parts if part)
+    inside = "\n".join(text for text in texts if text)
     return f"<section><h2>{escape_text(title)}</h2>\n{inside}</section>" if inside else ""
 
 

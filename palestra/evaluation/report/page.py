@@ -47,7 +47,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
     meta = read_meta(run, needs_config=False)
     population = population_sections(run)
     curves = "" if population else metric_charts(logs)
-    parts = [
+    sections = [
         f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
         f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
         "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
@@ -61,7 +61,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         section("Metrics of each policy", _foldable("at the start and at the end", policy_table(logs))),
         section("How to reproduce it", facts_table(run, meta, tree), _foldable("the whole config", _config(run))),
     ]
-    body = "\n".join(part for part in parts if part)
+    body = "\n".join(text for text in sections if text)
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
@@ -83,7 +83,7 @@ def _foldable(summary: str, inside: str) -> str:
 
 
 def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
-    envs = [part["type"] for part in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if part.get("type")]
+    envs = [env["type"] for env in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if env.get("type")]
     learns = (tree.get("population") or {}).get("type") or algorithm_label(tree)
     begun = f", begun {meta['created'][:16].replace('T', ' ')} UTC" if meta.get("created") else ""
     return f"{', '.join(dict.fromkeys(envs)) or 'data'} by {learns}, seed {tree.get('seed', 0)}{begun}"
@@ -91,26 +91,26 @@ def _what(tree: dict[str, Any], meta: dict[str, Any]) -> str:
 
 def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
-    found = []
+    tiles = []
     for name, lines in list(logs.evals.items())[:3]:
         last, label = lines[-1], held_out_label(tree, name)
         if "success" in last:
             low, high = success_bounds(last)
-            found.append(
+            tiles.append(
                 (f"{last['success']:.1%}", f"{label}: success of {valid_instances(last):.0f} [{low:.0%}, {high:.0%}]")
             )
         elif "return" in last:
-            found.append((f"{last['return']:.2f}", f"{label}: return, mean of {valid_instances(last):.0f}"))
+            tiles.append((f"{last['return']:.2f}", f"{label}: return, mean of {valid_instances(last):.0f}"))
     if logs.team:
         last = logs.team[-1]
-        done, whole = last["step"] + 1, total_steps(tree)
-        counted = f"{done} of {whole}" if whole else f"{last.get('env_steps', done):,.0f}"
-        found.append((counted, "training steps" if whole else "env steps" if "env_steps" in last else "tasks"))
+        done, total = last["step"] + 1, total_steps(tree)
+        counted = f"{done} of {total}" if total else f"{last.get('env_steps', done):,.0f}"
+        tiles.append((counted, "training steps" if total else "env steps" if "env_steps" in last else "tasks"))
         if last.get("nash_conv") is not None:
-            found.append((f"{last['nash_conv']:.3f}", "NashConv"))
+            tiles.append((f"{last['nash_conv']:.3f}", "NashConv"))
     shown = "".join(
         f'<div class="tile"><b>{escape_text(figure)}</b><span>{escape_text(what)}</span></div>'
-        for figure, what in found
+        for figure, what in tiles
     )
     return f'<div class="tiles">{shown}</div>' if shown else ""
 
@@ -118,14 +118,14 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
 def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
     """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
     was not recorded."""
-    kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
-    if step is not None and step not in kept:
-        have = ", ".join(map(str, kept)) or "none"
+    paths = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
+    if step is not None and step not in paths:
+        have = ", ".join(map(str, paths)) or "none"
         raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")
-    if not kept or not count:
+    if not paths or not count:
         return ""
-    number = max(kept) if step is None else step
-    episodes = load_episodes(kept[number])
+    number = max(paths) if step is None else step
+    episodes = load_episodes(paths[number])
     chosen = pick_samples(episodes, count, seed)
     caption = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"
     shown = section("Sample episodes", caption, *(episode_html(episode, label) for label, episode in chosen))
@@ -140,8 +140,8 @@ def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
     rows += (
         [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
     )
-    kept = list_checkpoints(run)
-    rows += [("checkpoints", f"after {', '.join(str(one.step + 1) for one in kept)} steps")] if kept else []
+    saved = list_checkpoints(run)
+    rows += [("checkpoints", f"after {', '.join(str(one.step + 1) for one in saved)} steps")] if saved else []
     return html_table(["", ""], rows, css_class="facts")
 
 

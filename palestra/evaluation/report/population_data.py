@@ -69,9 +69,9 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
 
 def _members_of_tasks(tasks: list[TaskRecord]) -> list[Member]:
     """Returns the members that appear in tasks, for runs that have not written population.json yet."""
-    given = [record.task for record in tasks]
-    players = {task.output_member: task.player for task in given if isinstance(task, TrainTask)}
-    played = [name for task in given if isinstance(task, PlayTask) for cell in task.cells for name in cell]
+    done = [record.task for record in tasks]
+    players = {task.output_member: task.player for task in done if isinstance(task, TrainTask)}
+    played = [name for task in done if isinstance(task, PlayTask) for cell in task.cells for name in cell]
     weights = {name: f"members/{name}" for name in players}
     return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
 
@@ -126,13 +126,13 @@ def standings(record: PopulationRecord) -> list[Standing]:
     skills = openskill_ratings(_some_games(record, names)) if find_spec("openskill") else {}
     games = points + points.T
     rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
-    found = []
+    rows = []
     for i in np.argsort(-elo, kind="stable"):
         worst = int(np.nanargmin(rates[i]))
         mean = float(np.nanmean(rates[i]))
         fields = (skills.get(names[i]), mean, float(rates[i, worst]), names[worst], int(games[i].sum()))
-        found.append(Standing(names[i], float(elo[i]), float(stderr[i]), *fields))
-    return found
+        rows.append(Standing(names[i], float(elo[i]), float(stderr[i]), *fields))
+    return rows
 
 
 def cyclicity_warning(record: PopulationRecord) -> str:
@@ -144,13 +144,13 @@ def cyclicity_warning(record: PopulationRecord) -> str:
 def _pairwise_scores(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
     """Returns the members that have played others, and how often each has beaten each [M, M], a draw counting half."""
     names, points = record.payoffs.pairwise_scores()
-    kept = np.flatnonzero((points + points.T).sum(1) > 0)
-    if not len(kept):
+    players = np.flatnonzero((points + points.T).sum(1) > 0)
+    if not len(players):
         raise ValueError(
             f"the members of {record.path} have played no games that were counted: "
             f"`palestra league crossplay {record.path} --games 200` has them play"
         )
-    return [names[i] for i in kept], points[np.ix_(kept, kept)]
+    return [names[i] for i in players], points[np.ix_(players, players)]
 
 
 def _some_games(record: PopulationRecord, names: list[str]) -> list[tuple[list[str], list[float]]]:
@@ -253,12 +253,12 @@ class ExploitResult(NamedTuple):
         return None if self.mixture_return is None else self.response_return - self.mixture_return
 
 
-def exploits_table(path: Path, found: list[ExploitResult]) -> Table:
+def exploits_table(path: Path, exploits: list[ExploitResult]) -> Table:
     """Returns the responses' returns beside those of the mixtures they replace, for the screen."""
     table = Table(title=f"{path}: return per game of trained best responses", title_justify="left")
     for heading in ("player", "response", "the mixture itself", "gain"):
         table.add_column(heading, justify="left" if heading == "player" else "right")
-    for one in found:
+    for one in exploits:
         mixture, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
         response, error = f"{one.response_return:+.3f}", f" ± {1.96 * one.stderr:.3f}"
         row = (response + error, mixture, gain) if one.gain is None else (response, mixture, gain + error)
@@ -266,23 +266,23 @@ def exploits_table(path: Path, found: list[ExploitResult]) -> Table:
     return table
 
 
-def nash_conv_lower_bound(found: list[ExploitResult]) -> float | None:
+def nash_conv_lower_bound(exploits: list[ExploitResult]) -> float | None:
     """Returns a lower bound on NashConv that holds with a probability of at least 95 %, from the gains at all seats;
     None if a gain is unknown.
 
     Each player's gain is taken at its own one-sided bound, at 95 % for all together (Bonferroni), and as 0 if that is
     negative: a best response gains at least 0. The sum of the positive measured gains would exceed NashConv by noise.
     """
-    z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(found))
-    if any(one.gain is None for one in found):
+    z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(exploits))
+    if any(one.gain is None for one in exploits):
         return None
-    return sum(one.seats * max(0.0, one.gain - z * one.stderr) for one in found if one.gain is not None)
+    return sum(one.seats * max(0.0, one.gain - z * one.stderr) for one in exploits if one.gain is not None)
 
 
-def describe_lower_bound(found: list[ExploitResult]) -> str:
+def describe_lower_bound(exploits: list[ExploitResult]) -> str:
     """Formats `nash_conv_lower_bound` beside the measured gains; "" if a gain is unknown."""
-    bound = nash_conv_lower_bound(found)
+    bound = nash_conv_lower_bound(exploits)
     if bound is None:
         return ""
-    gain, percent = sum(one.seats * (one.gain or 0.0) for one in found), f"{100 * CONFIDENCE:.0f} %"
+    gain, percent = sum(one.seats * (one.gain or 0.0) for one in exploits), f"{100 * CONFIDENCE:.0f} %"
     return f"NashConv is at least {bound:.3f} (at {percent} confidence; the responses gain {gain:+.3f} in all)"

@@ -107,31 +107,31 @@ def nash_conv_points(record: PopulationRecord) -> list[dict[str, float]]:
     where known."""
     counts = {line["iteration"]: line for line in record.metrics if line["policy"] == TEAM and "env_steps" in line}
     seconds = {line["step"]: line["elapsed_s"] for line in record.timings}
-    found = []
+    points = []
     for line in record.metrics:
         if line["policy"] == TEAM and line.get("nash_conv") is not None:
             count = counts.get(line["iteration"], {}) | line  # its own counts take precedence
             point: dict[str, float] = {key: count[key] for key in ("env_steps", "games") if key in count}
             if line["step"] in seconds:
                 point["seconds"] = seconds[line["step"]]
-            found.append({"nash_conv": line["nash_conv"], **point})
-    return found
+            points.append({"nash_conv": line["nash_conv"], **point})
+    return points
 
 
 def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, float]]]:
     """Returns the mixtures by player, one for each meta-strategy; without meta-strategies, opponents by learner, one
     for each slice."""
-    found: dict[str, list[dict[str, float]]] = {}
+    mixtures: dict[str, list[dict[str, float]]] = {}
     for line in record.metrics:
         if mix := {key.removeprefix("mix/"): p for key, p in line.items() if key.startswith("mix/")}:
-            found.setdefault(line["policy"], []).append(mix)
-    if found:
-        return found
+            mixtures.setdefault(line["policy"], []).append(mix)
+    if mixtures:
+        return mixtures
     for task in _train_tasks(record):
         if task.learner.startswith("main_"):
             rest = {name: p * (1 - task.self_play) for name, p in task.opponents.mixes[task.player].items()}
-            found.setdefault(task.learner, []).append({"itself": task.self_play, **rest})
-    return {learner: rows for learner, rows in found.items() if not learner.startswith("main_exploiter")}
+            mixtures.setdefault(task.learner, []).append({"itself": task.self_play, **rest})
+    return {learner: rows for learner, rows in mixtures.items() if not learner.startswith("main_exploiter")}
 
 
 def searched_settings(record: PopulationRecord) -> list[str]:

@@ -18,22 +18,23 @@ from palestra.runs.headline import (
     training_return_label,
     training_success_label,
 )
+from palestra.runs.metric_catalog import metric_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 
 MAX_PANELS = 6  # charts of `plot_run`
-POLICY_CHARTS = [  # metric, title
-    ("entropy", "entropy (nats)"),
-    ("kl", "KL from the sampling policy"),
-    ("zero_std_fraction", "zero-advantage groups (share)"),
-    ("invalid", "invalid answers (share)"),
-    ("value_loss", "critic loss"),
-    ("clip_fraction", "clipped (share of tokens or actions)"),
-    ("td_loss", "TD loss"),
-    ("grad_norm", "gradient norm"),
-    ("policy_loss", "policy loss"),
-    ("local_reward", "local reward"),
-    ("tokens", "answer length (tokens)"),
-]
+POLICY_CHARTS = (
+    "entropy",
+    "kl",
+    "zero_std_fraction",
+    "invalid",
+    "value_loss",
+    "clip_fraction",
+    "td_loss",
+    "grad_norm",
+    "policy_loss",
+    "local_reward",
+    "tokens",
+)
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
 
 
@@ -55,8 +56,8 @@ def metric_charts(logs: RunLogs) -> str:
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
     """Yields the charts for which the run has values, the most informative first."""
     charts = [_success(logs), _returns(logs), _rewards(logs)]
-    titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
-    charts += [_of_policies(logs, key, title) for key, title in titles]
+    charts.append(_of_policies(logs, "return", training_return_label(logs.config)))
+    charts += [_of_policies(logs, name, metric_label(name)) for name in POLICY_CHARTS]
     return (chart for chart in [*charts, _speed(logs)] if chart.curves_with_values)
 
 
@@ -78,8 +79,8 @@ def _returns(logs: RunLogs) -> Chart:
     several."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
-        whole = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
-        curves.append(_with_interval(logs, _eval_name(logs, name), whole, "return"))
+        points = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
+        curves.append(_with_interval(logs, _eval_name(logs, name), points, "return"))
         seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
         curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
     curves += _smoothed_curves(training_return_label(logs.config), logs.series(logs.team, "return"))
@@ -91,12 +92,12 @@ def _eval_name(logs: RunLogs, name: str) -> str:
 
 
 def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:
-    own = [
+    points = [
         {"step": line["step"], "own": line["returns"][seat], "half": line.get("returns_ci95", {}).get(seat) or 0.0}
         for line in lines
         if line.get("returns", {}).get(seat) is not None
     ]
-    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", own, "own")
+    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", points, "own")
 
 
 def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:
@@ -110,8 +111,8 @@ def _rewards(logs: RunLogs) -> Chart:
     curves = []
     for name, lines in logs.policies.items():
         paid = [line for line in lines if "team_reward" in line and "local_reward" in line]
-        team, own = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
-        curves.append(ChartCurve(name, Series(team.x, smooth(team.y + own.y))))
+        team, local = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
+        curves.append(ChartCurve(name, Series(team.x, smooth(team.y + local.y))))
     return Chart("reward of an answer (team + own)", curves, logs.x_title)
 
 

@@ -75,7 +75,7 @@ def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[st
 def explain_no_update(path: Path) -> str:
     """Returns why no step of a language-model run made an update, and what to do; "" if one did or no policy learns."""
     logs = RunLogs(path)
-    lines = [line for own in logs.policies.values() for line in own if "updates" in line]
+    lines = [line for policy_lines in logs.policies.values() for line in policy_lines if "updates" in line]
     if not lines or any(line["updates"] for line in lines):
         return ""
     flat, success = mean_of(lines, "zero_std_fraction") or 0.0, mean_of(logs.team, "success") or 0.0

@@ -33,12 +33,12 @@ def eval_table(logs: RunLogs) -> str:
 
 def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
-    found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
-    found += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
-    found += [("return", format_return)] if "return" in line else []
-    found += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(line)]
-    found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
-    return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
+    columns: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
+    columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
+    columns += [("return", format_return)] if "return" in line else []
+    columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(line)]
+    columns += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
+    return columns + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
 
 
 def _sample_cell(name: str, line: Line) -> str:
@@ -84,6 +84,6 @@ def time_table(logs: RunLogs) -> str:
         for key, value in line.items():
             if key.endswith("_s") and not key.endswith(("_per_s", "_cpu_s", "elapsed_s")) and value is not None:
                 spent.setdefault(key.removesuffix("_s"), []).append(value)
-    whole = sum(map(sum, spent.values())) or 1.0
-    rows = [[what, len(some), f"{sum(some):.1f}", f"{sum(some) / whole:.0%}"] for what, some in spent.items()]
+    total = sum(map(sum, spent.values())) or 1.0
+    rows = [[what, len(some), f"{sum(some):.1f}", f"{sum(some) / total:.0%}"] for what, some in spent.items()]
     return html_table(["phase", "times", "seconds", "share"], rows)

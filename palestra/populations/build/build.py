@@ -107,11 +107,11 @@ class PopulationSetup:
 
 
 class PopulationRecorder(PlanCallback):
-    """Writes population.json and payoffs.csv to the run's folder when members were added; calls `watcher` after each
+    """Writes population.json and payoffs.csv to the run's folder when members were added; calls `callback` after each
     task."""
 
-    def __init__(self, plan: AnyPlan, run: Run, watcher: PlanCallback) -> None:
-        self.plan, self.run, self.callback = plan, run, watcher
+    def __init__(self, plan: AnyPlan, run: Run, callback: PlanCallback) -> None:
+        self.plan, self.run, self.callback = plan, run, callback
         self._lines: list[str] = []  # lines of population.json, one for each member; members do not change
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:

@@ -144,17 +144,17 @@ def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.nd
     impurity; empty if the solver does not converge."""
     bend, aim = np.ones_like(share), np.zeros_like(share)
     if objective == "entropy":
-        kept = np.maximum(share, 1e-12)
-        bend, aim = 1 / kept, kept * (1 - np.log(kept) + _lack(share, objective))
+        positive = np.maximum(share, 1e-12)
+        bend, aim = 1 / positive, positive * (1 - np.log(positive) + _lack(share, objective))
     heavy = 1e3 * np.sqrt(bend.max())
     try:
-        found, _ = nnls(
+        weights, _ = nnls(
             np.vstack([np.sqrt(bend)[:, None] * points, np.full(points.shape[1], heavy)]),
             np.r_[np.sqrt(bend) * aim, heavy],
         )
     except RuntimeError:  # too many iterations: no step
         return np.zeros(0)
-    return found / found.sum()
+    return weights / weights.sum()
 
 
 def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objective: Objective) -> np.ndarray:
@@ -162,17 +162,17 @@ def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objecti
     that gains nothing."""
     if not len(toward):
         return weights
-    here, there = points @ weights, points @ toward
+    here, target = points @ weights, points @ toward
     low, high = 0.0, 1.0
     for _ in range(40):
         a, b = high - 0.618034 * (high - low), low + 0.618034 * (high - low)
-        if _lack(here + a * (there - here), objective) <= _lack(here + b * (there - here), objective):
+        if _lack(here + a * (target - here), objective) <= _lack(here + b * (target - here), objective):
             high = b
         else:
             low = a
     steps = [1.0, (low + high) / 2]
-    step = min(steps, key=lambda step: _lack(here + step * (there - here), objective))
-    if _lack(here + step * (there - here), objective) >= _lack(here, objective):
+    step = min(steps, key=lambda step: _lack(here + step * (target - here), objective))
+    if _lack(here + step * (target - here), objective) >= _lack(here, objective):
         return weights
     return weights + step * (toward - weights)
 
@@ -208,11 +208,11 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     rows, which = np.unique(rows[binding], axis=0, return_inverse=True)
     strictness = np.ones(len(rows))
     np.maximum.at(strictness, which.ravel(), size[binding, 0])
-    kept = _solve_dual(rows, strictness, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
-    if kept is None:
+    alive_share = _solve_dual(rows, strictness, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
+    if alive_share is None:
         return None
     share = np.zeros(len(alive))
-    share[alive] = kept
+    share[alive] = alive_share
     return share
 
 
@@ -232,9 +232,9 @@ def _solve_dual(rows: np.ndarray, strictness: np.ndarray, objective: Objective) 
             break
         if not np.isfinite(step).all():
             break
-        there = _DualPoint.at(np.maximum(here.prices + step, 0), rows, strictness, objective)
-        if here.worse_than(there):
-            here, damping = there, max(damping / 100, 1e-12)
+        candidate = _DualPoint.at(np.maximum(here.prices + step, 0), rows, strictness, objective)
+        if here.worse_than(candidate):
+            here, damping = candidate, max(damping / 100, 1e-12)
         else:
             damping *= 10
     total = here.share.sum()
@@ -289,8 +289,8 @@ class _DualPoint(NamedTuple):
 
     def _curvature(self, rows: np.ndarray, objective: Objective) -> np.ndarray:
         if objective == "gini":
-            kept = rows[:, self.share > 0]
-            return kept @ kept.T
+            support_rows = rows[:, self.share > 0]
+            return support_rows @ support_rows.T
         mean = rows @ self.share
         return (rows * self.share) @ rows.T - np.outer(mean, mean)
 

@@ -59,7 +59,7 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
     ]
     strategies = [maximin(tables[0], ties), maximin(tables[1].T, ties)]
     earned = member_returns(own_axis_first(tables), strategies)
-    gains = spreads * [(value - value @ own).max() for value, own in zip(earned, strategies, strict=True)]
+    gains = spreads * [(value - value @ strategy).max() for value, strategy in zip(earned, strategies, strict=True)]
     excess = gains - GAIN_TOLERANCE * spreads - unequal  # maximin strategies of such tables gain up to `unequal`
     if excess.max() > 0:
         player = int(excess.argmax())
@@ -73,7 +73,7 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
 def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") -> np.ndarray:
     """Returns the row player's maximin strategy, float64 [rows], for payoffs [rows, columns]."""
     rows, columns = table.shape
-    found = linear_program(  # the last variable is the value, a lower bound on every column
+    x = linear_program(  # the last variable is the value, a lower bound on every column
         np.r_[np.zeros(rows), -1.0],
         A_ub=np.c_[-table.T, np.ones(columns)],
         b_ub=np.zeros(columns),
@@ -81,7 +81,7 @@ def maximin(table: np.ndarray, ties: Literal["vertex", "entropy"] = "vertex") ->
         b_eq=[1.0],
         bounds=[(0, None)] * rows + [(None, None)],
     )
-    strategy = np.maximum(found[:rows], 0)
+    strategy = np.maximum(x[:rows], 0)
     strategy /= strategy.sum()
     if ties == "vertex":
         return strategy
@@ -141,10 +141,10 @@ def gain_units(payoffs: PayoffTensors) -> np.ndarray:
     for table in own_axis_first(payoffs):
         one, other = np.triu_indices(len(table), 1)
         gaps.append(np.abs(table[one] - table[other]).ravel())
-    largest = max((float(own.max(initial=0.0)) for own in gaps), default=0.0)
+    largest = max((float(gap.max(initial=0.0)) for gap in gaps), default=0.0)
     if largest == 0:
         return np.ones(len(payoffs))
-    medians = [np.quantile(own[own > ROUNDING * own.max()], 0.5, method="lower") if own.any() else 0.0 for own in gaps]
+    medians = [np.quantile(gap[gap > ROUNDING * gap.max()], 0.5, method="lower") if gap.any() else 0.0 for gap in gaps]
     return np.minimum(np.maximum(MAX_UNIT_RATIO * np.array(medians), MIN_UNIT), largest)
 
 

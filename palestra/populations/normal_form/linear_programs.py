@@ -34,12 +34,12 @@ def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
     most = MAX_ITERATIONS_PER_SIZE * (len(cost) + len(np.atleast_2d(constraints["A_ub"])))
     for method, primal, dual in HIGHS_SETTINGS:
         tight = {"primal_feasibility_tolerance": primal, "dual_feasibility_tolerance": dual, "maxiter": most}
-        found = linprog(cost, method=method, options=tight, **constraints)
-        if found.status not in UNSOLVED:
+        result = linprog(cost, method=method, options=tight, **constraints)
+        if result.status not in UNSOLVED:
             break
-    if not found.success:
-        raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
-    return found.x
+    if not result.success:
+        raise ValueError(f"the linear program of these payoffs was not solved: {result.message}")
+    return result.x
 
 
 def column_units(rows: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`. Raises ValueError if
     there is none."""
     count, eye, units = len(share), np.eye(len(share)), column_units(rows)
-    found = linear_program(  # entries, then how much each lies above or below
+    x = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
         A_ub=np.hstack([rows * units, np.zeros((len(rows), 2 * count))]),
         b_ub=np.full(len(rows), LP_SLACK),
@@ -74,7 +74,7 @@ def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
         b_eq=np.r_[share, 1.0],
         bounds=(0, None),
     )
-    nearest = _distribution(units * found[:count])
+    nearest = _distribution(units * x[:count])
     return nearest if (rows @ nearest).max(initial=0.0) <= MAX_LP_VIOLATION else _refine_distribution(rows, nearest)
 
 
@@ -83,7 +83,7 @@ def _refine_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     step of iterative refinement (Gleixner et al., 2016): a linear program for the correction, scaled up so that HiGHS's
     tolerance is finer."""
     count, units = len(share), column_units(rows)
-    found = linear_program(  # how much each entry rises, then how much each falls
+    change = linear_program(  # how much each entry rises, then how much each falls
         np.r_[units, units],
         A_ub=np.hstack([rows * units, -rows * units]),
         b_ub=(LP_SLACK - rows @ share) / CORRECTION_SCALE,
@@ -91,11 +91,11 @@ def _refine_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
         b_eq=[0.0],
         bounds=[(0, None)] * count + [(0, p) for p in (share / units / CORRECTION_SCALE).tolist()],
     )
-    return _distribution(share + CORRECTION_SCALE * units * (found[:count] - found[count:]))
+    return _distribution(share + CORRECTION_SCALE * units * (change[:count] - change[count:]))
 
 
-def _distribution(found: np.ndarray) -> np.ndarray:
-    share = np.maximum(found, 0.0)
+def _distribution(x: np.ndarray) -> np.ndarray:
+    share = np.maximum(x, 0.0)
     return share / share.sum()
 
 

@@ -41,7 +41,7 @@ class EmpiricalGame:
         Raises KeyError for members without payoffs.
         """
         rows = np.array([self._mean(members) for members in product(*names)])
-        return [column.reshape([len(own) for own in names]) for column in rows.T]
+        return [column.reshape([len(seat_names) for seat_names in names]) for column in rows.T]
 
     def has_payoffs(self, members: MemberProfile) -> bool:
         """True if there are payoffs for these members."""
@@ -106,7 +106,7 @@ class MatchQueue:
         `training` maps, for each player, the future name of each policy in training to its newest snapshot.
         """
         names = {
-            own: [*self.empirical_game.payoffs.members[own], *training.get(own, {})] for own in self.population.players
+            who: [*self.empirical_game.payoffs.members[who], *training.get(who, {})] for who in self.population.players
         }
         newest = {one: snapshot for snapshots in training.values() for one, snapshot in snapshots.items()}
         cells = [
@@ -124,10 +124,10 @@ class MatchQueue:
 
         `strategies` is the joint distribution [m_0, ..., m_n-1].
         """
-        given = allocate_games(self.empirical_game.payoffs, strategies, games, max(1, games // 10))
+        new_games = allocate_games(self.empirical_game.payoffs, strategies, games, max(1, games // 10))
         tasks: list[PlayTask] = []
-        for count in sorted(set(given.values())):
-            cells = [members for members, own in given.items() if own == count]
+        for count in sorted(set(new_games.values())):
+            cells = [members for members, new_count in new_games.items() if new_count == count]
             tasks += self._tasks(f"play/{label}-{count}", cells, count)
         return self._add_open(tasks)
 
@@ -147,15 +147,15 @@ class MatchQueue:
         return tasks
 
     def _tasks(self, name: str, cells: Sequence[MemberProfile], games: int) -> list[PlayTask]:
-        parts = [cells[i : i + self.cells_per_task] for i in range(0, len(cells), self.cells_per_task)]
+        chunks = [cells[i : i + self.cells_per_task] for i in range(0, len(cells), self.cells_per_task)]
         return [
             PlayTask(
                 f"{name}/{number}",
-                cells=tuple(part),
+                cells=tuple(chunk),
                 games_per_cell=games,
-                members=self.population.names_with_files(one for cell in part for one in cell),
+                members=self.population.names_with_files(one for cell in chunk for one in cell),
             )
-            for number, part in enumerate(parts)
+            for number, chunk in enumerate(chunks)
         ]
 
 
@@ -176,15 +176,15 @@ def allocate_games(
     gains = _variance_gains(table, strategies)
     queue = [(-gain * _variance_drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
     heapq.heapify(queue)
-    given: dict[MemberProfile, int] = {}
+    new_games: dict[MemberProfile, int] = {}
     for left in range(games, 0, -chunk):
         if not queue:
             break
         _, key = heapq.heappop(queue)
-        given[key] = given.get(key, 0) + min(chunk, left)
+        new_games[key] = new_games.get(key, 0) + min(chunk, left)
         gain, played = gains[key]
-        heapq.heappush(queue, (-gain * _variance_drop(played + given[key], chunk), key))
-    return given
+        heapq.heappush(queue, (-gain * _variance_drop(played + new_games[key], chunk), key))
+    return new_games
 
 
 def _variance_gains(

@@ -133,10 +133,10 @@ class League:
 
     def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
         for member, names in self.opponents.pop(task.name).items():
-            if (met := result.opponents.get(member)) is None:
+            if (games := result.opponents.get(member)) is None:
                 continue
             for name in names:
-                self.win_rates.add(learner.name, name, met.games, met.points)
+                self.win_rates.add(learner.name, name, games.games, games.points)
         learner.slices += 1
         learner.slices_since_freeze += 1
         learner.start = learner.latest = task.output_member

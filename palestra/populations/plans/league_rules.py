@@ -200,8 +200,8 @@ class LeagueLogic:
     def _current(self, learner: LeagueLearner, main: LeagueLearner, bar: float, rates: np.ndarray) -> OpponentWeights:
         """Returns main agent `main` at its current weights if the learner's win rate against it is above `bar`, else
         the agent's past."""
-        met = main is learner or main.latest  # a main agent that has not trained yet has no current weights
-        if met and self.win_rates.rate(learner.name, main.name) > bar:
+        has_weights = main is learner or main.latest  # a main agent that has not trained yet has no current weights
+        if has_weights and self.win_rates.rate(learner.name, main.name) > bar:
             return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
         return self._pfsp_weights(self._numbers(self.past(main)), rates, "variance")
 

@@ -44,12 +44,12 @@ class WinRates:
         them."""
         if not games:
             return
-        kept = self.decay**games
-        fresh = float(games) if self.decay == 1 else (1 - kept) / (1 - self.decay)
+        weight = self.decay**games
+        fresh = float(games) if self.decay == 1 else (1 - weight) / (1 - self.decay)
         for ours, theirs, share in ((home, away, points / games), (away, home, 1 - points / games)):
             counts = self._counts.setdefault(ours, {})
             old = counts.get(theirs, (0.0, 0.0))
-            counts[theirs] = (old[0] * kept + fresh, old[1] * kept + share * fresh)
+            counts[theirs] = (old[0] * weight + fresh, old[1] * weight + share * fresh)
 
     def remove(self, name: str) -> None:
         """Removes all results of `name`."""

@@ -56,15 +56,15 @@ class MetaStrategy:
     def pad_to(self, names: Sequence[Sequence[str]]) -> MetaStrategy:
         """Returns the same meta-strategy over longer lists of members. The added members, which come last, have
         probability 0."""
-        more = [(0, len(wide) - len(own)) for wide, own in zip(names, self.names, strict=True)]
+        more = [(0, len(wide) - len(narrow)) for wide, narrow in zip(names, self.names, strict=True)]
         return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.is_correlated)
 
 
 def drop_negligible(mix: Mix) -> Mix:
     """Returns the mixture without negligible probabilities, normalised."""
-    kept = {name: p for name, p in mix.items() if p >= MIN_PROBABILITY}
-    total = sum(kept.values())
-    return {name: p / total for name, p in kept.items()}
+    large = {name: p for name, p in mix.items() if p >= MIN_PROBABILITY}
+    total = sum(large.values())
+    return {name: p / total for name, p in large.items()}
 
 
 def meta_opponents(meta: MetaStrategy, player: Player, recommended: str | None = None) -> Opponents:
@@ -120,8 +120,8 @@ def equilibrium_gap(meta: MetaStrategy, payoffs: Sequence[np.ndarray], coarse: b
     """
     total = 0.0
     for seat, table in enumerate(payoffs):
-        joint, own = (np.moveaxis(array, seat, 0).reshape(table.shape[seat], -1) for array in (meta.joint, table))
-        recommended_played = joint @ own.T
+        joint, returns = (np.moveaxis(array, seat, 0).reshape(table.shape[seat], -1) for array in (meta.joint, table))
+        recommended_played = joint @ returns.T
         played = recommended_played.sum(0).max() if coarse else recommended_played.max(1).sum()
         total += float(played - np.trace(recommended_played))
     return total

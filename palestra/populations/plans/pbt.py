@@ -150,8 +150,8 @@ class PBT:
     def summary(self) -> Metrics:
         """Returns progress: slices done and in all, members, env steps."""
         done = sum(learner.slices for learner in self.learners.values())
-        whole = self.config.slices * len(self.learners)
-        return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
+        in_all = self.config.slices * len(self.learners)
+        return {"iteration": done, "iterations": in_all, "members": len(self.population), "env_steps": self.env_steps}
 
     def _slice(self, learner: PBTLearner) -> TrainTask:
         mix, self_play = self._mixture(learner)
@@ -182,8 +182,8 @@ class PBT:
 
     def _note(self, learner: PBTLearner, task: TrainTask, result: TrainResult) -> None:
         for member, name in self.opponents.pop(task.name).items():
-            if met := result.opponents.get(member):
-                self.win_rates.add(learner.name, name, met.games, met.points)
+            if games := result.opponents.get(member):
+                self.win_rates.add(learner.name, name, games.games, games.points)
         learner.slices += 1
         learner.latest, learner.has_trained = task.output_member, True
         if result.mean_return is not None:  # no game may have ended

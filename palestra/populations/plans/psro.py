@@ -80,8 +80,8 @@ class PSRO:
                 self.matches.record_result(played, games)
             case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
                 new += self._record_training(trained, outcome)
-        if not self.is_done and self._due():
-            new += self._conclude()
+        if not self.is_done and self._iteration_is_complete():
+            new += self._end_iteration()
         return [*new, *self._slices()]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
@@ -134,11 +134,11 @@ class PSRO:
         if not self.config.is_correlated:
             return self.matches.add_member(response.to_member())
         response.gain, response.digest = self._gain(response, result), result.policy_digest or response.name
-        own = [
+        siblings = [
             each for each in self.responses if (each.iteration, each.player) == (response.iteration, response.player)
         ]
         games: list[PlayTask] = []
-        for each in own if all(each.is_frozen for each in own) else ():
+        for each in siblings if all(each.is_frozen for each in siblings) else ():
             if each.gain > 0 and each.digest not in self._digests[each.player]:
                 self._digests[each.player].add(each.digest)
                 games += self.matches.add_member(each.to_member())
@@ -154,7 +154,7 @@ class PSRO:
         gain = response_gain(response, result.mean_return, meta, self.matches.empirical_game.payoff_tensors(meta.names))
         if is_exact:
             return gain
-        then = tuple(slice(len(own)) for own in meta.names)  # without members that have joined since
+        then = tuple(slice(len(members)) for members in meta.names)  # without members that have joined since
         error = gain_error(response, result, meta, [table[then] for table in self.payoffs.stderr()])
         return math.inf if error is None else gain - error
 
@@ -169,14 +169,14 @@ class PSRO:
 
     # ---- iterations
 
-    def _due(self) -> bool:
+    def _iteration_is_complete(self) -> bool:
         """True if all games and responses for the next meta-strategy are done."""
         number = len(self.meta_strategies)
         responses = [response for response in self.responses if response.iteration == number]
-        made = number == 0 or (bool(responses) and all(response.is_frozen for response in responses))
-        return made and not self.matches.open_tasks
+        are_trained = number == 0 or (bool(responses) and all(response.is_frozen for response in responses))
+        return are_trained and not self.matches.open_tasks
 
-    def _conclude(self) -> Sequence[Task]:
+    def _end_iteration(self) -> Sequence[Task]:
         """Ends an iteration. Returns the tasks of its adaptive games if these are not yet played; else solves for the
         meta-strategy and returns the task of its assessment."""
         names = [self.payoffs.members[player] for player in self.seats]
@@ -190,7 +190,7 @@ class PSRO:
         self._note_iteration(meta, tables)
         self.meta_strategies.append(meta)
         self.is_done |= number == self.config.iterations
-        if not self.is_done and not self._room(meta):
+        if not self.is_done and not self._max_responses(meta):
             self.is_done = True
             warn_full(self.config.meta_solver.type, meta, self._metrics[TEAM])
         if not self.is_done:
@@ -243,7 +243,7 @@ class PSRO:
         """Returns the members for which a response is still to be trained; [None] for one response for all members."""
         return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
 
-    def _room(self, meta: MetaStrategy) -> int:
+    def _max_responses(self, meta: MetaStrategy) -> int:
         """Returns the largest number of responses of each player in an iteration: `max_responses` with `ce`, 1 with
         `cce`, fewer if the solver's table has no room for these, and no limit with other solvers."""
         solver = self.config.meta_solver.type
@@ -257,14 +257,14 @@ class PSRO:
     def _responses(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> Iterable[Response]:
         """Yields the responses that can start now: in the first iteration those of all pipeline levels, then one more
         level per iteration."""
-        done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._room(meta)
+        done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._max_responses(meta)
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
                 several = most_recommended(self._unanswered_members(meta, player), meta, player, room)
                 if self.config.is_correlated:
                     self._answered[player].update(several)
-                for part, member in enumerate(several, start=1):
-                    name = f"{player}-{number}" + (f".{part}" if len(several) > 1 else "")
+                for index, member in enumerate(several, start=1):
+                    name = f"{player}-{number}" + (f".{index}" if len(several) > 1 else "")
                     start = start_member(self.config, self.population, meta, tables, player, member)
                     yield Response(name, player, number, member, start)
 
@@ -281,7 +281,7 @@ class PSRO:
         settled = below < len(self.meta_strategies)
         last = settled and response.slices + 1 >= config.slices
         name = response.name if last else f"{response.name}~{response.slices + 1}"
-        opponents = self._opponents(response, self.meta_strategies[below] if settled else self._meanwhile(below))
+        opponents = self._opponents(response, self.meta_strategies[below] if settled else self._provisional_meta(below))
         start = response.latest or response.start
         task = TrainTask(
             f"train/{name}",
@@ -314,7 +314,7 @@ class PSRO:
             }
         )
 
-    def _meanwhile(self, number: int) -> MetaStrategy:
+    def _provisional_meta(self, number: int) -> MetaStrategy:
         """Returns the meta-strategy over the iterations up to `number`, some of whose responses are still in training.
 
         Of these responses it includes those that have payoffs against all others.

@@ -61,8 +61,8 @@ def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: 
     if len(members) <= count:
         return list(members)
     mix = meta.marginal(player)
-    kept = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
-    return [name for name in members if name in kept]
+    chosen = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
+    return [name for name in members if name in chosen]
 
 
 def start_member(
@@ -102,13 +102,13 @@ def gain_error(
 ) -> float | None:
     """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
     standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
-    met, seat = list(result.opponents.values()), meta.seats.index(response.player)
-    games = sum(own.games for own in met)
+    opponents, seat = list(result.opponents.values()), meta.seats.index(response.player)
+    games = sum(own.games for own in opponents)
     if games < 2:
         return None
     mean, square = (
-        sum(own.games * value for own, value in zip(met, values, strict=True)) / games
-        for values in ([own.mean_return for own in met], [own.mean_squared_return for own in met])
+        sum(own.games * value for own, value in zip(opponents, values, strict=True)) / games
+        for values in ([own.mean_return for own in opponents], [own.mean_squared_return for own in opponents])
     )
     joint, error = meta.joint, stderr[seat]
     if response.recommended:
@@ -134,8 +134,8 @@ def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
 
 def newest_snapshots(responses: Iterable[Response], players: Sequence[Player]) -> dict[Player, dict[str, str]]:
     """Returns, by player, the newest snapshot of each response in training that has one."""
-    found: dict[Player, dict[str, str]] = {player: {} for player in players}
+    snapshots: dict[Player, dict[str, str]] = {player: {} for player in players}
     for response in responses:
         if response.latest and not response.is_frozen:
-            found[response.player][response.name] = response.latest
-    return found
+            snapshots[response.player][response.name] = response.latest
+    return snapshots

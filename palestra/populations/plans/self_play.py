@@ -154,8 +154,8 @@ class SelfPlay:
 
     def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
         player, before = task.player, self._round()
-        for member, own in result.opponents.items():
-            self.win_rates.add(player, member, own.games, own.points)
+        for member, games in result.opponents.items():
+            self.win_rates.add(player, member, games.games, games.points)
         self.in_training.remove(player)
         self.slices_done[player] += 1
         self.env_steps += result.env_steps
@@ -182,9 +182,9 @@ class SelfPlay:
         if not every or (number % every and not last):
             return []
         names = self._names(number)
-        mixes = {player: dict.fromkeys(own, 1 / len(own)) for player, own in names.items()}
+        mixes = {player: dict.fromkeys(members, 1 / len(members)) for player, members in names.items()}
         if self.config.nash_conv_of == "latest":
-            mixes = {player: {own[-1]: 1.0} for player, own in names.items()}
+            mixes = {player: {members[-1]: 1.0} for player, members in names.items()}
         files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
         return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
@@ -213,8 +213,8 @@ class SelfPlay:
 
     def _slice(self, player: Player) -> TrainTask:
         number = self.slices_done[player]
-        name, own = f"{player}-{number + 1}", self._names(number)[player]
-        start = own[-1] if self.config.continues and self.population.names_with_files(own[-1:]) else None
+        name, members = f"{player}-{number + 1}", self._names(number)[player]
+        start = members[-1] if self.config.continues and self.population.names_with_files(members[-1:]) else None
         opponents = self._opponents(player)
         self.in_training.add(player)
         return TrainTask(

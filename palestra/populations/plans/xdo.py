@@ -106,7 +106,7 @@ class XDO:
         )
         self.env_steps += result.env_steps
         self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
-        return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
+        return [self._solve(number)] if all(len(names) == number for names in self.responses.values()) else []
 
     def _record_solution(self, task: SolveTask, result: SolveResult) -> list[Task]:
         self.iteration, self.solution = self.iteration + 1, task.output_member
@@ -147,9 +147,9 @@ class XDO:
         return SolveTask(
             f"solve/{number}",
             iteration=number,
-            responses={player: tuple(own) for player, own in self.responses.items()},
+            responses={player: tuple(names) for player, names in self.responses.items()},
             cfr_iterations=self.config.cfr_iterations,
-            members=tuple(name for own in self.responses.values() for name in own),
+            members=tuple(name for names in self.responses.values() for name in names),
             output_member=f"solution-{number}",
         )
 

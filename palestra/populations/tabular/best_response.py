@@ -51,9 +51,9 @@ def best_response_to_reach(
     best, value = best_actions(
         tree, sequence_values(tree, end_probs, player), player, tree.action_mask if action_mask is None else action_mask
     )
-    answer, own = policy.copy(), tree.player_rows(player)
-    answer[own] = 0
-    answer[np.arange(own.start, own.stop), best[own]] = 1
+    answer, rows = policy.copy(), tree.player_rows(player)
+    answer[rows] = 0
+    answer[np.arange(rows.start, rows.stop), best[rows]] = 1
     return answer, value
 
 

@@ -48,12 +48,12 @@ class CFRSolver:
     def _update_player(self, player: int) -> None:
         """Updates one player's regrets against the current policies of the others, and its policy by regret
         matching."""
-        tree, own = self.tree, self.tree.player_rows(player)
-        regrets = self.regrets[own]
-        regrets += self._advantages(player)[own]
+        tree, rows = self.tree, self.tree.player_rows(player)
+        regrets = self.regrets[rows]
+        regrets += self._advantages(player)[rows]
         if self.is_plus:
             np.maximum(regrets, 0, out=regrets)
-        self.policy[own] = self._regret_matching(own)
+        self.policy[rows] = self._regret_matching(rows)
         write_realization_plan(self.current_plans, tree, self.policy, player)
 
     def _advantages(self, player: int) -> np.ndarray:
@@ -67,9 +67,9 @@ class CFRSolver:
             rows[level] -= mean[:, None]
         return np.where(self.action_mask, rows, 0)
 
-    def _regret_matching(self, own: slice) -> np.ndarray:
+    def _regret_matching(self, rows: slice) -> np.ndarray:
         """Returns the policy by regret matching: actions in proportion to their positive regrets; uniform if none is
         positive."""
-        positive = np.maximum(self.regrets[own], 0)
+        positive = np.maximum(self.regrets[rows], 0)
         total = positive.sum(1, keepdims=True)
-        return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[own])
+        return np.where(total > 0, positive / np.where(total > 0, total, 1.0), self.default_policy[rows])

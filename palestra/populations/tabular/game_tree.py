@@ -66,29 +66,29 @@ def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTre
     return _build_tree(rules, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
 
 
-def _build_tree(rules: Rules[Any], found: GameTraversal) -> GameTree:
+def _build_tree(rules: Rules[Any], traversal: GameTraversal) -> GameTree:
     """Renumbers the information states by player and depth, so that each level is a slice."""
-    order = np.lexsort((found.depth, found.state_player))
-    owner, depth = found.state_player[order], found.depth[order]
+    order = np.lexsort((traversal.depth, traversal.state_player))
+    owner, depth = traversal.state_player[order], traversal.depth[order]
     anew = np.empty_like(order)
     anew[order] = np.arange(len(order))
     n, width = rules.num_players, len(rules.action_names)
-    seen = found.info_state[order]
+    seen = traversal.info_state[order]
     return GameTree(
         name=rules.name,
         num_players=n,
         action_names=rules.action_names,
         state_player=owner,
-        action_mask=found.action_mask[order],
-        info_state_tensors=found.info_state_tensors[seen],
-        info_state_texts=[found.info_state_texts[view] for view in seen.tolist()],
-        parent_sequence=_renumber_sequences(found.parent_sequence[order], anew, n, width),
+        action_mask=traversal.action_mask[order],
+        info_state_tensors=traversal.info_state_tensors[seen],
+        info_state_texts=[traversal.info_state_texts[view] for view in seen.tolist()],
+        parent_sequence=_renumber_sequences(traversal.parent_sequence[order], anew, n, width),
         levels=[_levels(owner, depth, player) for player in range(n)],
-        end_sequences=_renumber_sequences(found.end_sequences, anew, n, width),
-        chance_probs=found.chance_probs,
-        returns=found.returns,
-        num_nodes=found.num_nodes,
-        has_ambiguous_tensors=found.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
+        end_sequences=_renumber_sequences(traversal.end_sequences, anew, n, width),
+        chance_probs=traversal.chance_probs,
+        returns=traversal.returns,
+        num_nodes=traversal.num_nodes,
+        has_ambiguous_tensors=traversal.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
     )
 
 
@@ -99,8 +99,8 @@ def _renumber_sequences(sequences: np.ndarray, anew: np.ndarray, n: int, width: 
 
 def _levels(owner: np.ndarray, depth: np.ndarray, player: int) -> list[slice]:
     first, last = np.searchsorted(owner, [player, player + 1])
-    own = depth[first:last]
-    bounds = first + np.searchsorted(own, np.arange(own.max(initial=-1) + 2))
+    depths = depth[first:last]
+    bounds = first + np.searchsorted(depths, np.arange(depths.max(initial=-1) + 2))
     return [slice(start, stop) for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
 
 
@@ -112,10 +112,10 @@ def uniform_policy(tree: GameTree) -> np.ndarray:
 def realization_plan(tree: GameTree, policy: np.ndarray) -> np.ndarray:
     """Returns the realisation plan float64 [S]: the product of the player's own action probabilities along each
     sequence (von Stengel, 1996)."""
-    made = np.empty(tree.num_sequences)
+    plan = np.empty(tree.num_sequences)
     for player in range(tree.num_players):
-        write_realization_plan(made, tree, policy, player)
-    return made
+        write_realization_plan(plan, tree, policy, player)
+    return plan
 
 
 def write_realization_plan(plan_out: np.ndarray, tree: GameTree, policy: np.ndarray, player: int) -> None:

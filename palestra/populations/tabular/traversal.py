@@ -61,27 +61,27 @@ class GameTraversal:
 
 def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
     """Enumerates all reachable states. Raises ValueError if there are more than `max_states`."""
-    found = [rules.initial_state()]
-    numbers = {found[0]: 0}
+    states = [rules.initial_state()]
+    numbers = {states[0]: 0}
     turns, returns, first = [], [], [0]
     child: list[int] = []
     action: list[int] = []
     likely: list[float] = []
     views = _TensorNumbering(rules)
-    for state in found:
+    for state in states:
         turn = rules.current_player(state)
         turns.append(turn)
         returns.append(rules.returns(state) if turn == TERMINAL else (0.0,) * rules.num_players)
         for move, chance in _moves(rules, state, turn, views):
             after = rules.next_state(state, move)
-            number = numbers.setdefault(after, len(found))
-            if number == len(found):
-                found.append(after)
+            number = numbers.setdefault(after, len(states))
+            if number == len(states):
+                states.append(after)
             child.append(number)
             action.append(move)
             likely.append(chance)
         first.append(len(child))
-        if len(found) > max_states:
+        if len(states) > max_states:
             raise GameTooLarge(rules.name, max_states)
     return GameStates(
         rules.name,
@@ -158,7 +158,7 @@ def _moves(rules: Rules[Any], state: Any, turn: int, views: _TensorNumbering) ->
 def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: int) -> GameTraversal:
     """Expands all paths through the game. Paths to one state that no player can distinguish are merged into one node.
     Raises ValueError if there are more than `max_nodes` nodes."""
-    met = _InfoStateNumbering(num_players, num_actions)
+    info_states = _InfoStateNumbering(num_players, num_actions)
     level = NodeLevel(np.zeros(1, np.int64), np.arange(num_players)[None], np.ones(1))
     ends: list[NodeLevel] = []
     nodes = 0
@@ -167,16 +167,16 @@ def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: 
         if nodes > max_nodes:
             raise GameTooLarge(states.name, max_nodes)
         over = states.current_player[level.state] == TERMINAL
-        ends.append(NodeLevel(*(part[over] for part in level)))
-        level = _next(states, NodeLevel(*(part[~over] for part in level)), met)
-    over_at, last, chance = (np.concatenate(parts) for parts in zip(*ends, strict=True))
-    seen = np.array(met.seen, np.int64)
+        ends.append(NodeLevel(*(column[over] for column in level)))
+        level = _next(states, NodeLevel(*(column[~over] for column in level)), info_states)
+    over_at, last, chance = (np.concatenate(columns) for columns in zip(*ends, strict=True))
+    seen = np.array(info_states.seen, np.int64)
     return GameTraversal(
-        state_player=np.array(met.owner, np.int64),
-        depth=np.array(met.depth, np.int64),
+        state_player=np.array(info_states.owner, np.int64),
+        depth=np.array(info_states.depth, np.int64),
         info_state=seen,
         action_mask=states.action_mask[seen],
-        parent_sequence=np.array(met.parent, np.int64),
+        parent_sequence=np.array(info_states.parent, np.int64),
         end_sequences=last,
         chance_probs=chance,
         returns=states.returns[over_at],
@@ -208,20 +208,20 @@ class _InfoStateNumbering:
         return number
 
 
-def _next(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> NodeLevel:
+def _next(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering) -> NodeLevel:
     """Returns the child nodes of one depth."""
     count = states.first_edge[level.state + 1] - states.first_edge[level.state]
     of = np.repeat(np.arange(len(count)), count)
     edge = np.arange(len(of)) + np.repeat(states.first_edge[level.state] - (np.cumsum(count) - count), count)
     turn, last = states.current_player[level.state], level.last_sequences[of]
     moved = turn[of] >= 0
-    sequences = met.n + _information_states(states, level, met) * met.width
+    sequences = info_states.n + _information_states(states, level, info_states) * info_states.width
     last[moved, turn[of][moved]] = sequences[of][moved] + states.action[edge][moved]
     after = NodeLevel(states.child[edge], last, level.chance_probs[of] * states.probability[edge])
     return after if moved.all() else _merge_nodes(after)
 
 
-def _information_states(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> np.ndarray:
+def _information_states(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering) -> np.ndarray:
     """Returns the information state of each node, int64 [M]; 0 at chance nodes."""
     turn, seen = states.current_player[level.state], states.info_state[level.state]
     numbers, at = np.zeros(len(turn), np.int64), np.flatnonzero(turn >= 0)
@@ -229,7 +229,7 @@ def _information_states(states: GameStates, level: NodeLevel, met: _InfoStateNum
     keys = parent * len(states.info_state_tensors) + seen[at]
     _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
     rows = zip(turn[at][example].tolist(), parent[example].tolist(), seen[at][example].tolist(), strict=True)
-    numbers[at] = np.array([met.number(*row) for row in rows], np.int64)[inverse]
+    numbers[at] = np.array([info_states.number(*row) for row in rows], np.int64)[inverse]
     return numbers
 
 

@@ -137,10 +137,10 @@ class ExactSolver:
         allowed = np.zeros_like(self.tree.action_mask)
         for player, names in task.responses.items():
             for seat in self.seats[player]:
-                own = self.tree.player_rows(seat)
+                states = self.tree.player_rows(seat)
                 for name in names:
-                    rows = policy_of(name)[own]
-                    allowed[own] |= rows == rows.max(1, keepdims=True)
+                    rows = policy_of(name)[states]
+                    allowed[states] |= rows == rows.max(1, keepdims=True)
         solver = CFRSolver(self.tree, plus=True, action_mask=allowed)
         solver.run(task.cfr_iterations)
         return solver.average_policy(), int(allowed.sum())
@@ -163,8 +163,8 @@ class ExactSolver:
         facts = np.zeros(2 * n + 1)
         for turn in turns:
             strategies = self._strategies(np.roll(members, turn).tolist(), known)
-            found = end_probabilities(self.tree, realization_plan(self.tree, strategies)) @ outcomes
-            facts += np.concatenate([np.roll(found[:n], -turn), np.roll(found[n:-1], -turn), found[-1:]]) / len(turns)
+            means = end_probabilities(self.tree, realization_plan(self.tree, strategies)) @ outcomes
+            facts += np.concatenate([np.roll(means[:n], -turn), np.roll(means[n:-1], -turn), means[-1:]]) / len(turns)
         mean, wins, draws = facts[:n], facts[n:-1] * games, facts[-1] * games
         return PayoffCell(games, tuple(mean.tolist()), (0.0,) * n, tuple(wins.tolist()), float(draws), exact=True)
 

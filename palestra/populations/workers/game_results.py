@@ -36,18 +36,18 @@ def payoff_cell(returns: np.ndarray) -> PayoffCell:
 
 
 def opponent_results(
-    own: np.ndarray, theirs: np.ndarray, members: np.ndarray, names: Sequence[str]
+    ours: np.ndarray, theirs: np.ndarray, members: np.ndarray, names: Sequence[str]
 ) -> dict[str, OpponentResult]:
     """Returns a learner's results against each opponent, by name.
 
-    `own` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] the opponents' indices in
+    `ours` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] the opponents' indices in
     `names`. A game is won or drawn against each opponent by comparing the two returns.
     """
     totals: dict[str, dict[str, float]] = {}
     for place in range(members.shape[1]):
         for number in np.unique(members[:, place]):
-            met = members[:, place] == number
-            _add(totals.setdefault(names[number], {}), own[met], theirs[met, place])
+            against = members[:, place] == number
+            _add(totals.setdefault(names[number], {}), ours[against], theirs[against, place])
     return {name: _opponent_result(total) for name, total in totals.items()}
 
 
@@ -67,13 +67,13 @@ def _opponent_result(total: Mapping[str, float]) -> OpponentResult:
     )
 
 
-def _add(total: dict[str, float], own: np.ndarray, theirs: np.ndarray) -> None:
-    found = {
-        "games": len(own),
-        "return": float(own.sum()),
-        "square": float(np.square(own).sum()),
-        "wins": int((own > theirs).sum()),
-        "draws": int((own == theirs).sum()),
+def _add(total: dict[str, float], ours: np.ndarray, theirs: np.ndarray) -> None:
+    sums = {
+        "games": len(ours),
+        "return": float(ours.sum()),
+        "square": float(np.square(ours).sum()),
+        "wins": int((ours > theirs).sum()),
+        "draws": int((ours == theirs).sum()),
     }
-    for key, value in found.items():
+    for key, value in sums.items():
         total[key] = total.get(key, 0) + value

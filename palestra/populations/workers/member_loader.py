@@ -44,8 +44,8 @@ def no_rules_message(env: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def _tree_of_json(env: str, max_nodes: int) -> GameTree | None:
-    found = rules_of_env(json.loads(env))
-    return None if found is None else build_game_tree(found, max_nodes=max_nodes)
+    rules_found = rules_of_env(json.loads(env))
+    return None if rules_found is None else build_game_tree(rules_found, max_nodes=max_nodes)
 
 
 def tree_of_env(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree | None:
@@ -176,14 +176,14 @@ def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
     return (table / table.sum(1, keepdim=True)).numpy()
 
 
-def _get_or_make(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+def _get_or_make(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     """Returns `kept[key]`, which `make` creates if it is missing; drops the entries used longest ago."""
-    if key not in kept:
-        kept[key] = make()
-        while len(kept) > MAX_MEMBERS:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+    if key not in cache:
+        cache[key] = make()
+        while len(cache) > MAX_MEMBERS:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
 
 
 def _folder(name: str, members: Mapping[str, Path]) -> Path:

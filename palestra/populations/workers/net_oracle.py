@@ -110,11 +110,11 @@ class OpponentStats:
     def result(self, env_steps: int) -> TrainResult:
         """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
         returns, members = np.concatenate(self.returns), np.concatenate(self.members)
-        own, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
+        ours, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
         return TrainResult(
             env_steps=env_steps,
-            mean_return=mean_return(own),
-            opponents=opponent_results(own, theirs, members, self.names),
+            mean_return=mean_return(ours),
+            opponents=opponent_results(ours, theirs, members, self.names),
             metrics=dict(mean_metrics(self.metrics)),
         )
 
@@ -123,7 +123,7 @@ STEPS_PER_SWEEP = 16  # joint steps of each rollout
 
 
 def play_cells(
-    sweeper: VectorRollout,
+    rollout: VectorRollout,
     members: Mapping[str, FrozenMember],
     cells: Sequence[Sequence[str]],
     games: int,
@@ -137,28 +137,28 @@ def play_cells(
     member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
     and counted. Raises ValueError for a cell without a member for each seat, and RunFailed if a game does not end.
     """
-    check_cells(cells, len(sweeper.env.seats))
-    N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
+    check_cells(cells, len(rollout.env.seats))
+    N, numbers = len(rollout.env.seats), {name: number for number, name in enumerate(members)}
     rotations = N if rotate_seats else 1
     turned = [(names, r) for names in cells for r in range(rotations)]
     lineups = np.array([[numbers[names[(seat + r) % N]] for seat in range(N)] for names, r in turned])
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
-    mixture = Mixture(sweeper.env, range(N), members, LineupSchedule(lineups, times), "cells")
-    sweeper.restart(derive_seed(seed, "games") % 2**62 + np.arange(sweeper.env.num_envs))
-    tags, returns = _play_games(sweeper, mixture, int(times.sum()), seed)
+    mixture = Mixture(rollout.env, range(N), members, LineupSchedule(lineups, times), "cells")
+    rollout.restart(derive_seed(seed, "games") % 2**62 + np.arange(rollout.env.num_envs))
+    tags, returns = _play_games(rollout, mixture, int(times.sum()), seed)
     by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
     owners = tags // rotations
     return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
 
 
-def _play_games(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _play_games(rollout: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Plays `count` games; returns the line-up's index int64 [count] and the returns [count, N] of each game."""
     tags: list[np.ndarray] = []
     returns: list[np.ndarray] = []
     chunk, left = 0, count
     while left:
-        batch = sweeper.collect([mixture], STEPS_PER_SWEEP, derive_seed(seed, chunk))
-        sweeper.check_episodes_end()
+        batch = rollout.collect([mixture], STEPS_PER_SWEEP, derive_seed(seed, chunk))
+        rollout.check_episodes_end()
         tag, _ = mixture.played_members(batch)
         tags.append(tag[tag >= 0])
         returns.append(batch.episode_stats["returns"][tag >= 0])

@@ -103,8 +103,8 @@ async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) ->
     """Returns the samples with `reference_logprobs` [T] (log-probabilities under the reference policy, for a KL penalty
     or a preference loss) added to those that have a gradient."""
     trained = [sample for sample in samples if sample.has_gradient]
-    found = iter(await learner.logprobs(trained, reference=True) if trained else [])
-    return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
+    logprobs = iter(await learner.logprobs(trained, reference=True) if trained else [])
+    return [replace(s, reference_logprobs=next(logprobs)) if s.has_gradient else s for s in samples]
 
 
 def skip_at_reference(samples: Sequence[Sample], learner: Learner) -> list[Sample]:

@@ -76,7 +76,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
         """Returns one sample of each answer of `policy` at the seats that learn; `finalize_samples` adds the
         advantages. Raises ValueError if the seat whose prompt the teacher reads does not act in the same joint step, or
         its policy has no tokens."""
-        found: dict[int, Sample] = {}
+        by_answer: dict[int, Sample] = {}
         for episode in episodes:
             for node in episode.valid_nodes if episode.error is None else []:
                 for seat, answer in node.answers.items():
@@ -87,8 +87,8 @@ class Distill(ImportanceSampling, TextAlgorithm):
                             "seat": seat,
                             "teacher_prompt_ids": self._teacher_prompt(node, seat),
                         }
-                        found.setdefault(id(answer), DistillSample(**vars(plain), **more))
-        return list(found.values()), {}
+                        by_answer.setdefault(id(answer), DistillSample(**vars(plain), **more))
+        return list(by_answer.values()), {}
 
     def _learns(self, seat: Seat) -> bool:
         return not self.teacher_seats or seat in self.teacher_seats
@@ -118,11 +118,11 @@ class Distill(ImportanceSampling, TextAlgorithm):
             return samples, {}
         credited: list[Sample] = []
         students = cast("list[DistillSample]", samples)
-        read: list[Sample] = [replace(own, prompt_ids=own.teacher_prompt_ids, routed_experts=None) for own in students]
-        for own, logp in zip(students, await learner.teacher_logprobs(read), strict=True):
-            advantages = (logp - own.logprobs).astype(np.float32)
-            own.node.advantages[own.seat] = float(advantages.mean())
-            credited.append(replace(own, advantages=advantages, reference_logprobs=logp))
+        read: list[Sample] = [replace(row, prompt_ids=row.teacher_prompt_ids, routed_experts=None) for row in students]
+        for row, logp in zip(students, await learner.teacher_logprobs(read), strict=True):
+            advantages = (logp - row.logprobs).astype(np.float32)
+            row.node.advantages[row.seat] = float(advantages.mean())
+            credited.append(replace(row, advantages=advantages, reference_logprobs=logp))
         return (await add_old_logprobs(credited, learner) if self.old_logprobs == "trainer" else credited), {}
 
 

@@ -46,10 +46,10 @@ class PairAlgorithm(GroupAlgorithm):
         pairs: list[tuple[int, int, int]] = []
         flat = 0
         for number, group in enumerate(groups):
-            found = self._preference_pairs(group.values, answered_sides(group))
-            _annotate(group, found)
-            pairs += [(number, better, worse) for better, worse in found]
-            flat += not found
+            index_pairs = self._preference_pairs(group.values, answered_sides(group))
+            _annotate(group, index_pairs)
+            pairs += [(number, better, worse) for better, worse in index_pairs]
+            flat += not index_pairs
         share = flat / len(groups) if groups else 0.0
         return groups, pairs, {"groups": float(len(groups)), "pairs": float(len(pairs)), "zero_std_fraction": share}
 
@@ -61,8 +61,8 @@ class PairAlgorithm(GroupAlgorithm):
             for better, worse in permutations(range(len(sides)), 2)
             if tokens[better] and tokens[worse] and tokens[better] != tokens[worse]
         }
-        found = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
-        return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]
+        preferred = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
+        return preferred if self.pairs == "all" else sorted(preferred, key=lambda pair: -gaps[pair])[:1]
 
 
 class DPO(PairAlgorithm):

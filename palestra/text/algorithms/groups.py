@@ -105,11 +105,11 @@ class GroupAlgorithm(TextAlgorithm):
         for seat, policy in episode.seats.items():
             nodes = [[node for node in trajectory if seat in node.answers] for trajectory in trajectories]
             with_all = self.compares_trajectories and players[member_name(policy)] > 1
-            kept = [i for i, own in enumerate(nodes) if own or with_all]
+            compared = [i for i, seat_nodes in enumerate(nodes) if seat_nodes or with_all]
             if any(nodes):
-                values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in kept]
-                rewards = [self._turn_rewards(trajectories[i], seat) for i in kept]
-                yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards, lost)
+                values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in compared]
+                rewards = [self._turn_rewards(trajectories[i], seat) for i in compared]
+                yield SiblingGroup(seat, values, [nodes[i] for i in compared], rewards, lost)
 
     def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
         """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are

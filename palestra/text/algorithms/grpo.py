@@ -64,8 +64,8 @@ class GRPO(GRPOConfig):
     def reward(self, node: Node, seat: Seat) -> float:
         """Returns the node's part of the value of a seat's answers, minus the penalties of `overlong: penalty` and
         `kl_in_reward`."""
-        held = penalty_of(node, seat) if self._penalises else 0.0
-        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - held
+        penalty = penalty_of(node, seat) if self._penalises else 0.0
+        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - penalty
 
     def _length_penalty(self, answer: Answer | None) -> float:
         limit = self.max_completion_length
@@ -103,8 +103,8 @@ class GRPO(GRPOConfig):
         spread = _spread_of_answers(groups, advantages) if self.scale == "batch" and not all(flat) else 1.0
         samples: list[Sample] = []
         by_turn = [
-            self._by_turn(group, [value / spread for value in own])
-            for (_, group), own in zip(groups, advantages, strict=True)
+            self._by_turn(group, [value / spread for value in values])
+            for (_, group), values in zip(groups, advantages, strict=True)
         ]
         for (_, group), turns in zip(groups, by_turn, strict=True):
             added = self._annotate(group, turns, gaps, spread)
@@ -195,8 +195,8 @@ class GRPO(GRPOConfig):
                 node.advantages[group.seat] = credit[id(node.answers[group.seat])] = advantage
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
             answered = [answer for answer in answers if len(answer.token_ids)]
-            whole = sum(map(num_sampled, answered))
-            added = [self._sample(answer, credit[id(answer)], whole) for answer in answered]
+            num_tokens = sum(map(num_sampled, answered))
+            added = [self._sample(answer, credit[id(answer)], num_tokens) for answer in answered]
             if gaps and self.baseline in ("batch", "role"):
                 pasts = earlier_penalties(answered, gaps, self.kl_coef)
                 added = [
@@ -231,14 +231,14 @@ class GRPO(GRPOConfig):
     def _contributions(self, episodes: Sequence[Episode], policy: str) -> Metrics:
         """Returns the contribution of each seat of `policy`, averaged over the joint steps in which several seats
         act."""
-        found: dict[str, list[float]] = {}
+        by_name: dict[str, list[float]] = {}
         for episode in episodes:
             for group in super().groups(episode):
                 answers = group.nodes[0][0].answers
                 if len(answers) > 1 and member_name(answers[group.seat].policy) == policy:
                     for name, figure in contribution_metrics(group, self.branching.score).items():
-                        found.setdefault(f"{name}/{group.seat}", []).append(figure)
-        return {name: float(np.mean(metrics)) for name, metrics in found.items()}
+                        by_name.setdefault(f"{name}/{group.seat}", []).append(figure)
+        return {name: float(np.mean(metrics)) for name, metrics in by_name.items()}
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
@@ -257,7 +257,7 @@ def _is_trained(group: SiblingGroup) -> bool:
 def _spread_of_answers(groups: Sequence[tuple[str, SiblingGroup]], advantages: Sequence[Sequence[float]]) -> float:
     """Returns the deviation of the advantages of all siblings in which the group's seat acted."""
     pairs = zip(groups, advantages, strict=True)
-    return batch_spread([[a for a, nodes in zip(own, group.nodes, strict=True) if nodes] for (_, group), own in pairs])
+    return batch_spread([[a for a, nodes in zip(row, group.nodes, strict=True) if nodes] for (_, group), row in pairs])
 
 
 def _beside_role(group: SiblingGroup, averages: dict[str, float]) -> list[float]:

@@ -48,8 +48,8 @@ def contribution_metrics(group: SiblingGroup, score: Callable[[Node], float]) ->
     if the siblings are not all combinations."""
     siblings, places, seat = _answers_by_seat(group)
     q = value_table(places, [score(node) for node in siblings])
-    kept = tuple(places[[node.chosen for node in siblings]].T)
-    due = {name: float(credit(q, seat)[kept].mean()) for name, credit in CREDIT_FUNCTIONS.items()}
+    chosen = tuple(places[[node.chosen for node in siblings]].T)
+    due = {name: float(credit(q, seat)[chosen].mean()) for name, credit in CREDIT_FUNCTIONS.items()}
     return due | {"influence": total_effect_index(q, seat)}
 
 

@@ -129,8 +129,8 @@ class KTO(GroupAlgorithm):
         if not samples:
             return samples, {}
         point = await _reference_point(samples, learner)
-        held = await add_reference_logprobs(samples, learner)
-        return _shift_references(held, point), {"reference_point": point}
+        referenced = await add_reference_logprobs(samples, learner)
+        return _shift_references(referenced, point), {"reference_point": point}
 
 
 def _side_samples(side: Sequence[Answer], weight: float, number: int) -> list[Sample]:
@@ -151,8 +151,8 @@ def _shift_references(samples: Sequence[Sample], point: float) -> list[Sample]:
     shifted = []
     for sample in samples:
         assert sample.reference_logprobs is not None
-        held = sample.reference_logprobs + np.float32(point / lengths[sample.group])
-        shifted.append(replace(sample, reference_logprobs=held))
+        logprobs = sample.reference_logprobs + np.float32(point / lengths[sample.group])
+        shifted.append(replace(sample, reference_logprobs=logprobs))
     return shifted
 
 
@@ -163,7 +163,7 @@ async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float
     if learner.is_at_reference or not mismatched:
         return 0.0
     now, reference = await learner.logprobs(mismatched), await learner.logprobs(mismatched, reference=True)
-    ratios = [float((own - held).sum()) for own, held in zip(now, reference, strict=True)]
+    ratios = [float((logp - ref_logp).sum()) for logp, ref_logp in zip(now, reference, strict=True)]
     return max(float(np.mean(ratios)), 0.0)
 
 
@@ -184,7 +184,7 @@ def _mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
             one.temperature,
             sampling_mask=other.sampling_mask and other.sampling_mask.forced_only(),
         )
-        for own, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
-        for one, other in zip(own, cycle(others), strict=False)
+        for firsts, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
+        for one, other in zip(firsts, cycle(others), strict=False)
         if len(sides) > 1
     ]

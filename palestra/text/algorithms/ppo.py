@@ -49,7 +49,7 @@ ActionLevel = Literal["token", "turn"]
 def action_sums(tokens: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
     """Returns the sum over the tokens of each action [M] float64, from one array [T] for each answer."""
     if level == "turn":
-        return np.array([own.astype(np.float64).sum() for own in tokens])
+        return np.array([values.astype(np.float64).sum() for values in tokens])
     return np.concatenate(tokens).astype(np.float64)
 
 
@@ -57,13 +57,13 @@ def of_sampled(tokens: Sequence[np.ndarray], turns: Sequence[Sample], level: Act
     """Returns the arrays without the entries of tokens that were forced, which are no actions."""
     if level == "turn":
         return list(tokens)
-    return [own[is_sampled(turn)] for own, turn in zip(tokens, turns, strict=True)]
+    return [values[is_sampled(turn)] for values, turn in zip(tokens, turns, strict=True)]
 
 
 def action_values(values: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
     """Returns the value of the state before each action [M], from one array of the critic's values for each answer:
     [T], or [1] if the critic has one value per answer."""
-    return np.concatenate([own[:1] for own in values] if level == "turn" else values)
+    return np.concatenate([answer[:1] for answer in values] if level == "turn" else values)
 
 
 def action_counts(lengths: Sequence[int], level: ActionLevel) -> list[int]:
@@ -73,8 +73,8 @@ def action_counts(lengths: Sequence[int], level: ActionLevel) -> list[int]:
 
 def by_token(actions_M: np.ndarray, lengths: Sequence[int], level: ActionLevel) -> list[np.ndarray]:
     """Returns an array [T] float32 for each answer: for each token, the entry of `actions_M` of its action."""
-    parts = np.split(actions_M.astype(np.float32), np.cumsum(action_counts(lengths, level))[:-1])
-    return [np.broadcast_to(own, length).copy() for own, length in zip(parts, lengths, strict=True)]
+    by_answer = np.split(actions_M.astype(np.float32), np.cumsum(action_counts(lengths, level))[:-1])
+    return [np.broadcast_to(values, length).copy() for values, length in zip(by_answer, lengths, strict=True)]
 
 
 def answer_clipped_loss(tokens: LossInputs, **options: Any) -> tuple[Tensor, TensorMetrics]:
@@ -260,11 +260,11 @@ class PPO(ImportanceSampling, TextAlgorithm):
     def loss_options(self) -> dict[str, Any]:
         fields = {"value_coef", "value_clip"}
         fields |= {"clip", "clip_high", "dual_clip"} if self.surrogate == "clipped" else set()
-        own = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
+        options = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
         if not self.has_separate_critic:
-            own |= {"surrogate": self.surrogate} if self.surrogate != "clipped" else {}
-            own |= {"value_per_answer": True} if self.action_level == "turn" else {}
-        return own | self.importance_options
+            options |= {"surrogate": self.surrogate} if self.surrogate != "clipped" else {}
+            options |= {"value_per_answer": True} if self.action_level == "turn" else {}
+        return options | self.importance_options
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
@@ -325,10 +325,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
             gaps_M = action_sums(of_sampled(await _reference_gaps(turns, learner), turns, level), level)
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
-        sequences = [[num_sampled(turn) for turn in part] for _, part in groupby(turns, lambda t: t.group)]
+        sequences = [[num_sampled(turn) for turn in sequence] for _, sequence in groupby(turns, lambda t: t.group)]
         cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
-        parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
-        advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
+        pairs = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
+        advantages_M = np.concatenate([gae(*pair, gamma=self.gamma, gae_lambda=self.gae_lambda) for pair in pairs])
         returns_M = advantages_M + values_M
         share = explained_variance(values_M, returns_M)
         metrics |= {} if share is None else {"explained_variance": share}
@@ -357,7 +357,7 @@ async def _reference_gaps(turns: Sequence[PPOSample], learner: Learner) -> list[
     if learner.is_at_reference:
         return [np.zeros(len(turn.logprobs)) for turn in turns]
     known = await learner.logprobs(turns, reference=True)
-    return [turn.logprobs.astype(np.float64) - own for turn, own in zip(turns, known, strict=True)]
+    return [turn.logprobs.astype(np.float64) - logprobs for turn, logprobs in zip(turns, known, strict=True)]
 
 
 def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: int, horizon: int) -> float:

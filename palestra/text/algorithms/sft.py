@@ -84,26 +84,26 @@ class SFT(TextAlgorithm):
         `world_model_fraction`, only with `world_model_weight`, the share of answers in the used trajectories
         that are followed by an observation with new tokens.
         """
-        starts = [list(_parts(episode, policy, self.team_weight)) for episode in episodes]
-        parts = [part for own in starts for part in own]
+        by_episode = [list(_parts(episode, policy, self.team_weight)) for episode in episodes]
+        trajectories = [trajectory for group in by_episode for trajectory in group]
         if self.imitate == "best":
-            starts = [_best_of_seats(own) for own in starts]
-        kept = [part for own in starts for part in own if self._worthy(part)]
-        copied = [] if self.imitate == "none" else kept
+            by_episode = [_best_of_seats(group) for group in by_episode]
+        worthy = [trajectory for group in by_episode for trajectory in group if self._worthy(trajectory)]
+        copied = [] if self.imitate == "none" else worthy
         samples = _imitations(copied)
-        metrics = {"target_fraction": len(copied) / len(parts) if parts else 0.0}
+        metrics = {"target_fraction": len(copied) / len(trajectories) if trajectories else 0.0}
         if self.world_model_weight:
-            predicted = _observation_samples(kept, self.world_model_weight)
+            predicted = _observation_samples(worthy, self.world_model_weight)
             samples += [sample for _, sample in predicted]
-            turns = {id(node.answers[part.seat]) for part in kept for node in part.nodes}
+            turns = {id(node.answers[trajectory.seat]) for trajectory in worthy for node in trajectory.nodes}
             metrics["world_model_fraction"] = (
                 len({id(answer) for answer, _ in predicted}) / len(turns) if turns else 0.0
             )
         return samples, metrics
 
-    def _worthy(self, part: SeatTrajectory) -> bool:
-        return (self.imitate != "success" or part.success) and (
-            self.min_return is None or part.value >= self.min_return
+    def _worthy(self, trajectory: SeatTrajectory) -> bool:
+        return (self.imitate != "success" or trajectory.success) and (
+            self.min_return is None or trajectory.value >= self.min_return
         )
 
 
@@ -112,29 +112,32 @@ def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTr
     for leaf in [] if episode.error is not None else episode.leaves():
         trajectory = episode.trajectory(leaf)
         for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
-            if own := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
+            if nodes := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, team_weight) for node in trajectory)
-                yield SeatTrajectory(seat, own, value, (leaf.success or 0.0) >= 0.5)
+                yield SeatTrajectory(seat, nodes, value, (leaf.success or 0.0) >= 0.5)
 
 
-def _best_of_seats(parts: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:
+def _best_of_seats(trajectories: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:
     """Returns the trajectory with the highest return of each seat, the first of equals."""
-    seats = dict.fromkeys(part.seat for part in parts)
-    return [max((part for part in parts if part.seat == seat), key=lambda part: part.value) for seat in seats]
+    best: dict[Seat, SeatTrajectory] = {}
+    for trajectory in trajectories:
+        if trajectory.seat not in best or trajectory.value > best[trajectory.seat].value:
+            best[trajectory.seat] = trajectory
+    return list(best.values())
 
 
 def _is_of(answer: Answer, policy: str) -> bool:
     return member_name(answer.policy) == policy and len(answer.token_ids) > 0
 
 
-def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
+def _imitations(trajectories: Sequence[SeatTrajectory]) -> list[Sample]:
     """Returns the answers as samples and writes advantage 1 to their nodes; an answer in several trajectories or
     siblings counts once."""
     answers: dict[int, Answer] = {}
-    for part in parts:
-        for node in part.nodes:
-            node.advantages[part.seat] = 1.0
-            answers[id(node.answers[part.seat])] = node.answers[part.seat]
+    for trajectory in trajectories:
+        for node in trajectory.nodes:
+            node.advantages[trajectory.seat] = 1.0
+            answers[id(node.answers[trajectory.seat])] = node.answers[trajectory.seat]
     return [
         Sample(
             answer.prompt_ids,
@@ -147,19 +150,19 @@ def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
     ]
 
 
-def _observation_samples(parts: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
+def _observation_samples(trajectories: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
     """Returns each new observation that follows an answer, with that answer; an observation that siblings share counts
     once."""
-    found: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}
-    for part in parts:
-        for node, later in zip(part.nodes, part.nodes[1:], strict=False):
-            answer = node.answers[part.seat]
-            new = new_tokens(answer, later.answers[part.seat])
+    samples: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}
+    for trajectory in trajectories:
+        for node, later in zip(trajectory.nodes, trajectory.nodes[1:], strict=False):
+            answer = node.answers[trajectory.seat]
+            new = new_tokens(answer, later.answers[trajectory.seat])
             if len(new):
                 known = np.concatenate([answer.prompt_ids, answer.token_ids])
                 blank, ones = np.zeros(len(new), np.float32), np.ones(len(new), np.float32)
-                found[id(answer), later.parent] = answer, Sample(known, new, blank, ones, weight=weight)
-    return list(found.values())
+                samples[id(answer), later.parent] = answer, Sample(known, new, blank, ones, weight=weight)
+    return list(samples.values())
 
 
 def new_tokens(answer: Answer, later: Answer) -> np.ndarray:

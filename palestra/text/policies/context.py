@@ -55,10 +55,10 @@ def load_compressor(path: str) -> Compressor:
     """Returns the function that `path` names. Raises ValueError if there is none."""
     if path in COMPRESSORS:
         return COMPRESSORS[path]
-    found: Compressor = load_object(path, f"context.compress: not one of {', '.join(COMPRESSORS)}, and the function")
-    if not callable(found):
-        raise ValueError(f"context.compress: {path} is a {type(found).__name__}, not a function")
-    return found
+    function: Compressor = load_object(path, f"context.compress: not one of {', '.join(COMPRESSORS)}, and the function")
+    if not callable(function):
+        raise ValueError(f"context.compress: {path} is a {type(function).__name__}, not a function")
+    return function
 
 
 def drop_oldest(messages: Sequence[Json], limit: int, count_tokens: CountTokens) -> list[Json]:

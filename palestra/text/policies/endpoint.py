@@ -128,15 +128,15 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
     faults: list[str] = []
 
     def parse(response: Any) -> np.ndarray:
-        found = _read(response, token_ids)
-        if found is None:
+        logprobs = _read(response, token_ids)
+        if logprobs is None:
             raise endpoint_error(
                 endpoint,
                 "answered without the log-probabilities of the prompt's tokens, which a teacher needs (vLLM's "
                 "prompt_logprobs, for token ids of the same vocabulary)",
                 [],
             )
-        return found
+        return logprobs
 
     try:
         async with asyncio.timeout(endpoint.limit), open_client(endpoint, faults) as client:

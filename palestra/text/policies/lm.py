@@ -176,12 +176,12 @@ class LanguagePolicy:
         ids, limit = self.encode_prompt(query), self.context.max_tokens
         if limit is None or len(ids) <= limit:
             return ids
-        whole = self._conversation(query)
+        conversation = self._conversation(query)
 
         def encode(messages: Sequence[Message]) -> np.ndarray:
-            return self.encoder.encode_conversation(Chat(tuple(messages), whole.tools))
+            return self.encoder.encode_conversation(Chat(tuple(messages), conversation.tools))
 
-        rewritten = encode(await self.context.rewrite(whole.messages, lambda part: len(encode(part))))
+        rewritten = encode(await self.context.rewrite(conversation.messages, lambda messages: len(encode(messages))))
         if len(rewritten) > limit:
             raise ContextLengthExceeded(
                 f"a conversation of {len(ids)} tokens was rewritten to {len(rewritten)} by context.compress: "
@@ -266,10 +266,10 @@ class DemonstrationPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
-        own = [
+        past = [
             (seen, answer.original if isinstance(answer, Demonstration) else answer) for seen, answer in query.history
         ]
-        return [self._encode(query, answer) for answer in await self._teacher.act(replace(query, history=tuple(own)))]
+        return [self._encode(query, answer) for answer in await self._teacher.act(replace(query, history=tuple(past)))]
 
     def _encode(self, query: Query, answer: Answer) -> Demonstration:
         thought = answer.thought if self._student.encoder.form.thought else ""

@@ -43,19 +43,19 @@ def word_probabilities(
     most, ends = policy.sampling.max_tokens, end_token_ids(engine)
     questions: list[ScoreRequest] = []
     where: list[tuple[int, int, int, bool]] = []
-    for o, (query, own) in enumerate(zip(queries, words, strict=True)):
+    for o, (query, query_words) in enumerate(zip(queries, words, strict=True)):
         prompt = policy.encode_prompt(query)
-        for w, word in enumerate(own):
+        for w, word in enumerate(query_words):
             for spelling in token_spellings(engine.tokenizer, word):
                 if len(spelling) <= most:
                     questions.append(_question(policy, prompt, spelling, ends))
                     where.append((o, w, len(spelling), len(spelling) == most))
-    found = np.zeros((len(queries), max(map(len, words))))
+    probs = np.zeros((len(queries), max(map(len, words))))
     for (o, w, length, cut), scores in zip(where, score_prompts(engine, questions), strict=True):
         assert scores.target_logprobs is not None
         probability = np.exp(scores.logprobs[len(scores.logprobs) - 1 - length : -1].astype(float).sum())
-        found[o, w] += probability * (1.0 if cut else np.exp(scores.target_logprobs[-1].astype(float)).sum())
-    return found
+        probs[o, w] += probability * (1.0 if cut else np.exp(scores.target_logprobs[-1].astype(float)).sum())
+    return probs
 
 
 def _only_answers(
@@ -63,12 +63,12 @@ def _only_answers(
 ) -> np.ndarray:
     """Returns [O, W] float64 for a policy at temperature 0: 1 where the word is its answer, else 0."""
     requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
-    found = np.zeros((len(queries), max(map(len, words))))
+    probs = np.zeros((len(queries), max(map(len, words))))
     answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
-    for o, (request, sampled, own) in enumerate(zip(requests, answers, words, strict=True)):
+    for o, (request, sampled, query_words) in enumerate(zip(requests, answers, words, strict=True)):
         text = policy.read(sampled, request.prompt_ids).text
-        found[o, : len(own)] = [word == text for word in own]
-    return found
+        probs[o, : len(query_words)] = [word == text for word in query_words]
+    return probs
 
 
 def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, ...], ends: np.ndarray) -> ScoreRequest:
@@ -97,11 +97,11 @@ def token_spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
 def _pieces(tokenizer: Any) -> dict[str, list[int]]:
     """Returns the tokens that decode to each text, without special tokens."""
     special = set(tokenizer.all_special_ids)
-    found: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
     for token in sorted(tokenizer.get_vocab().values()):
         if token not in special:
-            found.setdefault(tokenizer.decode([token]), []).append(token)
-    return found
+            tokens.setdefault(tokenizer.decode([token]), []).append(token)
+    return tokens
 
 
 def _check(policy: LanguagePolicy) -> None:

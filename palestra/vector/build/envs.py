@@ -22,9 +22,9 @@ def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorE
     options = validate_env_options(
         cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
     )
-    made = cls(**options)
-    assert isinstance(made, VectorEnv)
-    return made
+    built = cls(**options)
+    assert isinstance(built, VectorEnv)
+    return built
 
 
 def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, int]:
@@ -33,17 +33,17 @@ def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, 
     Raises ValueError if the copies cannot be divided equally.
     """
     env = make_vector_env(config.env)
-    parts = config.num_actors or config.num_processes
-    if env.num_envs % parts:
+    shares = config.num_actors or config.num_processes
+    if env.num_envs % shares:
         raise ValueError(
-            f"{env.num_envs} games cannot be shared by {parts} processes: set env.num_envs to a multiple of {parts}"
+            f"{env.num_envs} games cannot be shared by {shares} processes: set env.num_envs to a multiple of {shares}"
         )
-    own = env.num_envs // (config.num_actors or num_processes)
-    whole = env.num_envs // (config.num_actors or 1)
-    if own == env.num_envs:
-        return env, whole
+    share_size = env.num_envs // (config.num_actors or num_processes)
+    covered = env.num_envs // (config.num_actors or 1)
+    if share_size == env.num_envs:
+        return env, covered
     env.close()
-    return make_vector_env(config.env, own), whole
+    return make_vector_env(config.env, share_size), covered
 
 
 def seed_notes(env: VectorEnv) -> list[str]:
@@ -51,9 +51,9 @@ def seed_notes(env: VectorEnv) -> list[str]:
     different games."""
     seeds = np.arange(env.num_envs)
     first = env.reset(seeds).copy()
-    if part := find_difference(env.reset(seeds), first):
+    if field := find_difference(env.reset(seeds), first):
         return [
-            f'env "{env.label}" begins other games when it is reset to the same seeds ({part} differ): results cannot '
+            f'env "{env.label}" begins other games when it is reset to the same seeds ({field} differ): results cannot '
             "be repeated, and a resume begins its games anew. Draw all randomness from the seed of reset to avoid that"
         ]
     return []
@@ -68,20 +68,20 @@ def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algori
     games, horizon = _number(env.get("num_envs")), algorithm.rollout_length + 1
     if games < 1:
         raise ValueError(f"env.num_envs is {games}: set it to 1 or more")
-    kept = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
+    capacity = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
     wide = [max(one.hidden) ** 2 if len(one.hidden) > 1 else one.hidden[0] for one in nets]
     check_fits_memory(
         16 * sum(wide), "networks, with gradients and Adam's moments,", "make policies' hidden layers smaller"
     )
     check_fits_memory(8 * games, f"env.num_envs: {games:,}", "play fewer games at once")
-    moment = _moment(env) if games * horizon + kept > MEASURE_ABOVE else 8
+    moment = _moment(env) if games * horizon + capacity > MEASURE_ABOVE else 8
     check_fits_memory(
         moment * games * horizon,
         f"a rollout of {games:,} games and {horizon - 1:,} steps",
         "lower algorithm.rollout_length or env.num_envs",
     )
     check_fits_memory(
-        moment * kept, f"a buffer of {kept:,} transitions", "lower algorithm.buffer_size (nfsp: reservoir_size)"
+        moment * capacity, f"a buffer of {capacity:,} transitions", "lower algorithm.buffer_size (nfsp: reservoir_size)"
     )
 
 

@@ -62,8 +62,8 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
         return _backwards_on_device(inputs, weights, traces, gamma)
     corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
     after = torch.zeros_like(inputs.rewards)
-    given = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
-    columns = [x.reshape(len(x), -1).numpy() for x in (*given, corrections, known, after)]
+    columns_TB = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
+    columns = [x.reshape(len(x), -1).numpy() for x in (*columns_TB, corrections, known, after)]
     _scan_backwards(columns[0].dtype.type(gamma), *columns)
     return corrections, known, after
 
@@ -75,18 +75,18 @@ def _backwards_on_device(
     compiled scan would wait for the values to be copied to the CPU and its results back."""
     value, certain = inputs.values[-1], inputs.agent_mask[-1]
     correction = reward = torch.zeros_like(value)
-    found = []
+    steps = []
     for t in range(len(inputs.rewards) - 1, -1, -1):
         done, acts = inputs.done[t], inputs.agent_mask[t]
         value, certain = torch.where(done, inputs.bootstrap[t], value), certain | done
         correction, reward = correction.masked_fill(done, 0), reward.masked_fill(done, 0) + inputs.rewards[t]
         error = reward + gamma * value - inputs.values[t]
         step = weights[t] * error + gamma * traces[t] * correction
-        found.append((step, acts & certain, reward + gamma * (value + correction)))
+        steps.append((step, acts & certain, reward + gamma * (value + correction)))
         value = torch.where(acts, inputs.values[t], value)
         correction = torch.where(acts, torch.where(certain, step, 0.0), correction)
         reward, certain = reward.masked_fill(acts, 0), certain | acts
-    corrections, known, after = (torch.stack(column[::-1]) for column in zip(*found, strict=True))
+    corrections, known, after = (torch.stack(column[::-1]) for column in zip(*steps, strict=True))
     return corrections, known, after
 
 

@@ -97,9 +97,9 @@ class Retention(nn.Module):
         return rowwise(self.out, nn.functional.silu(rowwise(self.gate, context)) * normed)
 
 
-def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
+def _next_state(kv: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
     """Returns the state of retention [P*G, heads, D, D] that a position reads: the sum of the key-value products of the
-    earlier positions that count, and of its `own` product. `mask` [P, G, 1, K] has a column for each position so far;
+    earlier positions that count, and of its `kv` product. `mask` [P, G, 1, K] has a column for each position so far;
     the last one is always true. `past`, which is updated in place, holds the state before the previous position, and
     the product of the previous position: only the current mask tells whether the previous position counts. Before the
     first position it holds the state of earlier steps, or nothing."""
@@ -107,9 +107,9 @@ def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
         state, last = past
         state = state + (last if mask is None else last * mask[..., -2].reshape(-1, 1, 1, 1))
     else:
-        state = past[0] if past else torch.zeros_like(own)
-    past[:] = [state, own]
-    return state + own
+        state = past[0] if past else torch.zeros_like(kv)
+    past[:] = [state, kv]
+    return state + kv
 
 
 def make_attention(

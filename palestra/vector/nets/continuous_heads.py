@@ -190,7 +190,7 @@ class ActionEncoder:
 
     def _at(self, seat_mapping: SeatMapping, device: torch.device) -> Tensor:
         """Returns the columns of the seats' encoded actions [P, S, A]."""
-        return constant(tuple(tuple(tuple(self.columns[seat]) for seat in own) for own in seat_mapping.seats), device)
+        return constant(tuple(tuple(tuple(self.columns[seat]) for seat in row) for row in seat_mapping.seats), device)
 
 
 def encode_action(head: ActionHead, action: Tensor) -> Tensor:

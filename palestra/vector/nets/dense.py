@@ -57,8 +57,8 @@ class DenseLayers(torch.autograd.Function):
         g: Tensor | None = None
         for i in reversed(range(depth)):
             in_place = g is not None and not torch.is_grad_enabled()
-            if (own := outer[i]) is not None:
-                g = _unstack_single(own) if g is None else g + own
+            if (outer_grad := outer[i]) is not None:
+                g = _unstack_single(outer_grad) if g is None else g + outer_grad
             if g is None:
                 continue
             g = _before_activation(g, outputs[i], ctx.activations[i], in_place)
@@ -114,8 +114,8 @@ def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in
         return g
     operation: Any = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
     arguments = (g, out) if activation == "tanh" else (g, out, 0)
-    found: Tensor = operation.grad_input(*arguments, grad_input=g) if in_place else operation(*arguments)
-    return found
+    grad: Tensor = operation.grad_input(*arguments, grad_input=g) if in_place else operation(*arguments)
+    return grad
 
 
 def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:

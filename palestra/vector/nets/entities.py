@@ -41,7 +41,7 @@ class EntityLayout:
         """Returns arranged observations [..., *seats.shape, D], with zeros for missing entities, from observations
         [..., *seats.shape, any] of the seats numbered `seats`."""
         lost = (-1,) * self.size
-        columns = constant(tuple(lost if own is None else own for own in self.columns), obs.device)[seats]
+        columns = constant(tuple(lost if of_seat is None else of_seat for of_seat in self.columns), obs.device)[seats]
         padded = nn.functional.pad(obs, (0, 1))
         index = torch.where(columns < 0, obs.shape[-1], columns)
         return padded.gather(-1, index.expand(*obs.shape[:-1], self.size))
@@ -62,8 +62,8 @@ def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
             "kinds: give each kind of seat a policy of its own"
         )
     (kind,) = kinds
-    found = [[len(one.columns) for one in env.observation_entities[seat]] for seat in seats]
-    counts = tuple(max(column) for column in zip(*found, strict=True))
+    sizes = [[len(one.columns) for one in env.observation_entities[seat]] for seat in seats]
+    counts = tuple(max(column) for column in zip(*sizes, strict=True))
     columns = tuple(
         _columns(env, seat, counts) if _kinds(env, seat) == kind else None for seat in range(len(env.seats))
     )
@@ -83,8 +83,8 @@ def _columns(env: VectorEnv, seat: int, counts: Sequence[int]) -> tuple[int, ...
     kinds = env.observation_entities[seat]
     if any(len(one.columns) > count for one, count in zip(kinds, counts, strict=True)):
         return None
-    taken = [column for one in kinds for entity in one.columns for column in entity]
-    arranged = [column for column in range(env.observation_shapes[seat][0]) if column not in set(taken)]
+    entity_columns = [column for one in kinds for entity in one.columns for column in entity]
+    arranged = [column for column in range(env.observation_shapes[seat][0]) if column not in set(entity_columns)]
     for one, count in zip(kinds, counts, strict=True):
         arranged += [column for entity in one.columns for column in entity]
         arranged += [-1] * (count - len(one.columns)) * one.width
@@ -125,12 +125,12 @@ class EntityEncoder(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         layout, (P, R, _) = self.layout, obs.shape
-        own, entities, more = obs.split([layout.own, layout.size - layout.own, obs.shape[2] - layout.size], 2)
+        self_columns, entities, more = obs.split([layout.own, layout.size - layout.own, obs.shape[2] - layout.size], 2)
         sizes = [count * width for count, width in zip(layout.counts, layout.widths, strict=True)]
         by_kind = [  # [P, R, E, width]
-            part.unflatten(2, (-1, width)) for part, width in zip(entities.split(sizes, 2), layout.widths, strict=True)
+            rows.unflatten(2, (-1, width)) for rows, width in zip(entities.split(sizes, 2), layout.widths, strict=True)
         ]
-        tokens = [self.own(torch.cat([own, more], -1), self.activation)[:, :, None]]
+        tokens = [self.own(torch.cat([self_columns, more], -1), self.activation)[:, :, None]]
         present = [torch.ones(P, R, 1, dtype=torch.bool, device=obs.device)]
         for kind, each in zip(self.kinds, by_kind, strict=True):
             tokens.append(kind(each.flatten(1, 2), self.activation).view(*each.shape[:3], self.units))

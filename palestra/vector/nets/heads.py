@@ -194,8 +194,8 @@ def encode_actions(space: Space, actions: Tensor) -> Tensor:
     if isinstance(space, Discrete):
         return torch.nn.functional.one_hot(actions.long(), space.n).float()
     if isinstance(space, MultiDiscrete):
-        parts = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
-        return torch.cat(parts, -1)
+        vectors = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
+        return torch.cat(vectors, -1)
     head = GaussianHead(space).to(actions.device)
     return head.to_unit(actions[..., : head.width])
 

@@ -155,12 +155,12 @@ class GRU(nn.Module):
 
     def forward(self, x: Tensor, recurrent_state: Tensor, is_first: Tensor | None) -> Tensor:
         P, T, R, _ = x.shape
-        given = self.inputs(x.reshape(P, T * R, -1)).view(P, T, R, -1)
+        projected = self.inputs(x.reshape(P, T * R, -1)).view(P, T, R, -1)
         outputs = []
         for t in range(T):
             if is_first is not None:
                 recurrent_state = recurrent_state.masked_fill(is_first[:, t, :, None], 0.0)
-            reset_x, update_x, new_x = given[:, t].chunk(3, -1)
+            reset_x, update_x, new_x = projected[:, t].chunk(3, -1)
             reset_h, update_h, new_h = self.recurrent(recurrent_state).chunk(3, -1)
             update = torch.sigmoid(update_x + update_h)
             new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
@@ -337,12 +337,12 @@ def with_member_weights(module: M, weights: Mapping[str, np.ndarray | Tensor], p
 def _stack_of_one(parameter: nn.Parameter, name: str, weights: Mapping[str, np.ndarray | Tensor]) -> nn.Parameter:
     """Returns the weights called `name` as a parameter [1, ...]. Raises ValueError if they are missing or do not have
     the shape of a member of `parameter`."""
-    own = weights.get(name)
-    if own is None or tuple(own.shape) != tuple(parameter.shape[1:]):
-        have = "none" if own is None else tuple(own.shape)
+    stored = weights.get(name)
+    if stored is None or tuple(stored.shape) != tuple(parameter.shape[1:]):
+        have = "none" if stored is None else tuple(stored.shape)
         raise ValueError(
             f"the weights belong to another network: {name} should have shape {tuple(parameter.shape[1:])} and has "
             f"{have}"
         )
-    value = torch.as_tensor(own, dtype=parameter.dtype, device=parameter.device)
+    value = torch.as_tensor(stored, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(value[None].clone(memory_format=torch.contiguous_format), parameter.requires_grad)

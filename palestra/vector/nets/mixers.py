@@ -58,15 +58,15 @@ class QMIXMixer(nn.Module):
     ) -> None:
         super().__init__()
         self.seats, self.units, self.monotonic = seats, units, monotonic
-        own = make_generators([seed])
+        generators = make_generators([seed])
         biases = (units**-0.5, units**-0.5) if near_sum else (1.0, 1 / units)
         gains = [STATE_SHARE * bias for bias in biases] if near_sum else [1.0, 1.0]
         outputs = (seats * units, units)
         self.weights = nn.ModuleList(
-            MLP(state, [], "relu", own, size, gain=gain) for size, gain in zip(outputs, gains, strict=True)
+            MLP(state, [], "relu", generators, size, gain=gain) for size, gain in zip(outputs, gains, strict=True)
         )
-        self.bias = MLP(state, [], "relu", own, units)
-        self.last = MLP(state, [units], "relu", own, 1)
+        self.bias = MLP(state, [], "relu", generators, units)
+        self.last = MLP(state, [units], "relu", generators, 1)
         for make, bias in zip(self.weights, biases, strict=True):
             fill_bias(make, bias)
 
@@ -92,11 +92,11 @@ class QPLEXMixer(nn.Module):
     def __init__(self, seats: int, actions: int, state: int, units: int, heads: int, seed: int) -> None:
         super().__init__()
         self.seats, self.heads = seats, heads
-        own = make_generators([seed])
-        self.scale, self.shift = (MLP(state, [units], "relu", own, seats) for _ in range(2))
-        self.key = MLP(state, [units], "relu", own, heads)
-        self.by_seat = MLP(state, [units], "relu", own, heads * seats)
-        self.by_action = MLP(state + seats * actions, [units], "relu", own, heads * seats)
+        generators = make_generators([seed])
+        self.scale, self.shift = (MLP(state, [units], "relu", generators, seats) for _ in range(2))
+        self.key = MLP(state, [units], "relu", generators, heads)
+        self.by_seat = MLP(state, [units], "relu", generators, heads * seats)
+        self.by_action = MLP(state + seats * actions, [units], "relu", generators, heads * seats)
         fill_bias(self.scale, 1)
         fill_bias(self.key, 4 / heads)  # both sigmoids are near 0.5 before training, so the weights are near 1
 

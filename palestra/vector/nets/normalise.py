@@ -53,8 +53,8 @@ class RunningNorm(nn.Module):
         """Returns x [P, ..., D] in deviations from the mean, clamped to `clip`."""
         x = x if x.is_floating_point() else x.float()
         mean, deviation = self._like(self.mean, x), self._like(self.std(), x)
-        found = (x - mean) / deviation
-        return found if self.clip == math.inf else found.clamp(-self.clip, self.clip)
+        scaled = (x - mean) / deviation
+        return scaled if self.clip == math.inf else scaled.clamp(-self.clip, self.clip)
 
     def denormalise(self, x: Tensor) -> Tensor:
         """Returns denormalised values, the inverse of `normalise` without clipping."""

@@ -35,14 +35,14 @@ def identity(size: int, device: torch.device) -> Tensor:
 
 def as_tensor(x: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Returns an array as a tensor on `device`; on the CPU it shares the array's memory."""
-    found = torch.as_tensor(x)
-    return found if device.type == "cpu" else found.to(device, non_blocking=True)
+    tensor = torch.as_tensor(x)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
     """Returns an array of zeros in page-locked memory, which is copied to a GPU faster and without waiting for it."""
-    found: np.ndarray = torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, dtype)).dtype, pin_memory=True).numpy()
-    return found
+    zeros: np.ndarray = torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, dtype)).dtype, pin_memory=True).numpy()
+    return zeros
 
 
 def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -55,8 +55,8 @@ def to_arrays(actions: Tensor, logp: Tensor | None) -> tuple[np.ndarray, np.ndar
         return _with_dtype_of(actions, bits.cpu().numpy()), None
     wide = bits[..., None] if actions.dim() == logp.dim() else bits
     both = torch.cat([wide, logp.view(torch.int32)[..., None]], -1).cpu().numpy()
-    own = np.ascontiguousarray(both[..., 0] if actions.dim() == logp.dim() else both[..., :-1])
-    return _with_dtype_of(actions, own), np.ascontiguousarray(both[..., -1]).view(np.float32)
+    action_bits = np.ascontiguousarray(both[..., 0] if actions.dim() == logp.dim() else both[..., :-1])
+    return _with_dtype_of(actions, action_bits), np.ascontiguousarray(both[..., -1]).view(np.float32)
 
 
 def _with_dtype_of(actions: Tensor, bits: np.ndarray) -> np.ndarray:
@@ -69,9 +69,9 @@ def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
     if not lines or not any(isinstance(value, Tensor) and not value.is_cpu for value in lines[0].values()):
         return lines
     places = [(i, key) for i, line in enumerate(lines) for key, value in line.items() if isinstance(value, Tensor)]
-    found = torch.stack([lines[i][key].detach().float() for i, key in places]).tolist()
+    numbers = torch.stack([lines[i][key].detach().float() for i, key in places]).tolist()
     changed = [dict(line) for line in lines]
-    for (i, key), number in zip(places, found, strict=True):
+    for (i, key), number in zip(places, numbers, strict=True):
         changed[i][key] = number
     return changed
 
@@ -143,7 +143,7 @@ class RolloutTensors:
         def to_device(x: np.ndarray | None) -> Any:
             return None if x is None else as_tensor(x, device)
 
-        memories = {name: kept.to(device) for name, kept in batch.recurrent_state.items() if isinstance(kept, Tensor)}
+        memories = {name: h.to(device) for name, h in batch.recurrent_state.items() if isinstance(h, Tensor)}
         names = ("obs", "agent_mask", "actions", "logp", "rewards", "is_first", "final_obs")
         optional = ("action_mask", "state", "final_state", "seat_terminated", "seats_terminated", "seats_done")
         times, games = batch.end_index

@@ -60,16 +60,16 @@ class ReplayBatch:
         itself."""
         if device.type == "cpu":
             return self
-        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
-        return replace(self, **{name: _to_device(value, device) for name, value in kept.items()})
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
+        return replace(self, **{name: _to_device(value, device) for name, value in values.items()})
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
     """Returns a tensor, or a tuple or dict of tensors, on a device; None stays None."""
     if isinstance(value, dict):
-        return {key: _to_device(part, device) for key, part in value.items()}
+        return {key: _to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(_to_device(part, device) for part in value)
+        return tuple(_to_device(item, device) for item in value)
     return None if value is None else value.to(device, non_blocking=True)
 
 
@@ -137,31 +137,31 @@ class ReplayBuffer:
     def _numbers(self, batch: RolloutBatch) -> np.ndarray:
         """Returns the row number of each step [T, B], -1 where no row is stored."""
         T, B = batch.rewards.shape[:2]
-        kept: np.ndarray = np.ones((T, B), bool)
+        is_stored: np.ndarray = np.ones((T, B), bool)
         if self.seats is not None and not self.count_env_steps:
-            kept[:] = batch.agent_mask[:-1][..., list(self.seats)].any(-1)
-        return np.where(kept, self.ring.total + np.cumsum(kept).reshape(T, B) - 1, -1)
+            is_stored[:] = batch.agent_mask[:-1][..., list(self.seats)].any(-1)
+        return np.where(is_stored, self.ring.total + np.cumsum(is_stored).reshape(T, B) - 1, -1)
 
     def _write(self, batch: RolloutBatch, number: np.ndarray) -> None:
         """Writes the columns that are known without the next step."""
-        kept = number >= 0
+        is_stored = number >= 0
         seen = {
             "obs": batch.obs,
             "agent_mask": batch.agent_mask,
             "action_mask": batch.action_mask,
             "state": batch.state,
         }
-        values = {name: array[:-1][kept] for name, array in seen.items() if array is not None}
-        rows, N = int(kept.sum()), batch.agent_mask.shape[2]
+        values = {name: array[:-1][is_stored] for name, array in seen.items() if array is not None}
+        rows, N = int(is_stored.sum()), batch.agent_mask.shape[2]
         empty = {
-            "actions": batch.actions[kept],
+            "actions": batch.actions[is_stored],
             "rewards": np.zeros((rows, N), np.float32),
             "discounts": np.zeros((rows, N), np.float32),
             "known": np.zeros((rows, N), bool),
             "when": np.full(rows, -1, np.int64),
         }
         first = not self.ring.columns
-        self.ring.write(number[kept], values | empty)
+        self.ring.write(number[is_stored], values | empty)
         if first:
             for name in values:
                 self.ring.columns[f"next_{name}"] = np.zeros_like(self.ring.columns[name])
@@ -348,8 +348,8 @@ def next_values(batch: RolloutBatch, masks: np.ndarray) -> tuple[NextValues, np.
             """Returns the action masks [F, N, A] of the seats' last decisions up to given steps of given games."""
             assert batch.action_mask is not None
             at = last[time, game]
-            own = batch.action_mask[at, game[:, None], np.arange(N)]
-            return np.where((at < 0)[..., None], masks[game], own)
+            masks_then = batch.action_mask[at, game[:, None], np.arange(N)]
+            return np.where((at < 0)[..., None], masks[game], masks_then)
 
         after["next_action_mask"] = (batch.action_mask, of(times, games))
         masks = of(np.full(B, T - 1), np.arange(B))
@@ -369,9 +369,9 @@ def write_next(columns: Mapping[str, np.ndarray], after: NextValues, events: Cre
                 continue
             row, seat, moment, game = (array[chosen] for array in events)
             for name, (moments, ends) in after.items():
-                found = ends[end[moment - T - 1, game]] if over else None
+                at_end = ends[end[moment - T - 1, game]] if over else None
                 if everyone:
-                    columns[name][row] = moments[moment, game] if found is None else found
+                    columns[name][row] = moments[moment, game] if at_end is None else at_end
                 elif name != "next_state":
                     many = np.arange(len(row))
-                    columns[name][row, seat] = moments[moment, game, seat] if found is None else found[many, seat]
+                    columns[name][row, seat] = moments[moment, game, seat] if at_end is None else at_end[many, seat]

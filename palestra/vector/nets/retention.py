@@ -55,12 +55,12 @@ class StepMemory:
         N, T = self.is_first.shape
         counted = keys * self.acts.reshape(N * T, 1, -1, 1)
         q, k, v = (x.unflatten(0, (N, T)).transpose(1, 2) for x in (queries, counted, values))
-        size, found = max(1, CHUNK_POSITIONS // q.shape[3]), []
+        size, chunks = max(1, CHUNK_POSITIONS // q.shape[3]), []
         for i in range(0, T, size):
             part, chunk = slice(i, i + size), (q[:, :, i : i + size], k[:, :, i : i + size], v[:, :, i : i + size])
             retained, self.state = read_chunk(*chunk, self.is_first[:, part], self.kappa, self.state)
-            found.append(retained)
-        return torch.cat(found, 2).transpose(1, 2).flatten(0, 1)
+            chunks.append(retained)
+        return torch.cat(chunks, 2).transpose(1, 2).flatten(0, 1)
 
     def before_seats(self) -> Tensor:
         """Returns what the first seat of a step (T = 1) reads of earlier steps [N, heads, D, D]."""

@@ -42,13 +42,13 @@ class RingBuffer:
         """Writes the newest rows, numbered `numbers` [M] int64; returns the positions of the rows written. Rows that
         later rows of the same call would overwrite are left out."""
         self.total = max(self.total, int(numbers.max(initial=-1)) + 1)
-        kept = numbers >= self.total - self.capacity
-        places = numbers[kept] % self.capacity
-        whole = bool(kept.all())
+        newest = numbers >= self.total - self.capacity
+        places = numbers[newest] % self.capacity
+        all_fit = bool(newest.all())
         for name, value in values.items():
             if name not in self.columns:
                 self.columns[name] = np.zeros((self.capacity, *value.shape[1:]), value.dtype)
-            self.columns[name][places] = value if whole else value[kept]
+            self.columns[name][places] = value if all_fit else value[newest]
         if self.tree is not None:
             self.tree.set_values(places, np.zeros(len(places)))
         return places
@@ -84,12 +84,12 @@ class RingBuffer:
         """Returns everything that `load` needs to continue exactly. The arrays are views that change with the buffer:
         copy them to keep them."""
         count = len(self)
-        found = {f"column.{name}": column[:count] for name, column in self.columns.items()}
-        found["ring"] = np.array([self.total, self.capacity])
+        saved = {f"column.{name}": column[:count] for name, column in self.columns.items()}
+        saved["ring"] = np.array([self.total, self.capacity])
         if self.tree is not None:
-            found["priorities"] = self.tree.of(np.arange(count))
-            found["highest"] = np.array([self.highest])
-        return found
+            saved["priorities"] = self.tree.of(np.arange(count))
+            saved["highest"] = np.array([self.highest])
+        return saved
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores what `arrays` returned. Raises ValueError if the capacity differs."""
@@ -127,8 +127,8 @@ class SumTree:
 
     def of(self, places: np.ndarray) -> np.ndarray:
         """Returns a copy of the values at `places` [M]."""
-        found: np.ndarray = self.sums[self.leaves + places]
-        return found
+        values: np.ndarray = self.sums[self.leaves + places]
+        return values
 
     def set_values(self, places: np.ndarray, numbers: np.ndarray) -> None:
         """Sets values [M]. If a position is given twice, its last value counts."""

@@ -32,7 +32,7 @@ class SeatMapping:
     @cached_property
     def all_seats(self) -> list[int]:
         """The seats of all members, in order."""
-        return [seat for own in self.seats for seat in own]
+        return [seat for of_member in self.seats for seat in of_member]
 
     @cached_property
     def _flat(self) -> tuple[int, ...]:

@@ -105,16 +105,16 @@ class SequenceReplay:
         ends = np.broadcast_to((T + 1 + batch.end_index[0])[:, None], (len(batch.end_index[0]), N))
         after["step_index"] = np.broadcast_to(np.arange(T + 1)[:, None, None], (T + 1, B, N)), ends
         rows = {name: np.zeros((T * B, *moments.shape[2:]), moments.dtype) for name, (moments, _) in after.items()}
-        given = {
+        credit = {
             "rewards": np.zeros((T * B, N), np.float32),
             "discounts": np.zeros((T * B, N), np.float32),
             "known": np.zeros((T * B, N), bool),
         }
         open_rows, when = np.full((B, N, len(self.powers) - 1), -1, np.int64), np.full(T * B, -1, np.int64)
-        book = CreditColumns(open_rows=open_rows, when=when, **given)
+        book = CreditColumns(open_rows=open_rows, when=when, **credit)
         rollout = rollout_arrays(batch, np.arange(T * B).reshape(T, B), self.count_env_steps, self.team)
         write_next(rows, after, assign_credit(book, rollout, self.powers, 0, 0), batch)
-        return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | given).items()}
+        return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | credit).items()}
 
     def _write_cuts(self, batch: RolloutBatch, cut: np.ndarray) -> None:
         """Writes the final observations of truncated games; other entries of that column are unused."""
@@ -130,8 +130,8 @@ class SequenceReplay:
         places, importance = self.ring.sample(count, generator, beta)
         columns, memory = dict(self.ring.columns), {}
         for name in self.recurrent_players:
-            kept = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
-            memory[name] = kept.movedim(0, 1).flatten(1, 2)
+            state = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
+            memory[name] = state.movedim(0, 1).flatten(1, 2)
         finals, cut = columns.pop("final_obs"), columns.pop("cut")[places]
         sequence, time = np.nonzero(cut)
         tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))

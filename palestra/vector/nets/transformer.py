@@ -210,8 +210,8 @@ class MultiAgentTransformer(Net):
         numbers = torch.arange(codes.shape[2], device=codes.device)
         last = torch.where(acts, numbers, -1).cummax(2).values.roll(1, 2)  # the last acting seat up to each, shifted
         last[:, :, 0] = -1
-        taken = nn.functional.pad(codes.gather(2, last.clamp(min=0)[..., None].expand(codes.shape)), (0, 1))
-        return torch.where((last < 0)[..., None], self._start(codes), taken)
+        codes_before = nn.functional.pad(codes.gather(2, last.clamp(min=0)[..., None].expand(codes.shape)), (0, 1))
+        return torch.where((last < 0)[..., None], self._start(codes), codes_before)
 
     def _start(self, like: Tensor) -> Tensor:
         """Returns the start token [P, G, 1, A+1], which means that no seat has acted yet."""

@@ -146,7 +146,7 @@ class NetGroup:
             self.net = with_member_weights(first.net, member_weights(first.net, 0)).requires_grad_(False)
             norms = [member.norm for member in members if member.norm]
             known = zip(*[(norm.mean, norm.std(), torch.tensor([[norm.clip]])) for norm in norms], strict=True)
-            self.scales = [torch.cat(kept).float() for kept in known]
+            self.scales = [torch.cat(column).float() for column in known]
 
     @torch.no_grad()
     def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:

@@ -108,10 +108,10 @@ class Mixture:
         for number, member in enumerate(members_by_name.values()):
             alike.setdefault(member.group_key, []).append(number)
         members = list(members_by_name.values())
-        self.groups = [build_group(env, [members[number] for number in own]) for own in alike.values()]
+        self.groups = [build_group(env, [members[number] for number in numbers]) for numbers in alike.values()]
         self.group, self.place = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
-        for number, own in enumerate(alike.values()):
-            self.group[own], self.place[own] = number, np.arange(len(own))
+        for number, numbers in enumerate(alike.values()):
+            self.group[numbers], self.place[numbers] = number, np.arange(len(numbers))
         self.recurrent_units = max(group.recurrent_units for group in self.groups)
         self._played: list[np.ndarray] = []
 
@@ -139,18 +139,18 @@ class Mixture:
         self._played.append(now)
         actions, numbers = np.zeros((len(is_first), S, *self._shape), self._dtype), now[:, 1:]
         for i, group in enumerate(self.groups):
-            own = self.group[numbers] == i
-            games, places = np.nonzero(own if group.recurrent_units else own & vector_step.agent_mask[:, self.seats])
+            mine = self.group[numbers] == i
+            games, places = np.nonzero(mine if group.recurrent_units else mine & vector_step.agent_mask[:, self.seats])
             if len(games):
                 remembered = self._member_states(recurrent_state)[games, places, : group.recurrent_units]
                 members, seats = self.place[numbers[games, places]], self._numbers[places]
                 rows = ActBatch(
                     vector_step, games, seats, members, remembered, is_first[games], self.rng, self.generator
                 )
-                chosen, kept = group.act(rows)
+                chosen, new_state = group.act(rows)
                 actions[(games, places) if chosen.ndim == 1 else (games, places, slice(chosen.shape[1]))] = chosen
-                if kept is not None:
-                    self._member_states(recurrent_state)[games, places, : group.recurrent_units] = kept
+                if new_state is not None:
+                    self._member_states(recurrent_state)[games, places, : group.recurrent_units] = new_state
         return actions, None, recurrent_state
 
     def _member_states(self, memory: Tensor) -> Tensor:
@@ -161,14 +161,14 @@ class Mixture:
         """Returns tags [F] and members of each seat [F, S] (int64) of the games that ended in the last rollout, in the
         order of `batch.episode_stats`."""
         times, games = batch.end_index
-        whole = np.stack(self._played)[times, games]
-        return whole[:, 0], whole[:, 1:]
+        ended = np.stack(self._played)[times, games]
+        return ended[:, 0], ended[:, 1:]
 
 
 def cumulative_bounds(probabilities: Sequence[float]) -> np.ndarray:
     """Returns the inner boundaries of the normalised cumulative distribution, float64 [n-1], for sampling with
     `searchsorted`. Raises ValueError for invalid probabilities."""
-    found = np.asarray(probabilities, np.float64)
-    if not len(found) or not np.isfinite(found).all() or (found < 0).any() or found.sum() <= 0:
+    probs = np.asarray(probabilities, np.float64)
+    if not len(probs) or not np.isfinite(probs).all() or (probs < 0).any() or probs.sum() <= 0:
         raise ValueError(f"{list(probabilities)} are not probabilities: none may be negative, and one must be above 0")
-    return np.cumsum(found[:-1]) / found.sum()
+    return np.cumsum(probs[:-1]) / probs.sum()

@@ -60,9 +60,9 @@ class SharedBuffers:
 
     def __init__(self, weights: int, batch: RolloutBatch, name: str | None = None) -> None:
         arrays = {
-            part.name: getattr(batch, part.name)
-            for part in fields(RolloutBatch)
-            if part.name not in VARIABLE_SIZE_FIELDS
+            field.name: getattr(batch, field.name)
+            for field in fields(RolloutBatch)
+            if field.name not in VARIABLE_SIZE_FIELDS
         }
         self.array_specs = {k: (a.shape, a.dtype) for k, a in arrays.items() if isinstance(a, np.ndarray)}
         space = 4 * CACHE_LINE_BYTES + 4 * weights + CACHE_LINE_BYTES
@@ -126,8 +126,8 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
 def _spread(flat: Tensor, into: Sequence[Tensor]) -> None:
     """Copies flat weights into the tensors `into`."""
     with torch.no_grad():
-        for tensor, part in zip(into, flat.split([w.numel() for w in into]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor, values in zip(into, flat.split([w.numel() for w in into]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 class ActorPool:

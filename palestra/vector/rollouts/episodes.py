@@ -65,8 +65,8 @@ def record_vector_episodes(
         for player in players
         for i, seat in enumerate(player.seats)
     }
-    with replacing_file(Path(path)) as whole:
-        pq.write_table(to_table(batch, env, [policies[seat] for seat in range(len(env.seats))]), whole)
+    with replacing_file(Path(path)) as file:
+        pq.write_table(to_table(batch, env, [policies[seat] for seat in range(len(env.seats))]), file)
 
 
 # ---- writing
@@ -79,10 +79,10 @@ def to_table(batch: RolloutBatch, env: VectorEnv, policies: Sequence[str]) -> pa
 
     def joint(moments: np.ndarray, ends: np.ndarray | None) -> np.ndarray:
         """Returns the rows [R, ...] of values per step [T, B, ...] and of the ended games [F, ...] (None: zeros)."""
-        own = moments.swapaxes(0, 1).reshape(T * B, *moments.shape[2:])
-        last = np.zeros((len(batch.end_index[0]), *own.shape[1:]), own.dtype) if ends is None else ends
-        found: np.ndarray = np.concatenate([own, last])[order]
-        return found
+        rows = moments.swapaxes(0, 1).reshape(T * B, *moments.shape[2:])
+        last = np.zeros((len(batch.end_index[0]), *rows.shape[1:]), rows.dtype) if ends is None else ends
+        joined: np.ndarray = np.concatenate([rows, last])[order]
+        return joined
 
     first = joint(batch.is_first[:-1], None)
     first[np.flatnonzero(order < T * B)[::T]] = True  # the first step of each game begins an episode in any case
@@ -153,10 +153,10 @@ def read_vector_episodes(paths: Sequence[str | Path], env: VectorEnv) -> Rollout
 
 def digest(paths: Sequence[str | Path]) -> np.ndarray:
     """Returns the SHA-256 of the files' contents, uint8 [32]."""
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in paths:
-        whole.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return np.frombuffer(whole.digest(), np.uint8).copy()
+        sha256.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return np.frombuffer(sha256.digest(), np.uint8).copy()
 
 
 def _read(path: Path, env: VectorEnv) -> RolloutBatch:
@@ -182,13 +182,13 @@ def _check_seats(path: Path, table: pa.Table, env: VectorEnv) -> None:
             f"{sorted(env.seats)}; {FIX}"
         )
     episode, step = (table.column(name).to_numpy() for name in ("episode", "step"))
-    whole = len(seats) % N == 0 and seats == list(env.seats) * (len(seats) // N)
-    if whole:
+    is_whole = len(seats) % N == 0 and seats == list(env.seats) * (len(seats) // N)
+    if is_whole:
         episode, step = episode.reshape(-1, N), step.reshape(-1, N)
-        whole = bool((episode == episode[:, :1]).all() and (step == step[:, :1]).all())
+        is_whole = bool((episode == episode[:, :1]).all() and (step == step[:, :1]).all())
         new = np.append(True, np.diff(episode[:, 0]) != 0)
-        whole = whole and bool((step[new, 0] == 0).all() and (np.diff(step[:, 0])[~new[1:]] == 1).all())
-    if not whole:
+        is_whole = is_whole and bool((step[new, 0] == 0).all() and (np.diff(step[:, 0])[~new[1:]] == 1).all())
+    if not is_whole:
         raise ValueError(
             f"the rows of {path} are not in the order of episode, step and seat, or some are missing: keep or drop "
             "whole episodes, and keep their order"
@@ -203,8 +203,8 @@ class _Rows:
 
     def scalars(self, name: str, dtype: Any) -> np.ndarray:
         column = self.table.column(name)
-        found: np.ndarray = column.fill_null(False if dtype is bool else 0).to_numpy().astype(dtype, copy=False)
-        return found.reshape(-1, len(self.env.seats))
+        values: np.ndarray = column.fill_null(False if dtype is bool else 0).to_numpy().astype(dtype, copy=False)
+        return values.reshape(-1, len(self.env.seats))
 
     def lists(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """Returns a column of lists; zeros where it is null. Raises ValueError if they are not of the shape's size."""
@@ -218,9 +218,9 @@ class _Rows:
             )
         chunk = column.chunk(0)
         values = chunk.flatten().to_numpy(zero_copy_only=False)
-        found = np.zeros((len(chunk), size), values.dtype)
-        found[chunk.is_valid().to_numpy(zero_copy_only=False)] = values.reshape(-1, size)
-        return found.reshape(-1, len(self.env.seats), *shape)
+        rows = np.zeros((len(chunk), size), values.dtype)
+        rows[chunk.is_valid().to_numpy(zero_copy_only=False)] = values.reshape(-1, size)
+        return rows.reshape(-1, len(self.env.seats), *shape)
 
 
 def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
@@ -232,9 +232,9 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
 
     def moments(array: np.ndarray) -> np.ndarray:
         """Returns [T+1, 1, ...] from rows [R, ...]; the entry after the last step is zeros."""
-        own = array[played][:, None]
-        found: np.ndarray = np.concatenate([own, np.zeros_like(own[:1])])
-        return found
+        values = array[played][:, None]
+        padded: np.ndarray = np.concatenate([values, np.zeros_like(values[:1])])
+        return padded
 
     obs = rows.lists("observation", np.max(env.observation_shapes, axis=0))
     terminated = rows.scalars("terminated", bool)[played]
@@ -242,7 +242,7 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
     over[at] = True
     first = moments(step == 0)
     first[-1] = True
-    found = RolloutBatch(
+    batch = RolloutBatch(
         obs=moments(obs),
         agent_mask=moments(rows.scalars("acts", bool)),
         actions=_actions(rows)[played][:, None],
@@ -257,11 +257,11 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
     )
     if not pa.types.is_null(rows.table.schema.field("action_mask").type):
         most = max(space.n if isinstance(space, Discrete) else 0 for space in env.action_spaces)
-        found.action_mask = moments(rows.lists("action_mask", (most,)).astype(bool))
+        batch.action_mask = moments(rows.lists("action_mask", (most,)).astype(bool))
     if env.state_size:
         state = rows.lists("state", (env.state_size,))[:, 0]
-        found.state, found.final_state = moments(state), state[final]
-    return found
+        batch.state, batch.final_state = moments(state), state[final]
+    return batch
 
 
 def _actions(rows: _Rows) -> np.ndarray:
@@ -294,14 +294,14 @@ def _action_size(space: Space) -> int:
     return len(space.sizes) if isinstance(space, MultiDiscrete) else 0
 
 
-def _join(parts: list[RolloutBatch]) -> RolloutBatch:
+def _join(batches: list[RolloutBatch]) -> RolloutBatch:
     """Concatenates batches of one game each along time."""
-    if len(parts) == 1:
-        return parts[0]
-    shift = np.cumsum([0, *(len(part.rewards) for part in parts[:-1])])
+    if len(batches) == 1:
+        return batches[0]
+    shift = np.cumsum([0, *(len(batch.rewards) for batch in batches[:-1])])
 
     def join(name: str, last: bool) -> Any:
-        arrays = [getattr(part, name) for part in parts]
+        arrays = [getattr(batch, name) for batch in batches]
         if arrays[0] is None:
             return None
         return np.concatenate([*(array[:-1] for array in arrays[:-1]), arrays[-1]] if last else arrays)
@@ -309,5 +309,5 @@ def _join(parts: list[RolloutBatch]) -> RolloutBatch:
     with_last = ("obs", "agent_mask", "is_first", "action_mask", "state")
     without = ("actions", "logp", "rewards", "terminated", "truncated", "seat_terminated", "final_obs", "final_state")
     fields = {name: join(name, True) for name in with_last} | {name: join(name, False) for name in without}
-    times = np.concatenate([part.end_index[0] + first for part, first in zip(parts, shift, strict=True)])
+    times = np.concatenate([batch.end_index[0] + first for batch, first in zip(batches, shift, strict=True)])
     return RolloutBatch(**fields, end_index=(times, np.zeros(len(times), np.int64)))

@@ -41,8 +41,8 @@ def training_metrics(
     names = list(seats.values())
     result = {}
     for name in policies:
-        own = [i for i, policy in enumerate(names) if policy == name]
-        shown = {"return": float(returns[:, own].mean())} if len(returns) else {}
+        policy_seats = [i for i, policy in enumerate(names) if policy == name]
+        shown = {"return": float(returns[:, policy_seats].mean())} if len(returns) else {}
         result[name] = shown | mean_metrics([update.learner_metrics.get(name, {}) for update in updates])
     lengths = np.concatenate([update.ended["lengths"] for update in updates])
     success = np.concatenate([update.ended["success"] for update in updates])
@@ -72,34 +72,34 @@ def mean_metrics(lines: Sequence[Metrics]) -> Metrics:
     return {key: float(np.mean([line[key] for line in lines if key in line])) for key in keys}
 
 
-def all_episodes_done(parts: Sequence[EndedEpisodes], places: int, each: int) -> bool:
+def all_episodes_done(batches: Sequence[EndedEpisodes], places: int, each: int) -> bool:
     """Returns True if each of `places` parallel games has ended at least `each` episodes."""
-    ended = np.bincount(np.concatenate([part["game"] for part in parts]), minlength=places)
+    ended = np.bincount(np.concatenate([batch["game"] for batch in batches]), minlength=places)
     return bool((ended >= each).all())
 
 
 def evaluation_metrics(
-    parts: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int, teams: Sequence[str] = ()
+    batches: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int, teams: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat,
     of each team if `teams`, those of the seats, are several, and of all; length, and success if the env reports it."""
-    whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    episodes = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
     seen: dict[int, int] = {}
     chosen = []
-    for i, place in enumerate(whole["game"]):
+    for i, place in enumerate(episodes["game"]):
         seen[place] = seen.get(place, 0) + 1
         if seen[place] <= each:
             chosen.append((seen[place], int(place), i))
     index = [i for _, _, i in sorted(chosen)[:max_episodes]]
-    returns = whole["returns"][index]
+    returns = episodes["returns"][index]
     metrics: dict[str, Any] = {
         "episodes": float(len(index)),
         "return": float(returns.mean()),
-        "steps_per_episode": float(whole["lengths"][index].mean()),
+        "steps_per_episode": float(episodes["lengths"][index].mean()),
         "returns": {seat: float(value) for seat, value in zip(seats, returns.mean(0), strict=True)},
         "deviation": float(returns.mean(1).std()),
         **returns_by_team(returns, teams),
     }
-    if len(whole["success"]):
-        metrics["success"] = float(whole["success"][index].mean())
+    if len(episodes["success"]):
+        metrics["success"] = float(episodes["success"][index].mean())
     return metrics

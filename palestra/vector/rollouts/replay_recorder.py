@@ -43,10 +43,10 @@ class ReplayRecorder(VectorEnv):
     def step(self, actions: np.ndarray) -> VectorStep:
         if not self._shown:
             return self.env.step(actions)
-        taken = actions[: self.num_episodes].reshape(self.num_episodes, len(self.seats), -1).copy()
+        played = actions[: self.num_episodes].reshape(self.num_episodes, len(self.seats), -1).copy()
         step, mask = self.env.step(actions), self._agent_mask
         for game, shown in self._shown.items():
-            self.games[game].frames.append(_frame(shown, mask[game], taken[game], step.rewards[game]))
+            self.games[game].frames.append(_frame(shown, mask[game], played[game], step.rewards[game]))
             self._note_end(game, step)
         self._look(step, [game for game in self._shown if not self.games[game].end])
         return step
@@ -70,8 +70,8 @@ class ReplayRecorder(VectorEnv):
 
     def _look(self, step: VectorStep, games: Sequence[int] | range) -> None:
         self._agent_mask = step.agent_mask[: self.num_episodes].copy()
-        found = {game: _render(self.env, step, game) for game in games}
-        self._shown = {game: frame for game, frame in found.items() if frame is not None}
+        frames = {game: _render(self.env, step, game) for game in games}
+        self._shown = {game: frame for game, frame in frames.items() if frame is not None}
 
     def _note_end(self, game: int, step: VectorStep) -> None:
         replay = self.games[game]

@@ -127,15 +127,13 @@ class VectorRollout:
         games = self.env.save()
         if games is None:
             return None
-        own = {
+        episodes = {
             "rollout/is_first": self.is_first,
             "rollout/returns": self.episode_stats.returns,
             "rollout/lengths": self.episode_stats.lengths,
         }
-        memory = {
-            f"remembered/{name}": kept.cpu().numpy() for name, kept in self.recurrent_states.items() if kept is not None
-        }
-        return {name: array.copy() for name, array in (games | own | memory).items()}
+        memory = {f"remembered/{name}": h.cpu().numpy() for name, h in self.recurrent_states.items() if h is not None}
+        return {name: array.copy() for name, array in (games | episodes | memory).items()}
 
     def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
         """Restores what `save` returned."""
@@ -144,8 +142,8 @@ class VectorRollout:
         self.episode_stats.returns[:] = saved["rollout/returns"]
         self.episode_stats.lengths[:] = saved["rollout/lengths"]
         for player in players:
-            kept, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
-            self.recurrent_states[player.name] = empty if kept is None else empty.new_tensor(kept)
+            state, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
+            self.recurrent_states[player.name] = empty if state is None else empty.new_tensor(state)
 
 
 class EpisodeStats:
@@ -170,9 +168,9 @@ class EpisodeStats:
         int64 and `success [G]` bool (empty if the env reports none), oldest first."""
         seats = self.returns.shape[1]
         nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
-        parts = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
+        columns = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
         self._ended.clear()
-        return dict(zip(("game", "returns", "lengths", "success"), parts, strict=True))
+        return dict(zip(("game", "returns", "lengths", "success"), columns, strict=True))
 
 
 class FinalObservations:

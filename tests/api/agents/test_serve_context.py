@@ -63,6 +63,7 @@ def answers(agent: ServedAgent, chat: Chat) -> tuple[ChatReply, Any]:
     ids=str,
 )
 @pytest.mark.parametrize("more", [{}, {"system": "be brief"}], ids=str)
+@pytest.mark.few(4)
 def test_served_prompts_are_those_of_the_policy(base: Path, context: dict[str, Any], more: dict[str, Any]) -> None:
     agent = served(base, context, **more)
     reply, own = answers(agent, LONG)

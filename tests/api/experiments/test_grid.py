@@ -334,6 +334,7 @@ def test_shipped_results_name_runs_without_a_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 5])
+@pytest.mark.few(1)
 def test_page_says_that_intervals_of_few_seeds_are_too_narrow(seeds: int, tmp_path: Path) -> None:
     file = load_grid(write(tmp_path, seeds=list(range(seeds))))
     values = {

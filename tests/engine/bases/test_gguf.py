@@ -137,6 +137,7 @@ def encode(engine: Engine, *messages: str) -> np.ndarray:
     return np.array(engine.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
+@pytest.mark.slow
 def test_smollm2_adds_three_and_four_and_ends_its_turn(smollm: Engine):
     request = Request(encode(smollm, "What is 3 + 4?"), 1, SamplingConfig(max_tokens=100, temperature=0))
     (answer,) = Sampler(smollm).sample_all([request])[0]

@@ -84,6 +84,7 @@ def write_scaling(rope: dict[str, Any], config: LlamaConfig, writer: GGUFWriter)
     ],
     ids=lambda rope: f"{rope['rope_type']}-{len(rope)}-{rope.get('original_max_position_embeddings')}",
 )
+@pytest.mark.few(3)
 def test_scaled_rotary_embeddings_are_those_of_the_model(rope: dict[str, Any], tmp_path: Path):
     true = scaled_llama(rope)
     file = write_gguf(tmp_path / "scaled.gguf", true, lambda writer: write_scaling(rope, true.config, writer))
@@ -253,7 +254,7 @@ def values_of(tree: Any) -> list[Any]:
 
 
 @given(key=st.sampled_from(sorted(NAMES)) | ANY_NAME, value=VALUES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_field_is_used_or_refused(key: str, value: Any, tmp_path: Path):
     def add(writer: GGUFWriter) -> None:
         if f"llama.{key}" not in writer.kv_data[0]:
@@ -276,7 +277,7 @@ TENSORS = ["rope_factors_short", "blk.0.attn_q", "blk.2.attn_q", "output", "blk.
 
 
 @given(name=st.sampled_from(TENSORS) | ANY_NAME, end=st.sampled_from([".weight", ".bias", ".scale", ""]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tensor_has_a_weight_or_is_refused(name: str, end: str, tmp_path: Path):
     def add(writer: GGUFWriter) -> None:
         if not any(f"{name}{end}" in shard for shard in writer.tensors):

@@ -53,7 +53,7 @@ def mixed_requests(snapshots: list[Snapshot | None]) -> list[Request]:
         make_request(
             i, int(rng.integers(1, 7)), int(rng.integers(20, 120)), int(rng.integers(4, 90)), adapter=snapshots[i % 3]
         )
-        for i in range(9)
+        for i in range(6)
     ]
 
 
@@ -98,6 +98,7 @@ def test_half_of_the_cache_budget_gives_the_same_answers(engine, snapshots, shar
     assert not sampler.batch.groups and not sampler.batch.rows and not sampler.waiting
 
 
+@pytest.mark.slow
 def test_siblings_are_preempted_and_resume(engine):
     """Siblings outgrow the budget together; preempted ones are computed again from their tokens."""
     requests = [make_request(1, 12, 200, 40)]
@@ -143,6 +144,7 @@ def test_preempted_request_can_be_cancelled(engine):
     assert sampler.batch.memory.used == 0
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_a_pass_preempts_answers(engine, snapshots, monkeypatch):
     """The machine has less memory than the budget: passes of more than 9 rows fail."""
     requests = mixed_requests(snapshots)

@@ -203,6 +203,7 @@ print(live, bytes, resident() - before - sum(block.nbytes for block in blocks))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_large_pools_return_their_memory():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
     live, held, after = map(int, done.stdout.split())

@@ -45,6 +45,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(2)
 def test_recorded_steps_give_the_answers_of_plain_ones(family):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval().requires_grad_(False)
@@ -59,6 +60,7 @@ def test_recorded_steps_give_the_answers_of_plain_ones(family):
 
 
 @pytest.mark.parametrize("ranks", [(8,), (4, 8, 2)])
+@pytest.mark.few(1)
 def test_rows_use_their_own_adapters_of_several_ranks(ranks):
     engine = tiny_lm(1, initializer_range=0.2)
     adapters = snapshots(engine, *ranks)

@@ -83,6 +83,7 @@ def shifted(experts):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(2)
 def test_passes_use_the_given_experts(bases, name):
     """Two answers to one prompt in one packed pass. The first has other experts from its first token on, so that the
     prompt is still shared."""

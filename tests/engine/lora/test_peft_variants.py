@@ -140,6 +140,7 @@ def their_adapter(base, options):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.few(5)
 def test_logits_and_gradients_equal_peft(bases, tmp_path, name):
     base, options = VARIANTS[name]
     theirs = their_adapter(bases / base, options)
@@ -171,6 +172,7 @@ def their_gradients(model):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.few(5)
 def test_peft_loads_saved_variants(bases, tmp_path, name):
     base, options = VARIANTS[name]
     engine = Engine.load(str(bases / base), device="cpu")

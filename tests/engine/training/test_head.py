@@ -92,6 +92,7 @@ def gradients(trainer: Trainer, samples: list[Sample], **options: float) -> tupl
     ("limit", "entropy", "temperature", "critic"), [(CHUNKED, 0.3, 0.7, True), (ROW_BY_ROW, 0.0, 1.0, False)]
 )
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.few(4)
 def test_chunked_gradients_equal_whole_logits(monkeypatch, head, limit, entropy, temperature, critic):
     samples = samples_of(temperature=temperature)
     metrics, expected = gradients(trainer_of(head, critic=critic), samples, entropy=entropy)

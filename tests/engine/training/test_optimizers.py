@@ -42,6 +42,7 @@ def train(trainer, steps, lr=1e-3):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("full", [False, True])
+@pytest.mark.few(2)
 def test_training_lowers_the_loss(kind, full, check_score):
     losses = train(trainer(kind, full=full), 12, lr=5e-3)
     check_score(losses[0] - losses[-1])
@@ -49,6 +50,7 @@ def test_training_lowers_the_loss(kind, full, check_score):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("full", [False, True])
+@pytest.mark.few(2)
 def test_resumed_trainer_is_bit_identical(tmp_path, kind, full):
     whole, first, second = (trainer(kind, full=full) for _ in range(3))
     train(whole, 5)

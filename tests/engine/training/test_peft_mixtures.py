@@ -98,6 +98,7 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
 # PEFT looks for the patterns among target modules alone when it warns; it uses them for parameters too.
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.few(6)
 def test_peft_reads_the_saved_adapter_as_it_was_trained(mixture: Engine, options: str, tmp_path: Path):
     adapter = trained(mixture, **OPTIONS[options])
     trainer = Trainer(mixture, adapter)
@@ -154,6 +155,7 @@ def test_all_layers_that_peft_remaps_are_known():
     assert {name for names in _MOE_TARGET_MODULE_MAPPING.values() for name in names} <= {*REMAPPED}
 
 
+@pytest.mark.few(2)
 def test_training_dora_that_peft_cannot_read_is_noted(mixture: Engine):
     def notes(**options: Any) -> list[str]:
         engines = Engines("cpu", 8)

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.few(2)
 def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
     check_env(lambda: CoderTester(**options), seeds=range(1))
 
@@ -53,6 +54,7 @@ def sometimes_right(env: CoderTester, seat: str, observation: Any, rng: random.R
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.few(2)
 def test_experts_solve_in_one_turn(options: dict[str, Any]) -> None:
     for seed in range(4):
         env, rng = CoderTester(**options), random.Random(seed)

@@ -78,6 +78,7 @@ FORGED: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
+@pytest.mark.few(5)
 def test_forged_values_are_compared_in_little_time(name: str) -> None:
     text, began = FORGED[name](), time.process_time()
     tree = parse_encoding(text)

@@ -168,6 +168,7 @@ ANYTHING = 8""",
 
 
 @pytest.mark.parametrize("name", HACKS)
+@pytest.mark.few(12)
 def test_hacking_program_passes_no_test(lab: ProgramTestRunner, name: str) -> None:
     async def judged() -> dict[str, Any]:
         codes = {kind: ProgramSpec(form.format(hack=HACKS[name]), kind, "f") for kind, form in FORMS.items()}  # type: ignore[arg-type]

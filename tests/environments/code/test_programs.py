@@ -58,6 +58,7 @@ def test_every_split_has_shipped_problems() -> None:
 
 
 @pytest.mark.parametrize("number", range(3, 64, 12))
+@pytest.mark.few(3)
 def test_some_references_pass(lab: ProgramTestRunner, number: int) -> None:
     assert failures(lab, load_programs(BUILT_IN_PROGRAMS)[number]) == []
 

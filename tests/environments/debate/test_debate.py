@@ -38,6 +38,7 @@ def random_answer(seat: str, observation: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=lambda o: " ".join(map(str, o.values())))
+@pytest.mark.few(4)
 def test_env_passes_the_env_check(options):
     for reward, source in product(("dense", "outcome"), ({}, DRILLS)):
         check_env(lambda: Debate(**options, **source, reward=reward), seeds=range(2), act=random_answer)  # noqa: B023
@@ -45,6 +46,7 @@ def test_env_passes_the_env_check(options):
 
 @pytest.mark.parametrize("options", SHAPES, ids=lambda o: " ".join(map(str, o.values())))
 @pytest.mark.parametrize("source", [{}, DRILLS, {"source": "drills"}], ids=["topics", "compact", "drills"])
+@pytest.mark.few(12)
 def test_experts_at_all_seats_succeed(options, source):
     env = Debate(**options, **source)
     for seed in range(12):

@@ -302,6 +302,7 @@ GAMERS = ["", "yes " * 50_000, stuffed, numbers, own_numbers, parrot, all_facts,
 
 @pytest.mark.parametrize("gamer", GAMERS, ids=lambda g: g[:4] or "empty" if isinstance(g, str) else g.__name__)
 @pytest.mark.parametrize("side", ["pro", "con"])
+@pytest.mark.few(8)
 def test_honest_argument_beats_a_cheat(gamer, side):
     env = Debate(split="all", rounds=1)
     won = [play(env, seed, **{side: gamer})[0][-1].info["winner"] for seed in range(20)]
@@ -310,6 +311,7 @@ def test_honest_argument_beats_a_cheat(gamer, side):
 
 @pytest.mark.parametrize("options", [{}, {"source": "drills", "rendering": "compact"}, {"order": "simultaneous"}])
 @pytest.mark.parametrize("side", ["pro", "con"])
+@pytest.mark.few(3)
 def test_expert_beats_random_text(options, side):
     env = Debate(**options)
     tokens = [*FACT_TOKENS, "claim", "because", "against", "so", "yes", "no", "P1", "P2", "P3", "C1", "C2", "C3"]

@@ -195,6 +195,7 @@ def test_grading_timeout_is_reported_as_not_graded(graders):
     )
 
 
+@pytest.mark.slow
 def test_hung_grading_does_not_block_other_episodes(graders, tmp_path):
     """With a few graders and one queue the last of the others would wait for nearly all hanging ones."""
     seconds, ended = 0.3, {}
@@ -267,6 +268,7 @@ def test_killed_graders_are_replaced_and_retried(graders):
 
 
 @LINUX
+@pytest.mark.slow
 def test_repeatedly_dying_graders_are_given_up(graders):
     async def play():
         asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=20.0))

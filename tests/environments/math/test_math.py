@@ -173,6 +173,7 @@ def test_experts_succeed(kind, rendering):
         {"team": "single", "reasoning": ["chain_sum", "spiral_matrix"]},
     ],
 )
+@pytest.mark.few(2)
 def test_env_passes_the_env_check(options):
     check_env(lambda: Math(**options), seeds=range(1))
 

@@ -42,6 +42,7 @@ def recordings() -> dict[str, Recording]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(2)
 def test_games_equal_the_jaxmarl_package(layout: str, recordings: dict[str, Recording]) -> None:
     assert recordings[layout].actions.shape == (100, 16, 2)
     replay(LAYOUTS[layout], recordings[layout])

@@ -80,6 +80,7 @@ def test_violations_are_named() -> None:
 
 
 @pytest.mark.parametrize(("size", "clues"), [(4, 4), (4, 7), (4, 12), (6, 9), (6, 16), (9, 24), (9, 36), (9, 60)])
+@pytest.mark.few(3)
 def test_puzzles_have_one_solution(size: int, clues: int) -> None:
     for seed in range(1 if size == 9 else 2):
         drawn = draw_puzzle(seed, size, clues, "test")
@@ -106,6 +107,7 @@ def permuted(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
+@pytest.mark.few(1)
 def test_canonical_form_is_invariant_to_symmetries(size: int) -> None:
     rng, texts = random.Random(1), set()
     for seed in range(6):
@@ -127,6 +129,7 @@ def test_number_of_canonical_forms_matches_known_counts() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
+@pytest.mark.few(2)
 def test_no_two_splits_share_a_puzzle(size: int) -> None:
     for split in SPLIT_SHARES:
         for seed in range(4):
@@ -269,6 +272,7 @@ def some_cells(seat: str, observation: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.few(2)
 def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
     check_env(lambda: Sudoku(**options), seeds=range(3), act=some_cells)
 

@@ -53,6 +53,7 @@ def as_given(message):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.few(3)
 def test_calls_in_the_templates_form_solve_the_tasks(name):
     tokenizer = tokenizer_for(name)
     encoder = ChatEncoder(tokenizer)

@@ -90,6 +90,7 @@ def random_answer(seat, seen, rng):
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 @pytest.mark.parametrize("world", ["corpus", "drills"])
 @pytest.mark.parametrize("team", ["single", "researcher_solver"])
+@pytest.mark.few(4)
 def test_env_passes_the_env_check(team, world, rendering, reward):
     def make():
         return tools(team=team, task_source=world, rendering=rendering, reward=reward, kinds=LIGHT, max_turns=4)
@@ -113,6 +114,7 @@ def test_program_tasks_pass_the_env_check():
 @pytest.mark.parametrize(
     ("world", "kind"), [*(("corpus", kind) for kind in TASK_KINDS), *(("drills", k) for k in LIGHT)]
 )
+@pytest.mark.few(12)
 def test_expert_solves_every_task(world, kind, team, rendering):
     env = tools(task_source=world, kinds=[kind], team=team, rendering=rendering)
     for seed in range(4 if kind == "program" else 30):
@@ -149,6 +151,7 @@ def guessing_players():
 
 
 @pytest.mark.parametrize("world", ["corpus", "drills"])
+@pytest.mark.few(1)
 def test_tasks_need_tools(world):
     env = tools(task_source=world, kinds=LIGHT)
     for name, player in guessing_players().items():
@@ -390,7 +393,7 @@ def test_a_file_must_hold_the_answer():
 
 
 def test_a_task_is_of_one_split():
-    keys = {split: {tools(split=split).world.task(seed).split_key for seed in range(40)} for split in SPLIT_SHARES}
+    keys = {split: {tools(split=split).world.task(seed).split_key for seed in range(15)} for split in SPLIT_SHARES}
     assert sum(map(len, keys.values())) == len(set().union(*keys.values()))
     assert {tools().reset(seed).info["kind"] for seed in range(60)} == set(TASK_KINDS)
 
@@ -524,6 +527,7 @@ def test_custom_tool_by_path(module):
     assert chat.tools[-1]["function"]["description"] == "Converts kilometres to miles."
 
 
+@pytest.mark.slow
 def test_hung_tools_do_not_block_others(module):
     """200 episodes, of which 20 call a tool that hangs: the 180 end before the first of the 20, which get an error and
     continue."""

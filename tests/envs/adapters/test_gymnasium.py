@@ -32,6 +32,7 @@ from palestra.envs.vector_check import check_vector_env, random_actions
         ("FrozenLake-v1", {"is_slippery": True}),
     ],
 )
+@pytest.mark.few(2)
 def test_envs_pass_the_vector_env_check(id: str, options: dict[str, Any]) -> None:
     check_vector_env(lambda games: GymnasiumEnv(games, id=id, options=options), steps=120)
 

@@ -25,6 +25,7 @@ from palestra.envs.vector_check import check_vector_env, random_actions
         "hanabi",
     ],
 )
+@pytest.mark.few(4)
 def test_games_pass_the_vector_env_check(game: str) -> None:
     check_vector_env(lambda games: OpenSpielEnv(games, game=game), num_envs=4, steps=80)
 

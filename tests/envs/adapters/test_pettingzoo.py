@@ -51,6 +51,7 @@ def make_pettingzoo(path: str, options: dict[str, Any] | None = None) -> Any:
         (ROCK, {"max_cycles": 15}, 60),
     ],
 )
+@pytest.mark.few(3)
 def test_envs_pass_the_vector_env_check(env: str, options: dict[str, Any], steps: int) -> None:
     check_vector_env(lambda games: PettingZooEnv(games, env=env, options=options), num_envs=3, steps=steps)
 

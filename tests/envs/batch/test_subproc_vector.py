@@ -221,6 +221,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.few(1)
 def test_processes_end_with_their_parent(end: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group, kill -9 only the parent."""
     script = tmp_path / "parent.py"

@@ -62,6 +62,7 @@ def at(server, kind="helpers.remote_toys:Count", **options):
     ],
     ids=lambda env: env["type"],
 )
+@pytest.mark.few(2)
 def test_remote_envs_pass_the_env_check(server, env):
     pop_metrics()
     check_env(env_factory({**env, "at": [server.address]}), seeds=range(2))

@@ -50,6 +50,7 @@ def pairs(rules: Rules[Any], theirs: OpenSpielRules) -> Iterator[tuple[Any, Any]
 
 
 @pytest.mark.parametrize(("rules", "game"), GAMES)
+@pytest.mark.few(3)
 def test_states_equal_openspiel(rules: Rules[Any], game: str) -> None:
     theirs = OpenSpielRules(game)
     assert (rules.num_players, len(rules.action_names)) == (theirs.num_players, len(theirs.action_names))
@@ -77,6 +78,7 @@ def name_of(rules: Rules[Any]) -> str:
 
 
 @pytest.mark.parametrize("rules", EVERY, ids=name_of)
+@pytest.mark.few(4)
 def test_texts_are_equal_exactly_where_tensors_are(rules: Rules[Any]) -> None:
     texts: dict[tuple[int, bytes], str] = {}
     waiting, known = [rules.initial_state()], {rules.initial_state()}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from palestra.envs import make_env
 from palestra.envs.support.splits import SPLIT_SHARES, canonical_layout, split_of_layout, split_of_text, symmetries
 
-GAMES = [("sokoban", {"size": 4}), ("plan_path", {"size": 4, "wall_density": 0.1})]
+GAMES = [pytest.param("sokoban", {"size": 4}, marks=pytest.mark.slow), ("plan_path", {"size": 4, "wall_density": 0.1})]
 
 
 def test_the_symmetries_of_a_2x2_board():

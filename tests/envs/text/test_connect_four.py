@@ -103,6 +103,7 @@ def value(rules: Any, state: Any, player: int) -> float:
     return max(values) if turn == player else min(values)
 
 
+@pytest.mark.slow
 def test_full_search_finds_perfect_play() -> None:
     """The last 7 moves of connect four, and all of tic-tac-toe: the chosen actions are those that exhaustive search
     calls best."""

@@ -152,6 +152,7 @@ def _lines(run):
 
 
 @pytest.mark.parametrize("options", [{}, {"staleness": 1}], ids=["sync", "async"])
+@pytest.mark.few(1)
 def test_a_resumed_run_sees_the_same_rows_and_loses_the_same_answers(options, tmp_path):
     """Some answers have no reward, some rewards fail: a run of four steps equals one that is stopped after two."""
 

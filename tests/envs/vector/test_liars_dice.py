@@ -30,6 +30,7 @@ def careful(frame: VectorStep, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dice", "faces", "games"), [(1, 6, 10_000), (2, 3, 3000), (1, 2, 500), (2, 6, 1500), (3, 4, 500)]
 )
+@pytest.mark.few(1)
 def test_random_games_equal_openspiel(dice: int, faces: int, games: int) -> None:
     mirror, rng = mirrored(250, dice, faces), np.random.default_rng(0)
     play(mirror, games, lambda frame: random_actions(mirror.env, frame, rng))

@@ -59,6 +59,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.few(4)
 def test_env_passes_the_vector_env_check(game: type[VectorEnv], continuous: bool) -> None:
     check_vector_env(lambda games: game(games, max_cycles=10, continuous_actions=continuous), steps=45)  # type: ignore[call-arg]
 
@@ -101,6 +102,7 @@ def play_random(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[Vect
 
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize(("game", "ours", "module", "options"), PAIRS)
+@pytest.mark.few(8)
 def test_games_equal_mpe2(
     game: Any, ours: dict[str, Any], module: Any, options: dict[str, Any], continuous: bool
 ) -> None:

@@ -23,6 +23,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("metrics", "evals"), RUNS.values(), ids=RUNS)
+@pytest.mark.few(3)
 def test_every_run_has_plot_and_summary(tmp_path, metrics, evals):
     with Run.create(tmp_path, "") as run:
         for line in metrics:

@@ -166,6 +166,7 @@ def agrees_with_linear_programming(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.few(4)
 def test_ill_conditioned_tables_agree_with_linear_programming(seed):
     agrees_with_linear_programming(seed)
 
@@ -203,6 +204,7 @@ def best_by_linear_programming(gains, slope):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("size", [-1e3, -1e5, -1e7, 1e4, 1e7])
+@pytest.mark.few(6)
 def test_one_large_payoff_does_not_hide_gains(solve, objective, size):
     """A gain is relative to the other payoffs, not to the largest: 1e-8 of the largest would allow gains of up to 0.1
     here. No distribution without gains has a much better objective."""
@@ -218,6 +220,7 @@ def test_one_large_payoff_does_not_hide_gains(solve, objective, size):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (3, 3, 3)])
+@pytest.mark.few(4)
 def test_one_large_payoff_of_a_small_table_does_not_hide_gains(solve, objective, shape):
     for seed, size in product(range(3), (-1e4, -1e6)):
         payoffs = one_large(seed, size, shape)

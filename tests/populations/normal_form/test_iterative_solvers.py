@@ -101,6 +101,7 @@ def test_projected_replicator_of_large_payoffs(scale: float, constant: float) ->
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-3, 0.1])
+@pytest.mark.few(1)
 def test_projected_replicator_of_small_payoffs_is_that_of_larger_ones(scale: float) -> None:
     """With steps of 0.001 at any scale, payoffs of 1e-3 left play where it began, at 1/2."""
     table = np.array([[0.7, 0.2], [0.0, 1.0]])  # differences of 1: the dynamics begin to slow down below that

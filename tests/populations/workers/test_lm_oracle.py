@@ -139,6 +139,7 @@ def test_greedy_members_are_deterministic_tables(response: Any) -> None:
     assert abs(cell.mean[0] - value(greedy, {"bold": out}, "bold", "uniform")[0]) < 4 * np.sqrt(cell.m2[0]) / 400
 
 
+@pytest.mark.slow
 def test_responses_are_reproducible_from_task_name_and_seed(taught_worker: LanguageWorker, tmp_path: Path) -> None:
     """The same task in two workers gives equal files; another name does not."""
     weights = []
@@ -150,6 +151,7 @@ def test_responses_are_reproducible_from_task_name_and_seed(taught_worker: Langu
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.mark.slow
 def test_imitation_has_its_own_learning_rate(tmp_path: Path, check_score: Any) -> None:
     """Responses with a learning rate of 0 still answer with the words by imitation; the base does not."""
     still = worker(policy=TREE["policy"] | {"lr": 0.0}, imitation_lr=3e-3)
@@ -183,6 +185,7 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     assert cell.games == 40
 
 
+@pytest.mark.slow
 def test_imitation_ignores_the_warm_up() -> None:
     weights = []
     for ratio in (0.0, 0.5):

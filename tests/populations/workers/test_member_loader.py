@@ -84,6 +84,7 @@ ALIKE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # algorithm, env, network
 
 
 @pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.few(6)
 def test_members_of_one_shape_have_the_outputs_of_their_networks_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """Each of two members plays as its learner does, although networks of one shape are built once."""
     algorithm, env, changes = ALIKE[kind]

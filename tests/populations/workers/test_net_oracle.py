@@ -79,6 +79,7 @@ def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path
         pytest.param(SAC(rollout_length=16), 12_000, id="sac"),
     ],
 )
+@pytest.mark.few(2)
 def test_every_algorithm_learns_to_beat_uniform_play(
     algorithm: Any, env_steps: int, tmp_path: Path, check_score: Any
 ) -> None:

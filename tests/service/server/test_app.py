@@ -55,6 +55,7 @@ def sampler(front: Front, **given: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("path", ["create_model", "forward_backward", "optim_step", "load_weights", "asample"])
+@pytest.mark.few(20)
 def test_malformed_bodies_get_an_explained_4xx(front: Front, path: str, body: bytes) -> None:
     reply = front.post(f"/{path}", body)
     assert 400 <= reply.status_code < 500

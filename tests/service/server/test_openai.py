@@ -124,6 +124,7 @@ def test_streamed_chunks_add_up_to_the_completion(answered: Any, path: str, give
         (CHAT, {"model": "tinker://no/weights/x", "messages": HELLO}),
     ],
 )
+@pytest.mark.few(4)
 def test_unsupported_requests_are_refused(front: Front, path: str, body: dict[str, Any]) -> None:
     reply = front.post(path, body)
     assert 400 <= reply.status_code < 500, reply.text
@@ -296,6 +297,7 @@ def test_sampling_settings_reach_the_sampler(answered: Any) -> None:
     ],
     ids=str,
 )
+@pytest.mark.few(4)
 def test_what_is_not_served_is_refused_by_name(front: Front, change: dict[str, Any]) -> None:
     reply = front.post(CHAT, {"model": "tiny", "messages": HELLO} | change)
     name = next(iter(change)) if "messages" not in change else list(change["messages"][0])[-1]

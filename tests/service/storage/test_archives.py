@@ -204,6 +204,7 @@ CHANGES: list[Callable[[Path], dict[str, bytes]]] = [
 
 
 @pytest.mark.parametrize("make", CHANGES)
+@pytest.mark.few(5)
 def test_upload_that_fits_no_base_is_refused(front: Front, tiny: Any, make: Callable[[Path], Any]) -> None:
     reply = upload(front, archived(make(Path(tiny.path))))
     assert reply.status_code == 400, reply.text

@@ -288,6 +288,7 @@ def test_a_separate_critic_does_not_move_the_policy(base):
 @pytest.mark.parametrize(
     ("critic", "level"), [("shared", "token"), ("separate", "token"), ("separate", "turn"), ("central", "turn")]
 )
+@pytest.mark.few(1)
 def test_critic_converges_to_the_return(base, critic, level, check_score):
     """Every trajectory returns 2: a critic trained alone converges to 2 at both turns."""
     env = {"type": "helpers.toys:Chant", "turns": 2}

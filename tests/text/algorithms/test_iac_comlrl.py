@@ -60,6 +60,7 @@ def episode_of(case: dict[str, Any]) -> Episode:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, list(c.values())[:6])))
+@pytest.mark.few(4)
 def test_values_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
     """CoMLRL's joint prompts have labels between the seats' prompts, so they are passed to palestra's critic as they
     are.

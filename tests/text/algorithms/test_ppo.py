@@ -355,6 +355,7 @@ def test_update_changes_value_head_and_adapter(base):
 # ---- resume
 
 
+@pytest.mark.slow
 def test_resume_after_stop_is_bit_identical(base, tmp_path):
     config = whisper(
         base,

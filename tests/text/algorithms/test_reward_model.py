@@ -189,6 +189,7 @@ def test_policy_learns_the_task_from_the_reward_model_alone(base, judge, tmp_pat
         ({"data": "{pairs}"}, "data: is recorded"),
     ],
 )
+@pytest.mark.few(1)
 def test_unusable_reward_models_are_refused(base, judge, pairs, changes, message):
     tree = {"algorithm": {"type": "grpo", "branch_at": "root"}, "reward_model": {"path": str(judge)}} | changes
     if "{pairs}" in str(changes):

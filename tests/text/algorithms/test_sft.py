@@ -156,6 +156,7 @@ def test_best_of_n_imitates_each_seats_highest_return():
     assert len(SFT(imitate="best", min_return=4.0).build_samples([play], "p")[0]) == 1
 
 
+@pytest.mark.slow
 def test_policy_improves_by_imitating_its_best_answers(base, check_score):
     """Half of the answers to noise are right, or slightly more; of four answers from one start one nearly always is."""
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}

@@ -291,6 +291,7 @@ def right_signs(algorithm):
     return np.mean([(sample.advantages[0] > 0) == (sample.token_ids[0] == 0) for sample in samples])
 
 
+@pytest.mark.slow
 def test_paired_joints_dilute_the_team_reward(check_score):
     """A seat's right word earns 1, and each of the three others' random words as much: a third of the advantages have
     the wrong sign. Crossed, every answer is combined with the same teams."""
@@ -298,6 +299,7 @@ def test_paired_joints_dilute_the_team_reward(check_score):
     assert all(right_signs(KINDS[kind]) == 1 for kind in ("crossed", "counterfactual", "shapley"))
 
 
+@pytest.mark.slow
 def test_crossed_joints_learn_faster_than_paired_ones(check_score):
     words = ["yes", "no", "hm"]
     paired, crossed = (
@@ -324,6 +326,7 @@ def climbing_reward(said):
 @pytest.mark.parametrize(
     ("kind", "climbs"), [("paired", False), ("crossed", False), ("counterfactual", True), ("shapley", True)]
 )
+@pytest.mark.few(2)
 def test_credit_in_context_avoids_relative_overgeneralisation(kind, climbs, check_score):
     """Relative overgeneralisation: "a" earns -19 / 3 on average with partners that draw at random, and 11 with partners
     that say "a"."""

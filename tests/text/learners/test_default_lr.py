@@ -41,6 +41,7 @@ def test_default_lr_is_used_and_logged(lr: float | None, logged: float):
 
 @pytest.mark.parametrize("lr", [None, 0.0, 2e-3])
 @pytest.mark.parametrize("critic", ["shared", "separate"])
+@pytest.mark.few(2)
 def test_the_critics_learning_rate_follows_the_schedule(lr: float | None, critic: str):
     """At half of a linear schedule it is half of `critic_lr`, whatever the policy's own rate is."""
     config = LoraPolicyConfig(base="tiny", lr=lr, critic_lr=0.02, lr_schedule="linear")

@@ -147,6 +147,7 @@ def test_later_prompt_equals_the_chat_template(template, end):
 
 
 @pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
+@pytest.mark.few(1)
 def test_later_prompt_extends_the_earlier_one_and_sampled_tokens(template):
     speaker = policy(tokenizer=tokenizer_with(template), history="conversation", sampling=SamplingConfig(max_tokens=5))
     team = {"guide": speaker, "walker": speaker}

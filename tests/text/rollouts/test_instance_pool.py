@@ -155,6 +155,7 @@ def train_policy(sampling, seed, steps=120):
     return policy.success()
 
 
+@pytest.mark.slow
 def test_learnability_beats_uniform_sampling_if_few_instances_can_be_learned(check_score):
     """With 960 episodes uniform sampling visits each instance 4.8 times; a tenth of them can be learned. The share of
     right answers there rises from .18 to .58 ± .07 over seeds, and with learnability to .83 ± .03."""

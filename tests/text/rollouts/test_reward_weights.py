@@ -68,6 +68,7 @@ def test_run_fades_a_term_in_training_and_not_in_evaluations(tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"staleness": 1}, {"backend": {"type": "inline"}}], ids=str)
+@pytest.mark.few(1)
 def test_weight_fades_over_the_steps_of_a_run_with_stages(tmp_path, more):
     """One step of eight episodes, then three of two."""
     weights = {"message": {"start": 2.0, "end": 0.0, "steps": 4}}

@@ -194,6 +194,7 @@ def test_node_ids_are_indices_and_parents_precede_children():
 @pytest.mark.parametrize(
     ("keep", "epsilon", "share"), [("best", 0.3, 1.0), ("random", 0.3, 0.25), ("epsilon", 0.4, 0.6 + 0.4 / 4)]
 )
+@pytest.mark.few(1)
 def test_epsilon_sets_how_often_the_best_sibling_is_kept(keep, epsilon, share):
     episodes, _ = grow(lambda: Count(4), Branching("turn", 4, keep, epsilon), matches=250)
     picks = [n.answers["a"].text for e in episodes for n in e.nodes if n.chosen]
@@ -467,6 +468,7 @@ def fragile(where, branching):
     "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
 )
 @pytest.mark.parametrize("where", ["reset", "step", "fork", "close", "nan"])
+@pytest.mark.few(6)
 def test_failure_is_recorded_without_affecting_other_episodes(where, branching):
     _, episodes, _ = fragile(where, branching)
     if where == "fork":
@@ -485,6 +487,7 @@ def test_failure_is_recorded_without_affecting_other_episodes(where, branching):
     "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
 )
 @pytest.mark.parametrize("where", ["nowhere", "reset", "step", "fork", "close", "nan"])
+@pytest.mark.few(6)
 def test_envs_and_forks_are_closed_exactly_once(where, branching):
     kind, _, _ = fragile(where, branching)
     assert sorted(map(id, kind.closed)) == sorted(map(id, kind.opened))

@@ -147,7 +147,7 @@ async def no_gate(number):
     pass
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     staleness=st.integers(1, 4),
     stages=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=2),
@@ -347,6 +347,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
+@pytest.mark.few(2)
 def test_resume_after_kill_is_bit_identical(base, tmp_path, changes):
     """Killed after step 7, three steps after its checkpoint, with episodes of later steps in the buffer."""
     whole = config(base, keep_every=3, **changes)

@@ -60,6 +60,7 @@ def run_with_snapshots(settings, folder):
         return run.path, trainer, snapshots.found
 
 
+@pytest.mark.slow
 def test_each_token_has_the_log_probability_of_its_version(base, tmp_path):
     path, trainer, snapshots = run_with_snapshots(config(base, "recompute_kv"), tmp_path)
     steps = recorded(path)
@@ -88,6 +89,7 @@ def test_each_token_has_the_log_probability_of_its_version(base, tmp_path):
         assert line["mixed_version_fraction"] == pytest.approx(np.mean(shares))
 
 
+@pytest.mark.slow
 def test_kept_keys_and_values_are_of_older_versions(base, tmp_path):
     """The recorded log-probabilities are still the sampler's, but belong to no single version."""
     path, trainer, snapshots = run_with_snapshots(config(base, "keep_kv"), tmp_path)

@@ -44,6 +44,7 @@ def metrics(run):
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_plain_path_learns_and_resumes_bit_identically(conv_base, tmp_path, capsys):
     whole = train(config(conv_base), steps=3, root=tmp_path / "a")
     assert "runs by transformers' own forward and cache" in capsys.readouterr().out

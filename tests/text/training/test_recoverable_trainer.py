@@ -108,6 +108,7 @@ SLOW_CASES = [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, Fal
 
 
 @pytest.mark.parametrize(("copy_every", "late"), [(1, False), (3, True), *SLOW_CASES])
+@pytest.mark.few(1)
 def test_recovery_from_a_kill_at_any_call_is_bit_identical(
     base: Path, undisturbed: Any, copy_every: int, late: bool
 ) -> None:

@@ -109,6 +109,7 @@ def test_other_adapters_are_refused_with_the_options_to_set(folder, changes, mes
         palestra.train(config(folder, **changes), name="refused", steps=1)
 
 
+@pytest.mark.slow
 def test_trained_adapter_is_continued_by_another_run(folder, tmp_path, monkeypatch):
     """A policy of one run is the start of another's, with `all-linear` as the target that its folder lists by name."""
     monkeypatch.chdir(tmp_path)

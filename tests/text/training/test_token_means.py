@@ -39,6 +39,7 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda own: own.type)
+@pytest.mark.few(3)
 def test_metrics_do_not_depend_on_the_batches(algorithm, tmp_path):
     def metrics(batch_size):
         return last_line(

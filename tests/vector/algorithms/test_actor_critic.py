@@ -236,6 +236,7 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
         ppo(rollout_length=9, epochs=2, minibatches=2, value_norm="popart", value_clip=0.1),
     ],
 )
+@pytest.mark.few(4)
 def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, memory: int) -> None:
     policy = SMALL.model_copy(update={"gru_units": memory})
     seats = {"a": [0], "b": [1], "c": [2, 3]}
@@ -527,6 +528,7 @@ def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks(check_score: An
         ppo(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
     ],
 )
+@pytest.mark.few(1)
 def test_team_learns_from_a_team_reward(config: ActorCriticConfig, check_score: Any) -> None:
     env = Cues(64, seats=2, team=True)
     made = learner(config, env, {"a": [0], "b": [1]})
@@ -552,6 +554,7 @@ def test_memory_task_needs_recurrence() -> None:
         assert score > 0.9 if memory else score < 0.5
 
 
+@pytest.mark.slow
 def test_continuous_cart_is_balanced(check_score: Any) -> None:
     env = Track(32)
     made = learner(ppo(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
@@ -590,6 +593,7 @@ class Product(NativeEnv):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("critics", ["each", "one"])
+@pytest.mark.few(2)
 def test_central_critic_uses_the_global_state(critics: str, state: bool, check_score: Any) -> None:
     env = Product(64, state)
     for critic, loss in (("own", 0.5), ("central", 0.0)):  # half the variance of a sign it does not know, or nothing
@@ -602,6 +606,7 @@ def test_central_critic_uses_the_global_state(critics: str, state: bool, check_s
 
 
 @pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.few(1)
 def test_auxiliary_value_loss_matches_the_critic(norm: bool, check_score: Any) -> None:
     """The auxiliary loss is in the critic's units, from the same observations: its error is about as large."""
     env = Countdown(32)
@@ -612,6 +617,7 @@ def test_auxiliary_value_loss_matches_the_critic(norm: bool, check_score: Any) -
 
 
 @pytest.mark.parametrize("config", [ppo(rollout_length=4), ppo(rollout_length=4, critic="central", sequential=True)])
+@pytest.mark.few(1)
 def test_independent_policies_learn_to_coordinate(config: PPO, check_score: Any) -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(config, env, {"a": [0], "b": [1]})

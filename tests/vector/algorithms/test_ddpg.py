@@ -162,6 +162,7 @@ def test_rollout_actions_add_the_current_exploration_noise():
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("space", [LINE, Discrete(3)])
 @pytest.mark.parametrize("config", [DDPG, TD3])
+@pytest.mark.few(2)
 def test_resume_is_bit_identical(config, space, critic):
     env = Countdown(8, space=space)
     config = config(
@@ -183,6 +184,7 @@ def test_resume_is_bit_identical(config, space, critic):
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("game", [SimpleTag, SimpleSpeakerListener])
+@pytest.mark.few(3)
 def test_seats_may_differ_in_observations_and_actions(game, continuous, critic):
     """Each seat's update equals that of the seat alone: padding reaches no network."""
     env = game(4, continuous_actions=continuous)
@@ -208,6 +210,7 @@ def test_recurrent_networks_are_refused():
 
 
 @pytest.mark.parametrize("config", [DDPG, TD3])
+@pytest.mark.few(1)
 def test_cart_control_is_learned(config, check_score):
     """Mean loss per game: 30 at random, 6 without control, 0.15 with good control."""
     policy = NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
@@ -219,6 +222,7 @@ def test_cart_control_is_learned(config, check_score):
 
 
 @pytest.mark.parametrize("critic", ["own", "central"])
+@pytest.mark.few(1)
 def test_every_seat_learns_its_cues(critic, check_score):
     """Chance is 1/3; central critics learn from the team reward."""
     env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32])

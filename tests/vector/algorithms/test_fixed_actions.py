@@ -49,6 +49,7 @@ class Fixed(Countdown):
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.few(3)
 def test_number_with_a_single_value_does_not_stop_training(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_pretended_device_refuses_mixed_tensors_and_counts_waits(device: Pretend
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
+@pytest.mark.few(2)
 def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
     config, kind, settings = CASES[name]
     config = with_file(config, kind, tmp_path)
@@ -187,6 +188,7 @@ def test_acting_waits_once_per_step(name: str, device: PretendedDevice) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo with memory", "mat", "mat with memory")),
     ],
 )
+@pytest.mark.few(2)
 def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, device: PretendedDevice) -> None:
     config, kind, settings = CASES[name]
     found = []

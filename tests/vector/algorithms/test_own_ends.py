@@ -109,6 +109,7 @@ def first_value(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(4)
 def test_terminated_seat_does_not_bootstrap(kind: str, check_score: Any) -> None:
     """The seat is paid 1 and terminates; its partner is truncated nine steps later: the value is 1. If the last
     observation were bootstrapped from, the value would rise by some 1 with every update, to 1 / (1 - gamma) = 100.
@@ -142,6 +143,7 @@ def test_terminated_seat_does_not_bootstrap_if_others_are_truncated(kind: str, c
 
 
 @pytest.mark.parametrize("kind", MEMORY)
+@pytest.mark.few(1)
 def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str, check_score: Any) -> None:
     check_score(abs(value_of_early(MEMORY[kind], {}, memory=4) - 1.0))
 
@@ -158,6 +160,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.few(3)
 def test_team_value_equals_the_team_return(kind: str, check_score: Any) -> None:
     """The team earns the mean of 1 and 0 at its first step, and nothing after. The measured mean is over three steps,
     two of which have the value 0."""
@@ -165,6 +168,7 @@ def test_team_value_equals_the_team_return(kind: str, check_score: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qmix", "maven", "facmac"])
+@pytest.mark.few(1)
 def test_team_value_does_not_bootstrap_if_all_seats_terminate(kind: str, check_score: Any) -> None:
     """One agent terminates and is truncated in the same step, in which the other terminates: the value is the mean of 1
     and 0."""
@@ -219,6 +223,7 @@ def state_after_training(config: Any, seats: dict[str, list[int]], **options: An
 
 
 @pytest.mark.parametrize("kind", [*CENTRAL, "mat"])
+@pytest.mark.few(4)
 def test_terminated_seat_may_see_nan(kind: str) -> None:
     """A central critic, mixer or transformer reads the observations of all seats, and learns as if these were zeros."""
     config, seats = (ALONE["mat"], TEAM) if kind == "mat" else (CENTRAL[kind], SEATS)

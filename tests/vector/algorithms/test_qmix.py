@@ -139,6 +139,7 @@ def test_mixer_sees_all_observations_without_a_state() -> None:
 @pytest.mark.parametrize(
     ("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6), ("qplex", 0), ("qplex", 6)]
 )
+@pytest.mark.few(2)
 def test_resume_is_bit_identical(mixer: Any, memory: int) -> None:
     env = Countdown(games=4)
     config = QMIX(**QUICK | {"buffer_size": 60}, mixer=mixer, priority_exponent=0.6, n_step=2)
@@ -249,6 +250,7 @@ def test_qplex_learns_the_climbing_game() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix", "qplex"])
+@pytest.mark.few(1)
 def test_policies_coordinate_on_one_of_two_optima(mixer: Any, check_score: Any) -> None:
     env = MatrixGame(num_envs=16, game="coordination")
     config = QMIX(
@@ -262,6 +264,7 @@ def test_policies_coordinate_on_one_of_two_optima(mixer: Any, check_score: Any) 
 @pytest.mark.parametrize(
     ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
 )
+@pytest.mark.few(1)
 def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, list[int]], check_score: Any) -> None:
     """The team reward is the share of correct seats; no seat observes whether it was correct."""
     env = Cues(games=16, seats=3, team=True)
@@ -271,6 +274,7 @@ def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, 
     check_score(mean_return(env, made.greedy_policies(), 50).min())
 
 
+@pytest.mark.slow
 def test_recurrent_team_learns_a_memory_task(check_score: Any) -> None:
     """The cue is observed in the first of two steps; the answers are rewarded in the second."""
     env = Cues(games=16, steps=2, fleeting=True, team=True)

@@ -170,6 +170,7 @@ def test_actions_are_uniform_and_legal_before_learning_starts():
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("space", [LINE, Discrete(3)])
 @pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.few(2)
 def test_resume_is_bit_identical(space, critic, turns, tmp_path):
     env = Countdown(8, space=space, turns=turns)
     config = SAC(learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=2, critic=critic, buffer_size=150)
@@ -231,6 +232,7 @@ def test_cart_control_is_learned(check_score):
 
 @pytest.mark.parametrize("seats", [{"p": [0, 1]}, {"a": [0], "b": [1]}])
 @pytest.mark.parametrize("critic", ["own", "central"])
+@pytest.mark.few(2)
 def test_every_seat_learns_its_cues(critic, seats, check_score):
     """Chance is 1/3; central critics learn from the team reward."""
     env, policy = (

@@ -106,12 +106,14 @@ def check(config: Any, env: Ending, policy: NetPolicyConfig, folder: Path, monke
 
 
 @pytest.mark.parametrize("kind", DISCRETE)
+@pytest.mark.few(4)
 def test_terminal_observations_change_no_update(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = NetPolicyConfig(hidden=[8], normalize_observations=kind != "coma")
     check(DISCRETE[kind], Ending(4), policy, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", CONTINUOUS)
+@pytest.mark.few(2)
 def test_terminal_observations_change_no_update_of_continuous_actions(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def learner(algorithm: Any, env: Any, **policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
+@pytest.mark.few(2)
 def test_global_state_is_normalised_by_running_statistics(algorithm: Any) -> None:
     env = Combat(8, map="3m")
     made = learner(algorithm, env, normalize_observations=True)

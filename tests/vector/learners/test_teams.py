@@ -70,6 +70,7 @@ def state_of(learner: TeamLearners, team: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", COMBINING)
+@pytest.mark.few(3)
 def test_each_team_is_trained_as_if_alone_against_a_fixed_opponent(name: str) -> None:
     """Bit for bit: red beside blue that learns too, and red alone against that blue as a part of the env."""
     share = {"share_network": False} if name in ("happo", "hatrpo") else {}

@@ -49,6 +49,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("shape", [(18, 64), (64, 64), (64, 5), (64, 1)])
 @pytest.mark.parametrize("activation", ["tanh", "relu", None])
 @pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.few(8)
 def test_outputs_and_gradients_match_float64(monkeypatch, members, activation, shape):
     parts, seen = layer(members, *shape), count_products(monkeypatch)
     before = float64_layer(parts, None, torch.zeros(members, ROWS, shape[1]))[0]

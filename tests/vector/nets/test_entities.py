@@ -253,6 +253,7 @@ def test_graph_of_all_edges_is_attention() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "mappo", "a seat each", "trpo", "mat", "dqn", "sac", "memory", "graph"])
+@pytest.mark.few(4)
 def test_learners_train_the_encoder(kind: str) -> None:
     """Every layer of the encoder is trained, and play uses the trained weights."""
     config: Any = {
@@ -322,6 +323,7 @@ class Marked(VectorEnv):
         return self.draw()
 
 
+@pytest.mark.slow
 def test_attention_learns_which_entity_counts(check_score: Any) -> None:
     env, config = Marked(), PPO(rollout_length=4, gamma=0.0, minibatches=2)
     policy = NetPolicyConfig(hidden=[16], encoder="attention", lr=1e-2)

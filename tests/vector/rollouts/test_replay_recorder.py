@@ -81,6 +81,7 @@ def test_shapes_are_drawn_at_their_positions():
 
 
 @pytest.mark.parametrize("make", ENVS)
+@pytest.mark.few(5)
 def test_a_replay_is_the_game_of_its_seed_and_actions(make):
     options = SHORTER.get(make, {})
     env = make(2, **options)

@@ -65,12 +65,12 @@ class _ToPettingZoo:
         self.agents = list(self.possible_agents)
 
     def play_step(self, actions: dict[str, Any]) -> VectorStep:
-        given = [self._action_or_zero(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
+        by_seat = [self._action_or_zero(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
         if not isinstance(self.inner.action_spaces[0], Discrete):
-            width = max(len(action) for action in given)
-            given = [np.pad(action, (0, width - len(action))) for action in given]
-        kind = np.float32 if given[0].dtype.kind == "f" else np.int32
-        self.vector_step = self.inner.step(np.stack(given)[None].astype(kind))
+            width = max(len(action) for action in by_seat)
+            by_seat = [np.pad(action, (0, width - len(action))) for action in by_seat]
+        kind = np.float32 if by_seat[0].dtype.kind == "f" else np.int32
+        self.vector_step = self.inner.step(np.stack(by_seat)[None].astype(kind))
         self._over = bool(self.vector_step.done[0])
         return self.vector_step
 

@@ -172,8 +172,8 @@ class ParallelGame(_PettingZooGame):
 
     def step(self, actions: np.ndarray) -> SingleStep:
         live = self.live_agents
-        given = zip(self.agents, self.action_decoders, actions, strict=True)
-        written = {agent: choice.decode(action) for agent, choice, action in given if agent in live}
+        choices = zip(self.agents, self.action_decoders, actions, strict=True)
+        written = {agent: choice.decode(action) for agent, choice, action in choices if agent in live}
         seen, rewards, terminated, truncated, infos = self.env.step(written)
         earning = (
             {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards

@@ -203,6 +203,7 @@ def test_target_network_is_updated_at_its_interval() -> None:
 
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.few(2)
 def test_resume_from_state_arrays_is_bit_identical(memory: int, turns: bool) -> None:
     policy = NetPolicyConfig(hidden=[6], gru_units=memory, normalize_observations=True, seat_one_hot=True)
     seats = {"a": [0], "b": [3], "c": [1, 2]}
@@ -269,6 +270,7 @@ def test_seat_gets_no_credit_for_others_actions(check_score: Any) -> None:
     check_score(figures["a"]["grad_norm"], "first's gradient")
 
 
+@pytest.mark.slow
 def test_independent_policies_learn_to_coordinate(check_score: Any) -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
@@ -286,6 +288,7 @@ def test_two_step_game_is_learned() -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.few(1)
 def test_recurrent_team_learns_from_a_team_reward(turns: bool, check_score: Any) -> None:
     env = Cues(32, seats=2, steps=2, fleeting=True, team=True, turns=turns)
     policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)

@@ -160,6 +160,7 @@ def test_critic_gradient_equals_finite_differences() -> None:
 
 @pytest.mark.parametrize("space", [LINE, Discrete(3)])
 @pytest.mark.parametrize("mixer", ["qmix", "nonmonotonic", "vdn"])
+@pytest.mark.few(2)
 def test_resume_is_bit_identical(mixer: Any, space: Any) -> None:
     env = Countdown(8, space=space)
     config = FACMAC(mixer=mixer, learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=3, buffer_size=150)

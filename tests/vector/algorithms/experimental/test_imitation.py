@@ -171,6 +171,7 @@ def test_recurrent_clone_solves_a_memory_task(tmp_path: Path, check_score: Any) 
 
 
 @pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.few(1)
 def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path, check_score: Any) -> None:
     env = Track(8)
     path = record_script(env, stop_cart, 20, tmp_path / "moves.parquet")  # 8 games
@@ -206,6 +207,7 @@ def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
     "spaces",
     [(Continuous((-1.0,), (1.0,)), Continuous((-1.0,) * 3, (1.0,) * 3)), (MultiDiscrete((2,)), MultiDiscrete((2, 3)))],
 )
+@pytest.mark.few(1)
 def test_seats_may_have_action_spaces_of_different_sizes(
     spaces: tuple[Space, Space], tmp_path: Path, check_score: Any
 ) -> None:
@@ -298,6 +300,7 @@ def test_pixel_observations_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward", ["positive", "logit"])
+@pytest.mark.few(1)
 def test_gail_learns_from_few_games(reward: Any, tmp_path: Path, check_score: Any) -> None:
     env = Cues(32, seats=2, steps=2)
     path = record_script(env, right_answers, 2, tmp_path / "moves.parquet")  # 32 games

@@ -64,6 +64,7 @@ def transformer(seats: int, view: int = 3, **settings: Any) -> MultiAgentTransfo
 
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(4)
 def test_parallel_and_sequential_decoding_agree(kind: str, attention: str) -> None:
     """Log-probabilities of acting equal those of training to 1e-5, for two teams in a stack, masks, seats that wait or
     are dead, and all kinds of actions. For retention they differ by up to 2e-5: it is normalised, and some sums nearly
@@ -221,6 +222,7 @@ def test_policy_loss_equals_a_reference_implementation(turns: bool) -> None:
 
 
 @pytest.mark.parametrize(("normed", "decay"), [(False, 0.0), ("popart", 0.0), ("popart", 0.8)])
+@pytest.mark.few(1)
 def test_resume_from_state_arrays_is_bit_identical(normed: Any, decay: float) -> None:
     env = Countdown(4, seats=4, turns=True)
     attention: Any = "retention" if decay else "softmax"
@@ -261,6 +263,7 @@ def test_incompatible_settings_are_refused() -> None:
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_team_finds_different_actions(attention: Any, check_score: Any) -> None:
     """Both seats are paid if their actions differ, and observe nothing. Seats that share a network and act
     independently earn 0.5 at most; if the second seat knows the first one's action, they always earn 1."""

@@ -217,6 +217,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])
+@pytest.mark.few(1)
 def test_memory_task_needs_memory(decay: float, check_score: Any) -> None:
     """Two seats that saw the cue two steps before they answer: a third of the answers is right without memory."""
     env = Cues(32, seats=2, steps=3, fleeting=True)

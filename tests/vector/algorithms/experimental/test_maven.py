@@ -236,6 +236,7 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
     assert torch.allclose(ours / ours.norm(), given / given.norm(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_mutual_information_makes_latents_differ(check_score: Any) -> None:
     """Without rewards only the mutual-information bound changes behaviour: with it the cross-entropy falls towards 0,
     without it stays at log 3 nats, that of a guess."""
@@ -252,6 +253,7 @@ def test_mutual_information_makes_latents_differ(check_score: Any) -> None:
 @pytest.mark.parametrize(
     ("mixer", "memory", "state"), [("qmix", 0, True), ("qmix", 6, True), ("qplex", 0, False), ("vdn", 6, False)]
 )
+@pytest.mark.few(2)
 def test_resume_is_bit_identical(mixer: Any, memory: int, state: bool) -> None:
     def build() -> Any:
         env = Countdown(games=4) if state else Stateless()

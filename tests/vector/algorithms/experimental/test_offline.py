@@ -194,6 +194,7 @@ def test_cql_update_equals_a_reference_implementation(turns: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("level", "critic"), [(0.5, "own"), (0.9, "central")])
+@pytest.mark.few(1)
 def test_iql_values_and_policy_of_a_bandit(level: float, critic: Any, tmp_path: Path, check_score: Any) -> None:
     """One of three actions, equally often in the data, is paid 1. The expectile is t / (t + 2 (1 - t)); the policy
     plays the right action with odds exp(beta) : 2. A seat's reward does not depend on the other's action."""

@@ -255,6 +255,7 @@ def test_policy_without_an_improving_step_is_unchanged() -> None:
 
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.few(2)
 def test_resume_from_state_arrays_is_bit_identical(sequential: bool, memory: int) -> None:
     env = Countdown(4, seats=4)
     config = TRPO(rollout_length=9, critic="central", sequential=sequential, value_norm=True)
@@ -283,6 +284,7 @@ def expected_return(made: TRPOLearner, payoff: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("game", ["climbing", "penalty", "coordination"])
+@pytest.mark.few(1)
 def test_joint_policy_improves_monotonically(game: Any, check_score: Any) -> None:
     """The exact return never falls by more than the sampling error of 2,048 games, and rises from -3.4, -19.8 or 0.5 to
     near an equilibrium."""
@@ -318,6 +320,7 @@ def test_sequential_steps_account_for_each_other(sequential: bool, check_score: 
         check_score(max(returns))
 
 
+@pytest.mark.slow
 def test_hatrpo_learns_to_spread(check_score: Any) -> None:
     """Three policies, one for each agent: the return rises from -27 (random play) to -22.7 ± 0.5 in 15 updates."""
     env = SimpleSpread(64)
