@@ -72,6 +72,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     check_sampling_masks(parts, learning)
     check_dropout(parts, learning)
     check_world_models(parts, learning)
+    check_thinking_budgets(parts, config.eval_sampling, learners)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
     resolvers = [stage_resolver(part, config, resolver) for part in parts]
@@ -331,6 +332,18 @@ def check_world_models(parts: Sequence[TextConfig], trained: Mapping[str, Langua
                     f"algorithm.world_model_weight predicts what follows an answer of {name}, and its base's chat "
                     f"template writes that answer anew without its thought: set policies.{name}.history_thoughts: keep"
                 )
+
+
+def check_thinking_budgets(
+    parts: Sequence[TextConfig], eval_sampling: Mapping[str, Any], learners: Mapping[str, LanguageLearner]
+) -> None:
+    """Raises ValueError for a budget of thoughts of a later stage, or of evaluations, that cannot be kept."""
+    for part in parts:
+        for name, learner in learners.items():
+            sampling: SamplingConfig = part.policies[name].sampling
+            for changes in ({}, eval_sampling):
+                changed = SamplingConfig.model_validate(sampling.model_dump() | changes)
+                learner.encoder.check_thinking_budget(changed.thinking_token_budget, changed.max_tokens)
 
 
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:

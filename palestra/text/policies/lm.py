@@ -86,9 +86,8 @@ class LanguagePolicy:
     async def sample(self, request: Request, newest: Callable[[], LanguagePolicy] | None = None) -> list[Completion]:
         """Returns the completions of a request, whose thoughts end within its `thinking_token_budget`; `newest` as in
         `act`. A budget that leaves no token to the answer has no effect."""
-        forced, sampling = self.encoder.thought_end_ids, request.sampling
-        budget = sampling.thinking_token_budget
-        if budget is None or budget + len(forced) >= sampling.max_tokens:
+        budget, most = request.sampling.thinking_token_budget, request.sampling.max_tokens
+        if budget is None or budget + len(self.encoder.thought_end_ids) >= most:
             return await self.sampler.sample(request)
         begun = await self.sampler.sample(first_part(request))
         rest = (self._finish(request, k, first, newest or (lambda: self)) for k, first in enumerate(begun))

@@ -248,6 +248,8 @@ def test_a_budget_that_cannot_be_kept_is_refused_at_the_start(thinker, base):
     guide = {"type": "lora", "base": str(thinker), "sampling": tight}
     with pytest.raises(ValueError, match=r"leave no token of max_tokens: 12 to the answer: set max_tokens to"):
         build(config_of(thinker, GRPO, policies={"guide": guide, "walker": {"type": "scripted", "answers": ["0"]}}))
+    with pytest.raises(ValueError, match=r"leave no token of max_tokens: 5 to the answer"):
+        build(config_of(thinker, GRPO, eval_sampling={"max_tokens": 5}))
     client = pytest.importorskip("palestra.text.tinker.client")
     tree = config_of(thinker, GRPO)
     with pytest.raises(ValueError, match=r"guide.sampling.thinking_token_budget: the protocol of servers has no field"):
