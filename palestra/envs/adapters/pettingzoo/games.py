@@ -172,7 +172,7 @@ def _state_size(env: Any) -> int:
 
 class ParallelGame(_PettingZooGame):
     """A parallel env. An agent that was terminated or truncated does not act again; if a step reports both, it was
-    terminated. One that was terminated must get no further reward, one that was truncated gets what the env pays it. The
+    terminated. One that was terminated must get no further reward, one that was truncated may get some. The
     agents in `env.agents` with an observation act next; if a step shows none, all of them act on what they saw last.
     The game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that
     has ended acts again or has terminated and is paid, and for agents that are not in `possible_agents`."""
