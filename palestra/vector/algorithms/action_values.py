@@ -30,6 +30,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
+from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
 from palestra.vector.losses import critic_loss
@@ -242,7 +243,7 @@ def check_supported(
 ) -> None:
     """Raises ValueError for recurrent policies, multi-discrete actions, and critics that would need pixels beside
     actions."""
-    kind = getattr(config, "type", "this algorithm")
+    kind = algorithm_name(config)
     for name, policy in policies.items():
         if policy.gru_units:
             raise ValueError(
