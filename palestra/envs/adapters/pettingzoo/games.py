@@ -28,6 +28,7 @@ from palestra.envs.vector_base import Discrete
 
 MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
 CHECKED_PAYMENTS = 100  # rewards of a turn-based env that are compared with what `last` reports; it takes time
+ONLY_BOOL = {bool}
 
 # Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
 CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
@@ -87,7 +88,7 @@ class _PettingZooGame:
     def flags(self, flags: dict[Any, Any], what: str) -> dict[Any, bool]:
         """Returns the flags of agents. Raises ValueError for agents that are unknown, and for what is no flag."""
         self.check_agents(flags, f"{what} agent")
-        if {*map(type, flags.values())} <= {bool}:
+        if ONLY_BOOL.issuperset(map(type, flags.values())):
             return flags
         return {agent: require_flag(flag, f"what {what} agent {agent}") for agent, flag in flags.items()}
 
@@ -244,30 +245,36 @@ class AECGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         self.env.reset(seed=seed)
-        return self._build_step(list(self.env.agents))  # others join later
+        self.present = set(self.env.agents)  # others join later
+        self.booked_before = self.booked_rewards()
+        return self._build_step(list(self.env.agents), self.env.agent_selection)
 
     def step(self, actions: np.ndarray) -> SingleStep:
-        env, mover = self.env, self.env.agent_selection
-        present, before = {*env.agents, mover}, self.booked_rewards() if self.unchecked_payments > 0 else {}
-        self.check_agents(present, "plays with agent")
+        """Optimised: each attribute is read once, since it passes through all wrappers of the env."""
+        env, mover = self.env, self.mover
         seat = self.seat_numbers[mover]
         env.step(self.action_decoders[seat].decode(actions[seat]))
-        present.update(env.agents)
-        self.check_agents(given := env.rewards, "pays agent")
-        paid = {agent: to_reward(given.get(agent, 0.0), str(agent)) for agent in present}
-        self.check_unpaid({agent: given[agent] for agent in given if agent not in present})
+        agents, given, terminated, truncated = env.agents, env.rewards, env.terminations, env.truncations
+        self.present.update(agents, (mover,))
+        self.check_agents(self.present, "plays with agent")
+        self.check_agents(given, "pays agent")
+        paid = {agent: to_reward(given.get(agent, 0.0), str(agent)) for agent in self.present}
+        if not paid.keys() >= given.keys():
+            self.check_unpaid({agent: given[agent] for agent in given if agent not in paid})
         if self.unchecked_payments > 0:
-            self.check_booked(paid, before | {mover: 0.0})  # the env clears those of the agent that acts
-        rewards = [paid.get(agent, 0.0) for agent in self.agents]
-        terminated, truncated = self.flags(env.terminations, "terminates"), self.flags(env.truncations, "truncates")
+            self.check_booked(paid, self.booked_before | {mover: 0.0})  # the env clears those of the agent that acts
+        terminated, truncated = self.flags(terminated, "terminates"), self.flags(truncated, "truncates")
         self.record_ended(terminated, truncated)
-        over = all(terminated[agent] or truncated[agent] for agent in env.agents)
-        if not over:
+        over = all(terminated[agent] or truncated[agent] for agent in agents)
+        if not over and (self.terminated_agents or self.truncated_agents):
             remove_ended(env)
             self.check_ended_stay_away([env.agent_selection])
-        step = self._build_step(list(env.agents) if over else [env.agent_selection])
-        step.rewards = rewards
-        self.write_ends(step, over, env.agents)
+            self.booked_before, agents = self.booked_rewards(), env.agents
+        self.present = set(agents)
+        selected = env.agent_selection
+        step = self._build_step(list(agents) if over else [selected], selected)
+        step.rewards = [paid.get(agent, 0.0) for agent in self.agents]
+        self.write_ends(step, over, agents)
         return step
 
     def booked_rewards(self) -> dict[Any, float]:
@@ -278,7 +285,9 @@ class AECGame(_PettingZooGame):
         """Raises ValueError if what a step `paid` is not what it added to the rewards that `last` reports, which were
         `before`; PettingZoo's own test of envs refuses that too. An env that never adds anything there is left alone:
         its `rewards` are meant."""
-        after = self.booked_rewards()
+        after = self.booked_before = self.booked_rewards()
+        if after == before and not any(paid.values()):
+            return
         for agent, reward in paid.items():
             added = after.get(agent, 0.0) - before.get(agent, 0.0)
             if reward or added:
@@ -292,15 +301,16 @@ class AECGame(_PettingZooGame):
                     "set `rewards` in every step and call _accumulate_rewards() once, as pettingzoo.test.api_test wants"
                 )
 
-    def _build_step(self, observed: list[Any]) -> SingleStep:
+    def _build_step(self, observed: list[Any], selected: Any) -> SingleStep:
+        self.mover, infos = selected, self.env.infos
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
             seat = self.seat_numbers[agent]
             observations[seat], action_mask[seat] = self.encode_seat(
-                seat, self.env.observe(agent), self.env.infos.get(agent, {})
+                seat, self.env.observe(agent), infos.get(agent, {})
             )
-        agent_mask = [agent == self.env.agent_selection for agent in self.agents]
+        agent_mask = [agent == selected for agent in self.agents]
         return SingleStep(
             observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
         )
