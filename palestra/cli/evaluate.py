@@ -169,6 +169,8 @@ def evaluate(
         console.print(_eval_table(f"{what}, {episodes} episodes", results[0].policy_names, results[0].metrics))
         if why := results[0].metrics.get("no_nash_conv"):
             print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
+    if not as_json and (note := results[0].metrics.get("not_repeatable")):
+        print_line(note)
     with user_errors():
         from palestra.core.failures import check_not_all_failed
 
@@ -239,7 +241,7 @@ def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResu
         for scored in results:
             policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
             title = name if len(results) == 1 else f"{name}: {policy_names}"
-            metrics = {name: value for name, value in scored.metrics.items() if name != "no_nash_conv"}
+            metrics = {name: value for name, value in scored.metrics.items() if not isinstance(value, str)}
             opened.log_eval(after, title, {**metrics, "seats": scored.policy_names})
 
 

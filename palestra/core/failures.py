@@ -61,15 +61,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def describe_error(error: BaseException) -> ErrorText:
-    """Returns the text of an exception, or of the first exception in an exception group."""
+    """Returns the text of an exception, or of the first exception in an exception group; in one line, unless it is a
+    RunFailed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {_one_line(str(error))}"
     trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
     return ErrorText(
         _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
         _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),
     )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines())
 
 
 def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:

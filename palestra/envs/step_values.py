@@ -4,7 +4,7 @@ info that can be stored. A rollout checks every step, `check_env` does so before
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from numbers import Real
@@ -41,11 +41,38 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
         }
     if (success := info.get(SUCCESS_KEY)) is not None and not is_share(success):
         raise ValueError(
-            f'env "{env}" reports the success {success!r} ({type(success).__name__}) in its info: give True, False or '
-            "a number from 0 to 1"
+            f'env "{env}" reports the success {_short(success)} ({type(success).__name__}) in its info: give True, '
+            "False or a number from 0 to 1"
         )
     check_observations(step.observations, env)
-    return replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)
+    step = replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)
+    _check_flags(step, env, known)
+    return step
+
+
+def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
+    """Raises ValueError, with the env's name, for flags that are none, flags and legal actions of unknown seats, and a
+    cut-off of an episode that goes on."""
+    invalid, reason = step.info.get("invalid"), step.info.get("why_invalid")
+    flagged = list(invalid) if isinstance(invalid, Mapping | list | tuple | set) else []
+    flags = list(invalid.values()) if isinstance(invalid, Mapping) else [] if flagged else [invalid or False]
+    flags += [step.truncated, step.info.get("no_reward") or False]
+    if wrong := [flag for flag in flags if to_flag(flag) is None]:
+        raise ValueError(
+            f'env "{env}" gives {_short(wrong[0])} where True or False is meant (truncated, info["invalid"] for the '
+            'step or by seat, info["no_reward"])'
+        )
+    named = [*flagged, *(reason if isinstance(reason, Mapping) else ()), *(step.legal_actions or ())]
+    if unknown := [seat for seat in named if seat not in seats]:
+        raise ValueError(
+            f'env "{env}" names seat {_short(unknown[0])} as invalid or with legal actions, and its seats are '
+            f"{', '.join(seats)}: correct the name"
+        )
+    if step.truncated and step.observations:
+        raise ValueError(
+            f'env "{env}" cuts an episode off (truncated) and shows {", ".join(step.observations)} an observation: '
+            "return no observations when an episode has ended"
+        )
 
 
 def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
@@ -69,6 +96,14 @@ def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
 def is_share(value: Any) -> bool:
     """Returns whether `value` is a truth value or a number from 0 to 1."""
     return isinstance(value, bool | int | float) and 0 <= value <= 1
+
+
+def to_flag(value: Any) -> bool | None:
+    """Returns a truth value, or a number that is 0 or 1, as a truth value; None for anything else."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    single = value.ravel()[0] if isinstance(value, np.ndarray) and value.size == 1 else value
+    return {0.0: False, 1.0: True}.get(number(single))  # type: ignore[arg-type]
 
 
 def number(value: Any) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from palestra.envs import VectorEnv
 from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.vector.build.build import group_teams, make_fixed_player, policy_by_seat, team_by_seat
-from palestra.vector.build.envs import make_vector_env
+from palestra.vector.build.envs import make_vector_env, seed_notes
 from palestra.vector.config import ScriptConfig, VectorConfig
 from palestra.vector.learners.policy_stack import read_policy
 from palestra.vector.nets.on_device import CPU
@@ -35,7 +36,7 @@ OTHER_NAMES = "random, script:NAME or RUN:NAME"
 class VectorEvalSetup:
     """An env and its seat assignment: `policy_names` maps seats to policy names. With `greedy`, policies take their
     most probable action. Networks act on `device`. Metrics include `nash_conv` for games that can be enumerated, and
-    `no_nash_conv`, the reason, for others."""
+    `no_nash_conv`, the reason, for others, and `not_repeatable` for an env that is not a function of its seeds."""
 
     target: Target
     env_config: Mapping[str, Any]
@@ -43,6 +44,10 @@ class VectorEvalSetup:
     policy_names: dict[Seat, str]
     greedy: bool
     device: torch.device = CPU
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return seed_notes(self.env)
 
     def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
         """Returns the policy and the seats of each player: one player for each seat of `names`, or one for all seats of
@@ -78,6 +83,8 @@ class VectorEvalSetup:
         players = self.players(names)
         teams = team_by_seat(validate(VectorConfig, self.target.tree), self.env)
         metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"), teams=list(teams.values()))
+        if self.notes:
+            metrics["not_repeatable"] = self.notes[0]
         metrics |= nash_conv_metrics(
             self.env_config,
             lambda game: policy_table(self.target, self.env, game, names, self.greedy),

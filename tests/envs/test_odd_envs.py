@@ -4,11 +4,13 @@ played right, or refused in one line with the name of the env."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.command_line import invoke
 from helpers.odd_envs import LENGTH, Words
 from helpers.vector_toys import Countdown
 
@@ -242,6 +244,23 @@ def test_env_that_ignores_its_seed_is_named_at_the_start(tmp_path: Path, capsys:
     line = (
         'env "helpers.odd_envs:odd-ignores-its-seed" begins other games when it is reset to the same seeds (obs differ)'
     )
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluation_names_an_env_that_ignores_its_seed(tmp_path: Path) -> None:
+    run = train_by_chance("ignores its seed", tmp_path, 16 * 13)
+    line = 'env "helpers.odd_envs:odd-ignores-its-seed" begins other games when it is reset to the same seeds'
+    shown = invoke("eval", run.path, "--episodes", 4)
+    assert line in " ".join(shown.output.split())
+    assert line in json.loads(invoke("eval", run.path, "--episodes", 4, "--json").output)["not_repeatable"]
+
+
+def test_population_names_an_env_that_ignores_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    oracle = {"type": "net", "policy": {"hidden": [4]}, "algorithm": {"type": "ppo", "rollout_length": 16}}
+    plan = {"type": "psro", "iterations": 1, "env_steps": 64, "games_per_cell": 4, "nash_conv_every": 0}
+    env, backend = pettingzoo_env("ignores its seed"), {"type": "inline"}
+    pl.train(env=env, oracle=oracle, population=plan, backend=backend, root=tmp_path)
+    line = 'env "helpers.odd_envs:pair" begins other games when it is reset to the same seeds (obs differ)'
     assert line in " ".join(capsys.readouterr().out.split())
 
 

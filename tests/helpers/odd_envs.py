@@ -90,6 +90,8 @@ class Pair(pettingzoo.ParallelEnv):
 
     def view(self, agent: str) -> Any:
         now = np.array([self.time], np.float32)
+        if self.odd == "ignores its seed":
+            now[0] += random.SystemRandom().random()
         if self.odd == "no legal action":
             stuck = agent == "b" and self.time == 3
             return {"observation": now, "action_mask": np.array([0, not stuck, 0], np.int8)}

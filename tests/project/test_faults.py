@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from helpers.processes import Server, finish, left, start
+from helpers.processes import Server, finish, left, start, workers_of
 
 from palestra.core.files import TEMPORARY_PREFIX
 from palestra.runs import list_checkpoints, read_lines
@@ -181,6 +181,29 @@ def test_signals_in_any_phase_of_a_population_leave_a_resumable_run(tmp_path: Pa
     finish(start(run.parents[1], "--resume", run))
     print(f"\n{kind}: stopped {stopped} times")
     assert stopped >= 1 and results(run) == results(whole)
+
+
+@pytest.mark.parametrize("kind", POPULATIONS)
+def test_killed_workers_and_then_the_first_process_change_no_number(tmp_path: Path, kind: str) -> None:
+    """A worker trains a member of PBT or plays payoffs: it is replaced, and its task is done again."""
+    tree = POPULATIONS[kind] | {"name": "run", "backend": {"type": "local", "workers": 2}}
+    whole = write(tmp_path / "whole", tree)
+    finish(start(whole.parents[1], "run.yaml"))
+    run, rng, killed = write(tmp_path / "killed", tree), random.Random(kind), 0
+    process = start(run.parents[1], "run.yaml")
+    while process.poll() is None:
+        time.sleep(rng.uniform(0.05, 0.4))
+        workers = workers_of(process.pid) if size(run) else []
+        if workers and killed < 3:
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            killed += 1
+        elif killed == 3 and size(run) > size(whole) / 2:
+            process.kill()
+            break
+    process.communicate()
+    finish(start(run.parents[1], "--resume", run))
+    print(f"\n{kind}: killed {killed} workers, first process {process.returncode}")
+    assert killed == 3 and results(run) == results(whole)
 
 
 def test_a_suspended_process_and_a_moved_folder(tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 """Metrics of an update of several minibatches are means over its actions."""
 
+from typing import Any
+
 import pytest
 import torch
+from helpers.vector_toys import Countdown, learner, train_on_play
 
 import palestra as pl
+from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.nets import WEIGHT_KEY, mean_metrics
 
 
@@ -33,3 +38,38 @@ def test_metrics_do_not_depend_on_the_minibatches(algorithm, tmp_path):
 
     whole, parts = metrics(1), metrics(4)
     assert len(whole) >= 2 and parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [DQN, SAC])
+def test_metrics_of_replay_are_means_over_the_decisions_of_all_steps(algorithm: Any, monkeypatch: Any) -> None:
+    """Seats act in turn, so that a policy has another number of decisions in each replay batch."""
+    env, seats = Countdown(games=5, turns=True, seats=3), {"one": [0], "two": [1, 2]}
+    config = algorithm(rollout_length=4, gradient_steps=6, batch_size=8, learning_starts=1)
+    made, steps = learner(config, env, seats), []
+    plain = made.train_step
+
+    def recorded(drawn: Any, *more: Any) -> Any:
+        result = plain(drawn, *more)
+        lines = result if isinstance(result, list) else result[0]
+        acts = (drawn.weight > 0) & (drawn.agent_mask > 0)
+        counts = {name: int(acts[..., own].sum()) for name, own in seats.items()}
+        by_name = {
+            name: {key: float(value[p]) for key, value in line.items()}
+            for stack, line in zip(made.stacks, lines, strict=True)
+            for p, name in enumerate(stack.seat_mapping.names)
+        }
+        steps.append((counts, by_name))
+        return result
+
+    monkeypatch.setattr(made, "train_step", recorded)
+    metrics = train_on_play(made, env, 2)
+    last = steps[-6:]
+    for name in seats:
+        counts = [counts[name] for counts, _ in last]
+        assert len(set(counts)) > 1
+        for key in metrics[name].keys() & last[0][1][name].keys() - {"grad_norm"}:
+            total = sum(count * line[name][key] for count, (_, line) in zip(counts, last, strict=True))
+            assert metrics[name][key] == pytest.approx(total / sum(counts), rel=1e-5), key
+        norms = [line[name]["grad_norm"] for _, line in last]
+        assert metrics[name]["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-5)
+        assert WEIGHT_KEY not in metrics[name]

@@ -22,3 +22,11 @@ def expand_preset(tree: Any, presets: Mapping[str, Preset]) -> Any:
                 f"{key}: {value}: leave {key} out, or set type: {preset['type']}"
             )
     return preset | given
+
+
+def preset_name(config: Any, presets: Mapping[str, Preset]) -> str:
+    """Returns the `type` with which an algorithm may have been configured, for messages: the name of a preset all of
+    whose settings the config sets, else its own type."""
+    settings = config.model_dump(include=config.model_fields_set)
+    fitting = [name for name, preset in presets.items() if preset.items() <= settings.items()]
+    return max(fitting, key=lambda name: len(presets[name]), default=getattr(config, "type", "this algorithm"))

@@ -162,7 +162,7 @@ def _chain(node: ast.expr, signs: dict[type, str], inner: Callable[[ast.expr], F
 
 
 def _exact(formula: Formula) -> Fraction:
-    kind, *arguments = formula
+    kind, *parts = formula
     if kind == "number" and parts[0].isdigit() and len(parts[0]) <= MAX_DIGITS:
         return Fraction(parts[0])
     if kind == "negative":

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, to_reward
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
@@ -133,6 +133,11 @@ def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
 
 
 def _flat(space: spaces.Space, value: Any) -> np.ndarray:
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):  # else another place of the row would be 1
+        places = np.asarray(value) - space.start
+        sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if np.size(value) != np.size(sizes) or not ((places >= 0) & (places < sizes)).all():
+            raise ValueError(f"the observation {value!r:.60} is not in {space}: correct the one or the other")
     return np.asarray(spaces.flatten(space, value), np.float32)
 
 
@@ -309,7 +314,8 @@ class GymnasiumGame:
 
     def step(self, actions: np.ndarray) -> SingleStep:
         written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
-        seen, reward, terminated, truncated, info = self.env.step(tuple(written) if self.is_multi_agent else written[0])
+        seen, reward, ended, cut, info = self.env.step(tuple(written) if self.is_multi_agent else written[0])
+        terminated, truncated = self.flags(ended, "terminated"), self.flags(cut, "truncated")
         rewards, gone = np.where(self.seats_done, 0.0, self.rewards(reward, info)), self.seats_done
         self.seats_terminated = self.seats_terminated | (~gone & terminated)
         self.seats_done = gone | terminated | truncated
@@ -329,6 +335,14 @@ class GymnasiumGame:
             raise ValueError(f"a step pays {reward!r:.60}: pay one number, or one for each of {len(seats)} seats")
         return [to_reward(part, seat) for part, seat in zip(reward, seats, strict=True)]
 
+    def flags(self, value: Any, name: str) -> np.ndarray:
+        """Returns a flag, or one for each seat, as bool [1] or [seats]."""
+        if np.size(value) == 1:
+            return np.array([require_flag(value, name)])
+        if np.shape(value) != (len(self.spec.seats),):
+            raise ValueError(f"{name} is {value!r:.60}: give one flag, or one for each of {len(self.spec.seats)} seats")
+        return np.array([require_flag(flag, name) for flag in value])
+
     def close(self) -> None:
         self.env.close()
 
@@ -336,6 +350,11 @@ class GymnasiumGame:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
         if not self.spec.has_action_mask and "action_mask" in info:
             refuse_late_mask(str(self.env))
+        if not self.spec.reports_success and "is_success" in info:
+            raise ValueError(
+                f"{self.env} gives is_success in the info of a step and gave none in that of its first reset, so it "
+                "would not be counted: give False there, or give none"
+            )
         parts = seen if self.is_multi_agent else [seen]
         plain = [without_action_mask(part) if own else part for part, own in zip(parts, self.has_dict_obs, strict=True)]
         rows = zip(self.obs_encoders, plain, gone, strict=True)
@@ -343,21 +362,23 @@ class GymnasiumGame:
             [None if left else encoder.encode(part) for encoder, part, left in rows],
             ~self.seats_done,
             action_mask=self._action_masks(parts, info) if self.spec.has_action_mask else None,
-            success=bool(info.get("is_success", False)),
+            success=require_flag(info.get("is_success", False), "is_success"),
         )
 
     def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
         """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the
         info has none although the info of the first reset had one."""
         if any(self.has_dict_obs):
-            kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, strict=True)
+            kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, self.spec.seats, strict=True)
             return [
-                np.asarray(part["action_mask"], bool) if own else np.ones(space.n, bool)
-                for part, own, space in kinds
+                to_action_mask(part["action_mask"], space, seat) if own else np.ones(space.n, bool)
+                for part, own, space, seat in kinds
                 if isinstance(space, Discrete)
             ]
         if "action_mask" in info:
-            return [np.asarray(info["action_mask"], bool)]
+            (space,) = self.spec.action_spaces
+            assert isinstance(space, Discrete)
+            return [to_action_mask(info["action_mask"], space, self.spec.seats[0])]
         if self.seats_done.all():
             return [None]
         raise ValueError(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from math import prod
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from palestra.core.types import Seat
+from palestra.envs.step_values import number, to_flag
 from palestra.envs.vector_base import (
     Arrays,
     Continuous,
@@ -212,10 +214,10 @@ class SyncVectorEnv(VectorEnv):
 
     def _replay(self, b: int, actions: np.ndarray) -> None:
         """Plays the actions [T, ...] of the running episode of game b."""
-        for number, move in enumerate(actions, 1):
+        for count, move in enumerate(actions, 1):
             step = self.single_envs[b].step(move)
             if step.terminated or step.truncated:
-                raise GamesDiffer(f"a game ended after {number} of {len(actions)} saved actions")
+                raise GamesDiffer(f"a game ended after {count} of {len(actions)} saved actions")
             self._write_step(b, step)
 
     def render(self, game: int) -> RenderFrame | None:
@@ -258,6 +260,8 @@ class SyncVectorEnv(VectorEnv):
         vector_step = self.vector_step
         for seat, observation in enumerate(step.observations):
             if observation is not None:
+                if self.spec.uint8_observations and observation.dtype != np.uint8:
+                    observation = _bytes(observation, self.seats[seat])
                 if observation.shape != self.observation_shapes[seat]:
                     raise ValueError(
                         f'seat "{self.seats[seat]}" sees an array {list(observation.shape)}, and its observation space '
@@ -295,18 +299,54 @@ def clip_actions(
     return np.clip(numbers, low, high).astype(actions.dtype)
 
 
+def _bytes(pixels: np.ndarray, seat: Seat) -> np.ndarray:
+    converted = pixels.astype(np.uint8)
+    if not np.array_equal(converted, pixels):
+        raise ValueError(
+            f'seat "{seat}" sees pixels from {pixels.min():g} to {pixels.max():g} of {pixels.dtype}, and its '
+            "observation space says bytes: correct the one or the other"
+        )
+    return converted
+
+
 def _wide(spaces: Sequence[Space]) -> list[MultiDiscrete | Continuous]:
     return [space for space in spaces if not isinstance(space, Discrete)]
 
 
 def to_reward(value: Any, seat: Seat) -> float:
     """Returns a reward as a number; an array of one number is one too. Raises ValueError for anything else."""
-    if isinstance(value, float | int):
+    if isinstance(value, float):
         return float(value)
-    array: np.ndarray = np.asarray(value)
-    if array.size == 1 and isinstance(value, SupportsFloat):
-        return float(array.ravel()[0])
-    raise ValueError(f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward')
+    shape = getattr(value, "shape", ())
+    reward = number(np.asarray(value).ravel()[0] if shape and prod(shape) == 1 else value)
+    if reward is None:
+        raise ValueError(
+            f'seat "{seat}" is paid {value!r:.60}, which is not a number: pay 0.0 where there is no reward'
+        )
+    return reward
+
+
+def require_flag(value: Any, name: str) -> bool:
+    """Returns the truth value of a flag called `name`. Raises ValueError for a text, None, or a number that is neither
+    0 nor 1."""
+    if (flag := to_flag(value)) is None:
+        raise ValueError(f"{name} is {value!r:.60}: give True or False")
+    return flag
+
+
+def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
+    """Returns an action mask as bool [actions]. Raises ValueError for another length, and for values other than 0 and
+    1, such as those that are added to logits."""
+    given = np.asarray(mask)
+    legal = given.astype(bool)
+    # bytes are compared in a fifth of the time of arrays
+    is_odd = given.tobytes() != legal.tobytes() if given.itemsize == 1 else not (given == legal).all()
+    if is_odd or given.shape != (space.n,):
+        raise ValueError(
+            f'seat "{seat}" has the action_mask {given.tolist()!r:.60}: give {space.n} values, 1 for each legal action'
+            " and 0 for each other"
+        )
+    return legal
 
 
 def episode_seed(stream: int, number: int) -> int:

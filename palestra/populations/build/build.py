@@ -6,7 +6,7 @@ is imported only for configs with language agents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,7 +36,7 @@ from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
 from palestra.runs.config import RunConfig
-from palestra.vector.build.envs import check_memory
+from palestra.vector.build.envs import check_memory, seed_notes
 
 SHARED_PLAYER = "agent"  # name of the population that plays every seat
 
@@ -97,13 +97,14 @@ class PopulationConfig(RunConfig):
 @dataclass
 class PopulationSetup:
     """Parts of a population run, for `run_population`. `at_once` is the number of tasks that run at once;
-    `as_completed`: the plan gets results in the order of completion."""
+    `as_completed`: the plan gets results in the order of completion. `notes` are lines about the env."""
 
     plan: AnyPlan
     make_worker: WorkerFactory
     open_backend: Callable[[WorkerFactory], Backend]
     at_once: int
     as_completed: bool
+    notes: Sequence[str] = ()
 
 
 class PopulationRecorder(PlanCallback):
@@ -131,7 +132,7 @@ class PopulationRecorder(PlanCallback):
 def build_population(config: PopulationConfig) -> PopulationSetup:
     """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
     together."""
-    seats, rules = _game(config.env)
+    seats, rules, notes = _game(config.env)
     _check(config, rules)
     if isinstance(config.oracle, NetOracle):
         check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
@@ -145,6 +146,7 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
         open_backend=partial(open_backend, config.backend),
         at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
+        notes=notes,
     )
 
 
@@ -172,19 +174,20 @@ def run_population(
     return done
 
 
-def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
-    """Returns the seats of an env, and whether its rules are available for exact results."""
+def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
+    """Returns the seats of an env, whether its rules are available for exact results, and a note if it is not a
+    function of its seeds."""
     if env.get("at"):
-        return make_env(**env).seats, False
+        return make_env(**env).seats, False, []
     cls = load_env_class(env.get("type", ""))
     options = validate_env_options(cls, {name: value for name, value in env.items() if name != "type"})
     if issubclass(cls, VectorEnv):
         made = cls(**(options | {"num_envs": 1}))
-        seats, rules = made.seats, rules_of_env(env) is not None
+        seats, rules, notes = made.seats, rules_of_env(env) is not None, seed_notes(made)
         made.close()
-        return seats, rules
+        return seats, rules, notes
     game = cls(**options)
-    return game.seats, isinstance(game, TextGame) and game.is_tabular
+    return game.seats, isinstance(game, TextGame) and game.is_tabular, []
 
 
 def _check(config: PopulationConfig, rules: bool) -> None:

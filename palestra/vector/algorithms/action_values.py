@@ -30,7 +30,8 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.algorithms.presets import algorithm_name
+from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
 from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
@@ -163,8 +164,10 @@ class ActionValueLearner(NetLearner):
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):
                 transitions = self.replay.sample(self.config.batch_size, rng).to(self.device)
-                for own, line in zip(lines, self.train_step(transitions, generator, progress), strict=True):
-                    own.append(line)
+                acts = transitions.agent_mask * (transitions.weight > 0)
+                stepped = self.train_step(transitions, generator, progress)
+                for own, stack, line in zip(lines, self.stacks, stepped, strict=True):
+                    own.append(line | {WEIGHT_KEY: stack.rows(acts, 1).sum(1)})
         means = [mean_tensors(own) for own in lines]
         return {
             name: mean_metrics([{key: value[p] for key, value in line.items()}])
@@ -242,7 +245,7 @@ def check_supported(
 ) -> None:
     """Raises ValueError for recurrent policies, multi-discrete actions, and critics that would need pixels beside
     actions."""
-    kind = getattr(config, "type", "this algorithm")
+    kind = algorithm_name(config)
     for name, policy in policies.items():
         if policy.gru_units:
             raise ValueError(
@@ -267,9 +270,13 @@ def optional_rows(stack: PolicyStack, x: Tensor | None) -> Tensor | None:
 
 
 def mean_tensors(lines: Sequence[TensorMetrics]) -> TensorMetrics:
-    """Returns the mean of each metric over the dicts that contain it."""
+    """Returns the mean of each metric [P] over the dicts that contain it, by the number of decisions in their
+    minibatches; of gradients' norms the plain mean."""
     found: dict[str, list[Tensor]] = {}
+    weights: dict[str, list[Tensor]] = {}
     for line in lines:
-        for key, value in line.items():
-            found.setdefault(key, []).append(value)
-    return {key: torch.stack(values).mean(0) for key, values in found.items()}
+        for key in line.keys() - {WEIGHT_KEY}:
+            found.setdefault(key, []).append(line[key])
+            weights.setdefault(key, []).append(torch.ones_like(line[key]) if key == "grad_norm" else line[WEIGHT_KEY])
+    shares = {key: torch.stack(own) / torch.stack(own).sum(0).clamp(min=1) for key, own in weights.items()}
+    return {key: (torch.stack(values) * shares[key]).sum(0) for key, values in found.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from palestra.core.losses import TensorMetrics
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig
-from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner
 from palestra.vector.losses import q_loss, q_target
 from palestra.vector.nets.replay import TransitionBatch
 from palestra.vector.nets.sequence_replay import SequenceBatch
@@ -54,7 +54,7 @@ class DQNLearner(QLearner):
             norms = stack.optimizer.step(loss + penalty, progress)
             sums = 0.5 * (weight / count * error.square()).sum((1, 2))
             mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
-            lines.append({"q_loss": sums, "q": mean, "grad_norm": norms} | more)
+            lines.append({"q_loss": sums, "q": mean, "grad_norm": norms, WEIGHT_KEY: count[:, 0, 0]} | more)
             errors.append(stack.seat_mapping.by_seat(error.abs() * (weight > 0)))
             known.append(stack.seat_mapping.by_seat(weight > 0))
         counts = torch.cat(known, -1).sum(-1)

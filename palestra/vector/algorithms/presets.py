@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from palestra.core.config.presets import Preset
+from typing import Any
+
+from palestra.core.config.presets import Preset, preset_name
 
 VECTOR_PRESETS: dict[str, Preset] = {
     "ippo": {"type": "ppo", "critic": "own"},  # de Witt et al., 2020
@@ -16,3 +18,8 @@ VECTOR_PRESETS: dict[str, Preset] = {
     "vdn": {"type": "qmix", "mixer": "vdn"},  # Sunehag et al., 2018
     "qplex": {"type": "qmix", "mixer": "qplex"},  # Wang et al., 2021
 }
+
+
+def algorithm_name(config: Any) -> str:
+    """Returns the name of an algorithm of networks in messages: that of its paper, if its config sets what makes it."""
+    return preset_name(config, VECTOR_PRESETS)

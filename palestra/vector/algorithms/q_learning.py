@@ -25,6 +25,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete, VectorEnv
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
+from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
 from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
@@ -328,7 +329,7 @@ class QLearner(NetLearner):
 def check_action_spaces(config: AlgorithmConfig, env: VectorEnv) -> None:
     """Raises ValueError if the env has a seat without discrete actions."""
     if not all(isinstance(space, Discrete) for space in env.action_spaces):
-        kind = getattr(config, "type", "this algorithm")
+        kind = algorithm_name(config)
         raise ValueError(
             f'{kind} compares the values of single actions, but env "{env.name}" takes {env.action_spaces[0]}: '
             "use ppo or a2c, or for continuous actions sac, ddpg or td3"

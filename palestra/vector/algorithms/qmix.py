@@ -25,7 +25,7 @@ from palestra.core.losses import TensorMetrics
 from palestra.core.seeding import derive_seed
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, legal_rows
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
-from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
+from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
 from palestra.vector.learners.policy_stack import StackedAdam
 from palestra.vector.losses import best_action, gather_values, next_value, q_loss, q_target
 from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
@@ -127,7 +127,7 @@ class QMIXLearner(QLearner):
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
         for stack, (now, _, _), slope, penalty in zip(self.stacks, judged, slopes, penalties, strict=True):
             norms = stack.optimizer.step((now.q * slope).sum() + penalty, progress)  # the chain rule
-            line = {"q_loss": loss.detach(), "q": mean} | more
+            line = {"q_loss": loss.detach(), "q": mean, WEIGHT_KEY: known.sum()} | more
             lines.append({name: value.expand(len(norms)) for name, value in line.items()} | {"grad_norm": norms})
         return lines, error.abs() * known, known
 

@@ -22,6 +22,7 @@ from palestra.runs import list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.runs.null_run import NullRun
 from palestra.runs.seats import resolve_seats, resolve_teams
+from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.build.envs import check_memory, make_own_envs, make_vector_env, seed_notes
 from palestra.vector.config import (
     FrozenNetConfig,
@@ -158,7 +159,7 @@ def build_players(
         for seat in sorted(number for numbers in own.values() for number in numbers):
             played.setdefault(named[env.seats[seat]], []).append(seat)
         teams.append(TeamSeats(team, played))
-    return TeamLearners(algorithm.type, teams, learners), others
+    return TeamLearners(algorithm_name(algorithm), teams, learners), others
 
 
 def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
@@ -174,7 +175,7 @@ def group_trained_teams(
     Raises ValueError if a network plays seats of two teams, or if there are several networks or seats and no team has
     more than one of what the algorithm combines.
     """
-    team_of, kind, found = team_by_seat(config, env), config.algorithm.type, dict[str, list[str]]()
+    team_of, kind, found = team_by_seat(config, env), algorithm_name(config.algorithm), dict[str, list[str]]()
     for name, own in seats.items():
         teams = list(dict.fromkeys(team_of[env.seats[seat]] for seat in own))
         if len(teams) > 1:

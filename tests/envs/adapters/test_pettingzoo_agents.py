@@ -55,12 +55,21 @@ class PaysOn(Parting):
         return seen, rewards | {"early": 1.0}, *rest
 
 
-@pytest.mark.parametrize(("flags", "paid"), [("terminated", 1), ("truncated", 4), ("terminated truncated", 1)])
-def test_rewards_after_the_end_count_for_truncated_agents_only(flags: str, paid: int) -> None:
+def rewards_of_four_steps(flags: str) -> list[float]:
     env = SyncVectorEnv(lambda: ParallelGame(PaysOn(flags, length=4)), 1)
     env.reset(np.array([0]))
     rewards = [env.step(np.zeros((1, 2), np.int32)).rewards[0].copy() for _ in range(4)]
-    assert np.sum(rewards, 0).tolist() == [paid, 0]
+    return np.sum(rewards, 0).tolist()
+
+
+def test_rewards_after_the_end_count_for_truncated_agents() -> None:
+    assert rewards_of_four_steps("truncated") == [4, 0]
+
+
+@pytest.mark.parametrize("flags", ["terminated", "terminated truncated"])
+def test_rewards_of_agents_that_have_terminated_are_refused(flags: str) -> None:
+    with pytest.raises(ValueError, match=r"pays agent early 1\.0 after it has terminated: pay it with its last step"):
+        rewards_of_four_steps(flags)
 
 
 class Joins(PartingTurns):

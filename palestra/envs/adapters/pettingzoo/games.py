@@ -23,11 +23,12 @@ from palestra.envs.adapters.gymnasium import (
     without_action_mask,
 )
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, to_reward
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
 from palestra.envs.vector_base import Discrete
 
 MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
 CHECKED_PAYMENTS = 100  # rewards of a turn-based env that are compared with what `last` reports; it takes time
+ONLY_BOOL = {bool}
 
 # Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
 CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
@@ -84,6 +85,23 @@ class _PettingZooGame:
                 f"({', '.join(map(str, self.agents))}): correct the one or the other"
             )
 
+    def flags(self, flags: dict[Any, Any], what: str) -> dict[Any, bool]:
+        """Returns the flags of agents. Raises ValueError for agents that are unknown, and for what is no flag."""
+        self.check_agents(flags, f"{what} agent")
+        if ONLY_BOOL.issuperset(map(type, flags.values())):
+            return flags
+        return {agent: require_flag(flag, f"what {what} agent {agent}") for agent, flag in flags.items()}
+
+    def check_unpaid(self, rewards: dict[Any, Any]) -> None:
+        """Raises ValueError if one of these rewards, of agents that were gone before the step, is not 0: the return of
+        an agent ends with it."""
+        for agent, reward in rewards.items():
+            if to_reward(reward, str(agent)):
+                raise ValueError(
+                    f"{self.env} pays agent {agent} {reward} after it has terminated: pay it with its last step, or "
+                    "let it stay until then, with an action without effect"
+                )
+
     def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
         if seen is None:
@@ -98,7 +116,9 @@ class _PettingZooGame:
                 refuse_late_mask(str(self.env))
             return observation, None
         mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
-        return observation, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
+        if mask is None:
+            return observation, np.ones(space.n, bool)
+        return observation, to_action_mask(mask, space, self.spec.seats[seat])
 
     def state(self) -> np.ndarray | None:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
@@ -153,10 +173,10 @@ def _state_size(env: Any) -> int:
 
 class ParallelGame(_PettingZooGame):
     """A parallel env. An agent that was terminated or truncated does not act again; if a step reports both, it was
-    terminated. One that was terminated gets no further reward, one that was truncated what the env still pays it. The
+    terminated. One that was terminated must get no further reward, one that was truncated may get some. The
     agents in `env.agents` with an observation act next; if a step shows none, all of them act on what they saw last.
     The game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that
-    has ended acts again, and for agents that are not in `possible_agents`."""
+    has ended acts again or has terminated and is paid, and for agents that are not in `possible_agents`."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         super().__init__(env, env.reset(seed=0)[1], state)
@@ -175,17 +195,17 @@ class ParallelGame(_PettingZooGame):
         choices = zip(self.agents, self.action_decoders, actions, strict=True)
         written = {agent: choice.decode(action) for agent, choice, action in choices if agent in live}
         seen, rewards, terminated, truncated, infos = self.env.step(written)
-        earning = (
-            {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards
-        )
         self.check_agents(rewards, "pays agent")
         self.check_agents(seen, "observes agent")
+        self.check_agents(self.env.agents, "plays with agent")
+        terminated, truncated = self.flags(terminated, "terminates"), self.flags(truncated, "truncates")
+        self.check_unpaid({agent: rewards[agent] for agent in self.terminated_agents if agent in rewards})
         left = {agent for agent in self.env.agents if not (terminated.get(agent, False) or truncated.get(agent, False))}
         live = left.intersection(seen) or left - self.terminated_agents - self.truncated_agents
         self.check_ended_stay_away(live)
         self.record_ended(terminated, truncated)
         step = self._build_step(seen, infos, live)
-        step.rewards = [to_reward(rewards[agent], str(agent)) if agent in earning else 0.0 for agent in self.agents]
+        step.rewards = [to_reward(rewards[agent], str(agent)) if agent in rewards else 0.0 for agent in self.agents]
         self.write_ends(step, over=not live)
         return step
 
@@ -225,28 +245,36 @@ class AECGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         self.env.reset(seed=seed)
-        return self._build_step(list(self.env.agents))  # others join later
+        self.present = set(self.env.agents)  # others join later
+        self.booked_before = self.booked_rewards()
+        return self._build_step(list(self.env.agents), self.env.agent_selection)
 
     def step(self, actions: np.ndarray) -> SingleStep:
-        env, mover = self.env, self.env.agent_selection
-        present, before = {*env.agents, mover}, self.booked_rewards() if self.unchecked_payments > 0 else {}
-        self.check_agents(present, "plays with agent")
+        """Optimised: each attribute is read once, since it passes through all wrappers of the env."""
+        env, mover = self.env, self.mover
         seat = self.seat_numbers[mover]
         env.step(self.action_decoders[seat].decode(actions[seat]))
-        present.update(env.agents)
-        self.check_agents(given := env.rewards, "pays agent")
-        paid = {agent: to_reward(given.get(agent, 0.0), str(agent)) for agent in present}
+        agents, given, terminated, truncated = env.agents, env.rewards, env.terminations, env.truncations
+        self.present.update(agents, (mover,))
+        self.check_agents(self.present, "plays with agent")
+        self.check_agents(given, "pays agent")
+        paid = {agent: to_reward(given.get(agent, 0.0), str(agent)) for agent in self.present}
+        if not paid.keys() >= given.keys():
+            self.check_unpaid({agent: given[agent] for agent in given if agent not in paid})
         if self.unchecked_payments > 0:
-            self.check_booked(paid, before | {mover: 0.0})  # the env clears those of the agent that acts
-        rewards = [paid.get(agent, 0.0) for agent in self.agents]
-        self.record_ended(env.terminations, env.truncations)
-        over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
-        if not over:
+            self.check_booked(paid, self.booked_before | {mover: 0.0})  # the env clears those of the agent that acts
+        terminated, truncated = self.flags(terminated, "terminates"), self.flags(truncated, "truncates")
+        self.record_ended(terminated, truncated)
+        over = all(terminated[agent] or truncated[agent] for agent in agents)
+        if not over and (self.terminated_agents or self.truncated_agents):
             remove_ended(env)
             self.check_ended_stay_away([env.agent_selection])
-        step = self._build_step(list(env.agents) if over else [env.agent_selection])
-        step.rewards = rewards
-        self.write_ends(step, over, env.agents)
+            self.booked_before, agents = self.booked_rewards(), env.agents
+        self.present = set(agents)
+        selected = env.agent_selection
+        step = self._build_step(list(agents) if over else [selected], selected)
+        step.rewards = [paid.get(agent, 0.0) for agent in self.agents]
+        self.write_ends(step, over, agents)
         return step
 
     def booked_rewards(self) -> dict[Any, float]:
@@ -257,7 +285,9 @@ class AECGame(_PettingZooGame):
         """Raises ValueError if what a step `paid` is not what it added to the rewards that `last` reports, which were
         `before`; PettingZoo's own test of envs refuses that too. An env that never adds anything there is left alone:
         its `rewards` are meant."""
-        after = self.booked_rewards()
+        after = self.booked_before = self.booked_rewards()
+        if after == before and not any(paid.values()):
+            return
         for agent, reward in paid.items():
             added = after.get(agent, 0.0) - before.get(agent, 0.0)
             if reward or added:
@@ -271,15 +301,16 @@ class AECGame(_PettingZooGame):
                     "set `rewards` in every step and call _accumulate_rewards() once, as pettingzoo.test.api_test wants"
                 )
 
-    def _build_step(self, observed: list[Any]) -> SingleStep:
+    def _build_step(self, observed: list[Any], selected: Any) -> SingleStep:
+        self.mover, infos = selected, self.env.infos
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:
             seat = self.seat_numbers[agent]
             observations[seat], action_mask[seat] = self.encode_seat(
-                seat, self.env.observe(agent), self.env.infos.get(agent, {})
+                seat, self.env.observe(agent), infos.get(agent, {})
             )
-        agent_mask = [agent == self.env.agent_selection for agent in self.agents]
+        agent_mask = [agent == selected for agent in self.agents]
         return SingleStep(
             observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
         )
