@@ -249,7 +249,7 @@ def look(chromium: Any, site: str) -> Iterator[Look]:
 
 def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     page = look()
-    expect(page.locator("tbody tr")).to_have_count(10)
+    expect(page.locator("tbody tr")).to_have_count(11)
     row = page.locator("tbody tr", has_text="spread_mappo")
     expect(row.locator("[data-name=done]")).to_have_text("100%")  # 41,600 of 40,000 env steps
     assert row.locator("a.row").evaluate("e => e.getClientRects().length") == 1  # on one line, beside long names
@@ -275,7 +275,7 @@ def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.keyboard.press("r")
-    expect(page.locator("tbody tr")).to_have_count(10)
+    expect(page.locator("tbody tr")).to_have_count(11)
 
 
 def test_runs_are_compared(look):
@@ -617,7 +617,7 @@ def test_system_and_alarm_pages(look, runs):
     expect(page.locator(".alarms li").first).to_contain_text("policy lazy")
     expect(page.locator(".alarms li").first).to_contain_text("97% of its groups")
     assert page.get_by_text("The rule:").count() == page.get_by_text("To try:").count() == 4
-    expect(page.locator("table.rules tbody tr")).to_have_count(4)  # the rules that do not fire
+    expect(page.locator("table.rules tbody tr")).to_have_count(5)  # the rules that do not fire
     shot(page, "alarms")
     page = look("#/run/kuhn_psro_exact/alarms")
     expect(page.locator("table.rules")).to_contain_text("cyclic population")
