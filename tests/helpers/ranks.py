@@ -18,7 +18,8 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.training.checkpoints import load_trainer, save_trainer
 from palestra.engine.training.head import LMHead
 from palestra.engine.training.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
-from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
+from palestra.parallel.process_group import ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
@@ -197,4 +198,4 @@ def memory(*kinds: str) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    leave_process_group()
+    join_process_group().leave()

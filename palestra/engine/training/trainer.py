@@ -45,6 +45,7 @@ from palestra.engine.training.micro_batch import (
 )
 from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.torch_group import sum_in_place
 
 
 class LossScale:
@@ -267,7 +268,7 @@ class Trainer:
         if self.group.world_size > 1:
             for parameter in alike:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.group.all_reduce([p.grad for p in alike if p.grad is not None])
+            sum_in_place(self.group, [p.grad for p in alike if p.grad is not None])
         for leaf, parameter in zip(self.local_parameters, self.parameters, strict=True):
             if leaf is not parameter and parameter.grad is not None:
                 leaf.grad = local_shard(parameter.grad)
@@ -284,7 +285,7 @@ class Trainer:
         parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
         alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
         square = torch.nn.utils.get_total_norm(parted).square()
-        self.group.all_reduce([square])
+        sum_in_place(self.group, [square])
         return (square + torch.nn.utils.get_total_norm(alike).square()).sqrt()
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ is imported only for configs with language agents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -104,6 +104,7 @@ class PopulationSetup:
     open_backend: Callable[[WorkerFactory], Backend]
     at_once: int
     as_completed: bool
+    notes: Sequence[str] = ()
 
 
 class PopulationRecorder(PlanCallback):

@@ -94,6 +94,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
+        ranks=engines.ranks,
         notes=[
             *(engines.notes() if isinstance(engines, Engines) else ()),
             *biased_sampling_notes(parts, learning),

@@ -17,7 +17,8 @@ from palestra.engine.lora.adapters import Adapter, target_names
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.checkpoints import load_full_model
 from palestra.engine.training.peft_format import load_adapter, remapped_targets
-from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup, join_process_group
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.text.config import TextConfig
 from palestra.text.learners.lm import LanguageLearner, LocalWeights
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype

@@ -19,6 +19,7 @@ from typing import Any
 
 from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.parallel.process_group import SINGLE_PROCESS
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy
@@ -29,6 +30,8 @@ from palestra.text.tinker.remote_weights import NO_CRITIC, RemoteWeights, suppor
 
 class RemoteEngines:
     """Replacement of `builders.engines.Engines` whose learners and frozen policies run on a server."""
+
+    ranks = SINGLE_PROCESS
 
     def __init__(self, connection: ServiceConnection) -> None:
         self.connection = connection

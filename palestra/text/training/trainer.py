@@ -16,6 +16,7 @@ from palestra.core.sample_weights import WeightedMeans, batch_denominator, train
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
 from palestra.text.learners.base import Learner
@@ -175,7 +176,9 @@ class TextTrainer:
     worker_metrics: Callable[[], Metrics] = dict
     worker_context: AbstractContextManager = field(default_factory=nullcontext)
     learners_are_remote: bool = False
+    ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()
+    resume_notes: Sequence[str] = ()
 
     # Set while the trainer is open.
     run: RunProtocol = field(init=False, repr=False)
@@ -201,10 +204,6 @@ class TextTrainer:
     def can_save_any_time(self) -> bool:
         """True: saving changes nothing."""
         return True
-
-    def all_gather(self, item: Any) -> list[Any]:
-        """Returns [item]: under torchrun text/training/ranks.py keeps the ranks together."""
-        return [item]
 
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:

@@ -29,7 +29,8 @@ from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.training.checkpoints import save_trainer
 from palestra.engine.training.trainer import AdamConfig, Trainer
-from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
+from palestra.parallel.process_group import ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
@@ -81,7 +82,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
     if ranks.is_rank_zero:
         most = {name: max(one[name] for one in everyone) for name in mine}
         print(json.dumps(most | {"tokens_per_s": tokens / min(seconds[1:]), "save_s": saved}))
-    leave_process_group()
+    join_process_group().leave()
 
 
 def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[str, float]:

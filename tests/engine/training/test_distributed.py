@@ -11,7 +11,8 @@ from palestra.core.losses import actor_critic_loss, clipped_policy_loss
 from palestra.core.types import Sample
 from palestra.engine.training.checkpoints import load_trainer, save_trainer
 from palestra.engine.training.micro_batch import micro_batches, split_over_ranks, token_weight
-from palestra.parallel.process_group import SINGLE_PROCESS, join_process_group
+from palestra.parallel.process_group import SINGLE_PROCESS
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 
