@@ -37,6 +37,13 @@ class RemoteEngines:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
 
+    def notes(self) -> list[str]:
+        """Returns no lines: the server's bases have none."""
+        return []
+
+    def rank_split(self) -> None:
+        """Returns None: torchrun does not train on a server."""
+
     def check_supported(
         self,
         loss: Callable,

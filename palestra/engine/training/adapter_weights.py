@@ -30,8 +30,14 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.variants import Dropout
+from palestra.engine.training.checkpoints import (
+    load_training_state,
+    load_weights,
+    save_training_state,
+    save_weights,
+)
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,
@@ -105,7 +111,7 @@ class AdamConfig(StrictModel):
         return self.lr if self.critic_lr is None else self.critic_lr
 
 
-class Trainer:
+class AdapterWeights:
     """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
     linear value head on the last layer's features.
 
@@ -114,7 +120,11 @@ class Trainer:
     trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
     ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
     optimizer step, which then equals that of one process.
+
+    A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
+
+    is_local = True  # trained in this process
 
     def __init__(
         self,
@@ -179,6 +189,31 @@ class Trainer:
             self.reference = copy.deepcopy(self.adapter)
         elif self.full_reference:
             self.full_reference.replace()
+
+    def start_stage(self) -> None:
+        """Starts a new training stage: a new optimizer, and the current weights become the reference."""
+        self.reset_optimizer()
+        self.set_reference()
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        """Returns a copy of the adapter for sampling; None for a full model."""
+        return self.adapter.snapshot(name, self.engine.dtype) if self.adapter else None
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and training state. All ranks must call it; rank 0 writes."""
+        save_training_state(folder, self)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Raises ValueError if it does not fit."""
+        load_training_state(folder, self)
+
+    def export(self, folder: Path) -> None:
+        """Writes the adapter or the model for sampling in other processes."""
+        save_weights(folder, self)
+
+    def load_exported(self, folder: Path) -> None:
+        """Loads weights that another process exported, for sampling."""
+        load_weights(folder, self)
 
     def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
@@ -305,6 +340,13 @@ class Trainer:
         """Returns the critic's values [T] float32 of the states before each of a sample's answer tokens. Raises
         ValueError without a critic."""
         return self._each(samples, lambda rows: self._value(self._read(rows, self.adapter)))
+
+    def read_parts(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Returns the samples in the parts that `logprobs` and `values` read at a time; one part with several ranks,
+        which divide it."""
+        if self.group.world_size > 1:
+            return [list(samples)]
+        return [pack.samples for pack in micro_batches(samples, self.pack_tokens)]
 
     def _each(self, samples: Sequence[Sample], read: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
         found: list[np.ndarray] = []
