@@ -14,6 +14,7 @@ from palestra.engine.sampling.request import Completion, Request
 from palestra.parallel.async_backend import AsyncBackend
 from palestra.parallel.config import RolloutBackendConfig, open_backend, require_ray
 from palestra.parallel.tasks import Backend, WorkerFactory
+from palestra.parallel.torch_group import join_process_group
 from palestra.text.build import build as text
 from palestra.text.build.engines import Engines
 from palestra.text.build.rollout_worker import RolloutWorker
@@ -45,6 +46,11 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
     backend = config.backend
     if backend.type == "inline":
         return text.build(config)
+    if join_process_group().world_size > 1:
+        raise ValueError(
+            "torchrun divides each step among its processes, and backend: among its workers: start palestra train "
+            "without torchrun, or leave backend: out"
+        )
     engines = RayEngines(config) if backend.type == "ray" else DriverEngines(config.device, config.max_num_seqs)
     made = text.build(config, engines)
     async_backend = AsyncBackend(
