@@ -59,6 +59,10 @@ class Algorithm(Protocol):
         """Keyword arguments of the loss."""
         ...
 
+    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> Mapping[int, Any]:
+        """Returns what `build_samples` needs of the weights in training, if anything: its argument `scores`."""
+        ...
+
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
@@ -357,7 +361,9 @@ async def update_learner(
     state = {} if state is None else state
     start = read_clocks()
     with span("train", policy=learner.name):
-        samples, credit = algorithm.build_samples(episodes, learner.name, state)
+        scores = await algorithm.token_scores(episodes, learner)
+        given: dict[str, Any] = {"scores": scores} if scores else {}  # an algorithm without scores need not take them
+        samples, credit = algorithm.build_samples(episodes, learner.name, state, **given)
         samples, more = await algorithm.finalize_samples(samples, learner, state)
         batches = learner.batches(samples)
         total = WeightedMeans()

@@ -23,6 +23,7 @@ from palestra.text.training.trainer import update_learner
 class Drifted:
     """A learner whose reference has these log-probabilities for the tokens of each sample, by the sample's tokens."""
 
+    name = "p"
     is_at_reference = False
 
     def __init__(self, reference):
@@ -49,9 +50,10 @@ def siblings(*rows):
 
 
 def credit_samples(algorithm, episodes, learner):
-    samples, _ = algorithm.build_samples(episodes, "p", {})
-    samples, metrics = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
-    return [s.advantages.tolist() for s in samples], metrics, samples
+    scores = asyncio.run(algorithm.token_scores(episodes, learner))
+    samples, metrics = algorithm.build_samples(episodes, "p", {}, **({"scores": scores} if scores else {}))
+    samples, more = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
+    return [s.advantages.tolist() for s in samples], metrics | more, samples
 
 
 # ---- estimators
