@@ -1,11 +1,27 @@
-"""`python -m palestra`: the command line, for launchers that start a module, such as torchrun."""
+"""`palestra` and `python -m palestra`: the command line."""
 
 import os
+import signal
 import sys
 
-if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
-    del sys.path[0]  # Python puts the working folder there, and modules in it would replace installed ones
 
-from palestra.cli.main import app
+def main() -> None:
+    """Runs the command line.
 
-app()
+    While its modules are imported, Ctrl-C ends the process by the signal itself, as it does most programs: Python's
+    KeyboardInterrupt would print a traceback of the import.
+    """
+    handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from palestra.cli.main import app
+
+    if handles_interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    app()
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]  # Python puts the working folder there, and modules in it would replace installed ones
+    main()

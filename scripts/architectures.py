@@ -366,7 +366,7 @@ NOT_COMPARED = (
     "Images and sound beside text, or configs that do not take the small sizes of this comparison; the check at load "
     "decides: "
 )
-HEAD = """# Language models that run
+HEAD = """# Supported models
 
 Made by `python scripts/architectures.py`. A decoder of transformers either gives the same numbers as in transformers or
 is refused at load: a check compares sampling and training with the model's own eager forward, on a small model of the

@@ -28,6 +28,7 @@ from palestra.core.config.descriptions import (  # noqa: E402
     nested_models,
     type_name,
 )
+from palestra.runs.metric_catalog import METRICS  # noqa: E402
 
 WRITTEN = {kind.__name__: words for kind, words in NAMES.items()} | {"Any": "anything", "None": "null", "Path": "path"}
 WORD = re.compile(rf"(?<![\w'`])({'|'.join(WRITTEN)})(?![\w'`])")
@@ -170,4 +171,16 @@ def _quoted(choices: str) -> str:
     return ", ".join(f"`{choice.strip(QUOTES)}`" for choice in re.split(r",\s*", choices))
 
 
-PAGES: dict[str, Callable[[], str]] = {"commands": commands, "configs": configs, "envs": envs}
+# ---- metrics
+
+
+def metrics() -> str:
+    """The table of the metrics that the catalogue names."""
+    rows = [
+        f"| `{each.name}` | {each.title} | {each.unit} | {each.log}{', evals' if each.has_evals else ''} |"
+        for each in METRICS
+    ]
+    return "\n".join(["| metric | title | unit | file |", "|---|---|---|---|", *rows])
+
+
+PAGES: dict[str, Callable[[], str]] = {"commands": commands, "configs": configs, "envs": envs, "metrics": metrics}

@@ -6,7 +6,7 @@ import { Chart, type Line, type Range } from "./chart";
 import { evalTitle } from "./format";
 import { type Panel, sections } from "./panels";
 import { amend, type Route } from "./route";
-import type { Curve, RunDetail } from "./types";
+import type { Curve, MetricCatalog, RunDetail } from "./types";
 
 const WINDOWS = [1, 5, 9, 25, 51, 101, 301, 1001];
 const AXES: [string, string][] = [
@@ -41,10 +41,9 @@ export function Curves({ details, route, tick }: Props) {
   const [only, setOnly] = useState("");
   const [range, setRange] = useState<Range>(null);
   const phases = useMemo(() => [...new Set(details.flatMap((detail) => detail.phases))], [details]);
-  const all = sections(
-    details.map((detail) => detail.metrics),
-    phases,
-  );
+  const { data: catalog, error } = useAnswer<MetricCatalog>(url("metrics"));
+  const logs = details.map((detail) => detail.metrics);
+  const all = catalog ? sections(catalog, logs, phases) : [];
   useEffect(() => setRange(null), [axis]);
   const wanted = only.trim().toLowerCase();
   return (
@@ -76,6 +75,7 @@ export function Curves({ details, route, tick }: Props) {
         {range && <button onClick={() => setRange(null)}>show all again</button>}
         <span class="hint">drag to zoom, double click for all</span>
       </div>
+      {error && <p class="error">{error}</p>}
       {all.map((section) => {
         const panels = section.panels.filter((panel) => `${panel.title} ${panel.metrics.join(" ")}`.toLowerCase().includes(wanted));
         return (

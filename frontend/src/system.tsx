@@ -100,7 +100,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
             {Object.entries(newest)
               .filter(([key]) => key.endsWith("_per_s"))
               .map(([key, value]) => (
-                <Figure name={key.replace("_per_s", " a second").replace("_", " ")}>{num(value)}</Figure>
+                <Figure name={key.replace("_per_s", " per second").replace("_", " ")}>{num(value)}</Figure>
               ))}
           </dl>
         </section>

@@ -66,6 +66,11 @@ export interface RunDetail extends Omit<RunLine, "alarms"> {
   alarms: AlarmRow[];
 }
 
+export interface MetricCatalog {
+  metrics: { name: string; title: string; unit: string; panel: string; log: string; has_evals: boolean }[];
+  uncharted: string[];
+}
+
 export interface Curve {
   metric: string;
   name: string;

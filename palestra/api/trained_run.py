@@ -200,7 +200,7 @@ class TrainedRun:
         inside = (
             population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
         )
-        return _dressed(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
+        return _wrap_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
 
 
 @dataclass(frozen=True)
@@ -244,10 +244,10 @@ def population_html(record: PopulationRecord) -> str:
     return payoff_figure(record) + ranks
 
 
-def _dressed(inside: str) -> str:
+def _wrap_html(inside: str) -> str:
     return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
 
 
 # Set here because the modules of these classes may not import HTML code.
-setattr(Episode, "_repr_html_", lambda self: _dressed(episode_html(self)))  # noqa: B010 (mypy: not a field)
-setattr(PopulationRecord, "_repr_html_", lambda self: _dressed(population_html(self)))  # noqa: B010
+setattr(Episode, "_repr_html_", lambda self: _wrap_html(episode_html(self)))  # noqa: B010 (mypy: not a field)
+setattr(PopulationRecord, "_repr_html_", lambda self: _wrap_html(population_html(self)))  # noqa: B010

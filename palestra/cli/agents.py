@@ -60,7 +60,7 @@ def publish(
                 f"{run} has {len(agents)} agents: pass --member {'|'.join(agent.name for agent in agents)}"
             )
         write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
-    print_line(f"{out}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
+    print_line(f"{out}: {agents[0].versioned_name}, {'merged into its base' if merge else agents[0].kind}")
 
 
 def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | None, greedy: bool) -> None:

@@ -75,12 +75,12 @@ def collect(
                 "seed": seed,
             }
             options["in_process"] = in_process
-            policy_names, metrics = _collected(what, out, env, seats, temperature, options)
+            policy_names, metrics = _collect_with_progress(what, out, env, seats, temperature, options)
             kept = f"{metrics['kept']} of {episodes} episodes"
     print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
 
 
-def _collected(
+def _collect_with_progress(
     what: Path,
     out: Path,
     env: list[str] | None,

@@ -141,7 +141,7 @@ def evaluate(
             require_text_env(what, "--show")
         if judge:
             options["judge_tokens"] = judge_tokens
-            _judged(what, parse_settings(env), parse_seats(seats), against or "base", judge, as_json, options)
+            _print_judged(what, parse_settings(env), parse_seats(seats), against or "base", judge, as_json, options)
             return
         from palestra.evaluation import evaluate as evaluation
 
@@ -195,7 +195,7 @@ def _best_responses(
     print_line(describe_lower_bound(found))
 
 
-def _judged(
+def _print_judged(
     what: Path,
     env: dict[str, Any],
     seats: dict[str, str],

@@ -172,7 +172,7 @@ def plot(
     with user_errors(run):
         from palestra.evaluation.report.population_plots import plot_population
 
-        print_line(f"pictures: {plot_population(run, target)}")
+        print_line(f"figures: {plot_population(run, target)}")
 
 
 def _write(output: Path | None, text: str) -> None:

@@ -107,7 +107,7 @@ def train(
         from palestra.core.config import check_no_credentials
 
         check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
-        path, found_mirror = _resumed(resume, root) if resume else (None, None)
+        path, found_mirror = _find_run_to_resume(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
         tree = _config_tree(config, path, changes)  # a file that cannot be read is refused before torch is loaded
 
@@ -115,18 +115,18 @@ def train(
         from palestra.core.config import dump
         from palestra.core.tracing import tracing_to
 
-        def placed(tree: Tree) -> Tree:
+        def with_places(tree: Tree) -> Tree:
             """Returns the config with the places and the mirror of the options."""
             return place_tree(
                 tree, [f"backend.{key}={value}" for key, value in places if value], mirror or found_mirror
             )
 
-        request = run_request(placed(tree), resume=path, name=name, root=root, stored=tree if changes else None)
+        request = run_request(with_places(tree), resume=path, name=name, root=root, stored=tree if changes else None)
         if auto_resume and not resume:
             _bring_mirrored(request)
             request = replace(request, exact_name=True)
             if found := run_to_resume(request):
-                request = run_request(placed(resumed_tree(found, [])), resume=found)
+                request = run_request(with_places(resumed_tree(found, [])), resume=found)
         if not dry_run:
             with tracing_to(traces):
                 return _train(request)
@@ -143,7 +143,7 @@ def train_tree(tree: Tree, *, name: str, root: Path) -> None:
         _train(run_request(tree, name=name, root=root))
 
 
-def _resumed(resume: str, root: Path) -> tuple[Path, str | None]:
+def _find_run_to_resume(resume: str, root: Path) -> tuple[Path, str | None]:
     """Returns the folder of the run to resume, which is brought from a store if `resume` is a URL, and the folder of
     runs in that store (None: a path was given)."""
     from palestra.runs.mirror import is_store_url
@@ -218,10 +218,10 @@ def _print_results(path: Path) -> None:
 def _print_population(path: Path, config: Any) -> None:
     from palestra.evaluation.report.population_plots import plot_population
 
-    print_line(f"pictures: {plot_population(path)}")
+    print_line(f"figures: {plot_population(path)}")
     if config.population.type != "xdo":  # whose members play no games
         print_cycles(path)
-        print_line(f"who beats whom: palestra league standings {shlex.quote(str(path))}")
+        print_line(f"standings: palestra league standings {shlex.quote(str(path))}")
 
 
 def _interruptible(run: Path | None) -> AbstractContextManager[None]:

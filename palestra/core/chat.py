@@ -149,13 +149,14 @@ def with_system(messages: Sequence[Json], system: str) -> list[Json]:
     return [{"role": "system", "content": system}, *rest]
 
 
-MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning", "thinking")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", *THOUGHT_KEYS)
 
 
 def to_template_message(message: Json) -> Json:
     """Converts a message for chat templates of `transformers`: content as one string, tool-call arguments as mappings,
     a thought as `reasoning_content`. Fields without a value are left out. Raises ValueError for a field that no
-    template is given."""
+    template is given, and for two different thoughts."""
     given = {key for key, value in message.items() if value not in (None, [], {}, "")}
     if unknown := sorted(given - set(MESSAGE_KEYS)):
         raise ValueError(
@@ -164,6 +165,8 @@ def to_template_message(message: Json) -> Json:
     converted = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key) is not None}
     converted["content"] = _text(message.get("content"))
     if thought := thought_of(message):
+        if len({str(message[key]) for key in THOUGHT_KEYS if message.get(key)}) > 1:
+            raise ValueError(f"a message has two different thoughts ({', '.join(THOUGHT_KEYS)}): leave one")
         converted["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
         converted["tool_calls"] = [_template_call(call) for call in calls]
@@ -177,7 +180,7 @@ def _template_call(call: Json) -> Json:
 
 def thought_of(message: Json) -> str:
     """Returns the thought of an assistant's message, under any of its usual names; empty if it has none."""
-    found = (message.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+    found = (message.get(key) for key in THOUGHT_KEYS)
     return next((str(thought) for thought in found if thought), "")
 
 

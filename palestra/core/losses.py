@@ -334,10 +334,10 @@ def gspo_loss(
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
     the value of its sequence's ratio (the geometric mean over tokens) and the gradient of the token's own ratio.
 
-    `sequence_ratio_mask` [M] is nonzero for the tokens that enter that mean (None: all; a sequence without any has
-    ratio 1). The bounds apply to the ratio itself; Zheng et al. used much narrower ones, 0.9997 and 1.0004. A sequence
-    must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL penalty without
-    `ref_logp_M`.
+    `sequence_ratio_mask` [M] is nonzero for the tokens that enter that mean (None: all with a weight; a sequence
+    without any has ratio 1). The bounds apply to the ratio itself; Zheng et al. used much narrower ones, 0.9997 and
+    1.0004. A sequence must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL
+    penalty without `ref_logp_M`.
     """
     sequence_M = tokens.sequence_M
     if sequence_M is None:
@@ -352,7 +352,7 @@ def gspo_loss(
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
     """Returns the mean of logp - old_logp over the masked tokens of each token's sequence [M], without gradients."""
     gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
-    marked_M = torch.ones_like(gap_M) if mask_M is None else (mask_M != 0).to(gap_M.dtype)
+    marked_M = ((tokens.weight_M if mask_M is None else mask_M) != 0).to(gap_M.dtype)
     count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
     # not a product with the mask: an infinite gap of an unmarked token would give NaN
     sums = gap_M.new_zeros(count).index_add_(0, sequence_M, torch.where(marked_M != 0, gap_M, 0.0))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from palestra.core.types import Metrics, Sample
+from palestra.core.types import Metrics, Sample, num_sampled
 
 
 def trained_weight(samples: Sequence[Sample]) -> float:
     """Returns the sum of the weights of the tokens with gradient, of which a loss's metrics are means."""
-    return sum(s.weight * len(s.token_ids) for s in samples if s.has_gradient) or 1.0
+    return sum(s.weight * num_sampled(s) for s in samples if s.has_gradient) or 1.0
 
 
 def batch_denominator(samples: Sequence[Sample]) -> float:
     """Returns the denominator of a loss's mean: samples without gradient count too."""
-    return sum(s.weight * len(s.token_ids) if s.denominator is None else s.denominator for s in samples) or 1.0
+    return sum(s.weight * num_sampled(s) if s.denominator is None else s.denominator for s in samples) or 1.0
 
 
 class WeightedMeans:

@@ -47,8 +47,8 @@ class Step:
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The tokens that top-k and top-p kept at each of T positions: `ids` [K] int32, position after position, and the
-    number of them at each, `counts` [T] int32 (0: all tokens of the vocabulary)."""
+    """The tokens that could be sampled at each of T positions: `ids` [K] int32, position after position, and the number
+    of them at each, `counts` [T] int32 (0: all tokens of the vocabulary; -1: one that was forced, not sampled)."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -61,7 +61,17 @@ class SamplingMask:
 
     def rows(self) -> list[list[int]]:
         """Returns the ids of each position, as lists."""
-        return [part.tolist() for part in np.split(self.ids, np.cumsum(self.counts)[:-1])]
+        return [part.tolist() for part in np.split(self.ids, np.cumsum(np.abs(self.counts))[:-1])]
+
+    @property
+    def is_forced(self) -> np.ndarray:
+        """Whether each token was forced [T] bool."""
+        return self.counts < 0
+
+    def forced_only(self) -> SamplingMask | None:
+        """Returns the mask without the effects of top-k and top-p; None if no token was forced."""
+        ids = self.ids[np.repeat(self.is_forced, np.abs(self.counts))]
+        return SamplingMask(ids, np.minimum(self.counts, 0)) if len(ids) else None
 
 
 @dataclass
@@ -71,7 +81,8 @@ class Answer:
     `prompt_ids [P]` and `token_ids [T]` are int32; `logprobs [T]` is float32: the log-probabilities of the sampled
     tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
     `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if all
-    tokens have the version in the name `policy`. With a `sampling_mask`, `logprobs` are of the truncated distribution.
+    tokens have the version in the name `policy`. With a `sampling_mask`, `logprobs` are of the truncated distribution,
+    and 0 for tokens that were forced.
     `routed_experts` [P + T - 1, L, K] int32 are the experts that the sampler used in each of L layers, for all tokens
     but the last (None: not recorded).
     """
@@ -221,7 +232,8 @@ class Sample:
     weights. `weight` is the weight of each token in the batch mean, `denominator` the sample's part of the mean's
     denominator (None: the weights of its tokens). A sample without gradient (`has_gradient` False: an answer whose
     advantage is 0, or that is masked) only adds to the denominator; no pass is made for it. Samples of one `group` (-1:
-    none) are adjacent and are never split over micro-batches: their loss compares them.
+    none) are adjacent and are never split over micro-batches: their loss compares them. Tokens that are forced in
+    the `sampling_mask` have weight 0.
 
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target. With a `sampling_mask` all
@@ -246,6 +258,19 @@ class Sample:
     sampling_mask: SamplingMask | None = None
     critic_ids: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+
+
+def is_sampled(answer: Answer | Sample) -> np.ndarray:
+    """Returns whether each token [T] of an answer or a sample was sampled, bool. One that was forced, such as the end
+    of a thought without budget, is part of the text, and of no mean over tokens."""
+    mask = answer.sampling_mask
+    return np.ones(len(answer.token_ids), bool) if mask is None else ~mask.is_forced
+
+
+def num_sampled(answer: Answer | Sample) -> int:
+    """Returns the number of tokens of an answer or a sample that were sampled."""
+    mask = answer.sampling_mask
+    return len(answer.token_ids) - (0 if mask is None else int(mask.is_forced.sum()))
 
 
 @dataclass(frozen=True)

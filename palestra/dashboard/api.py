@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.evaluation.report.population_data import PopulationRecord
 from palestra.populations.ratings import cyclicity
+from palestra.runs.metric_catalog import METRICS, UNCHARTED
 from palestra.runs.replays import REPLAYS_FOLDER
 from palestra.runs.system_metrics import held_locks
 
@@ -83,6 +85,10 @@ class DashboardApi:
             line = run_status.list_entry(run, held)
             self._lines[name] = (stamp, line)
         return line | {"status": run_status.status(run, line["done"], line["total"], held)}
+
+    def metrics(self, request: Request) -> Response:
+        """Returns the catalogue of metrics: titles, units and headings of charts, and what has no chart."""
+        return json_response(request, {"metrics": [asdict(each) for each in METRICS], "uncharted": UNCHARTED})
 
     def curves(self, request: Request) -> Response:
         """Returns curves of metrics of one or several runs; see `curve_queries.CurveQuery` for the query."""

@@ -58,6 +58,7 @@ def build_dashboard(
     addresses: dict[str, Callable[[Request], Response]] = {
         "/api/runs": api.runs,
         "/api/curves": api.curves,
+        "/api/metrics": api.metrics,
         "/api/difference": api.difference,
         "/api/runs/{run}": api.run,
         "/api/runs/{run}/config": api.config,

@@ -88,12 +88,12 @@ class RunCatalog:
 
     def names(self) -> list[str]:
         """Returns the names of all runs, unsorted."""
-        return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
+        return [path.parent.name for path in self.root.glob("*/config.yaml") if self._is_run_name(path.parent.name)]
 
     def run(self, name: str) -> CatalogRun:
         """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises NotFound if there is no such
         run."""
-        if not self._shown(name):
+        if not self._is_run_name(name):
             raise NotFound(f"there is no run {name!r} here")
         with self._lock:
             run = self._open.get(name) or CatalogRun(self.root, name)
@@ -103,7 +103,7 @@ class RunCatalog:
                 self._open.popitem(last=False)
         return run
 
-    def _shown(self, name: str) -> bool:
+    def _is_run_name(self, name: str) -> bool:
         """Returns True if `name` is a plain folder name in `root`, not a link out of it, with a config file."""
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
             return False

@@ -52,7 +52,7 @@ def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]
                 each = [(run, one) for run, one in each if len(one[0])]
                 if each:
                     head = {"metric": metric, "name": name, "runs": [run.name for run, _ in each]}
-                    found.append(head | _drawn([one for _, one in each], query, window))
+                    found.append(head | _curve_json([one for _, one in each], query, window))
     return found
 
 
@@ -120,7 +120,7 @@ def _clock(run: CatalogRun) -> Series:
     return Series(steps, np.cumsum(seconds))
 
 
-def _drawn(each: Sequence[Series], asked: CurveQuery, window: int) -> dict[str, Any]:
+def _curve_json(each: Sequence[Series], asked: CurveQuery, window: int) -> dict[str, Any]:
     ends = {"from": min(float(x[0]) for x, _ in each), "to": max(float(x[-1]) for x, _ in each)}
     if len(each) > 1:
         x, y = align([clip_x(Series(x, smooth(y, window)), asked.low, asked.high) for x, y in each], asked.points)

@@ -39,7 +39,7 @@ class EpisodeColumns:
         return self.numeric(name if name in self.table.column_names else "total")
 
     @cached_property
-    def failed(self) -> np.ndarray:
+    def has_error(self) -> np.ndarray:
         """Mask [E] bool of the episodes that ended with an error."""
         return np.asarray(pc.is_valid(self.table["error"]).to_numpy())
 
@@ -64,10 +64,10 @@ class EpisodeColumns:
         """Returns all rows [E] int32 sorted by a numeric column, nulls last; ties put the newer step first."""
         key = (name, ascending)
         if key not in self._orders:
-            self._orders[key] = self._sorted(name, ascending).astype(np.int32)
+            self._orders[key] = self._sort_rows(name, ascending).astype(np.int32)
         return self._orders[key]
 
-    def _sorted(self, name: str, ascending: bool) -> np.ndarray:
+    def _sort_rows(self, name: str, ascending: bool) -> np.ndarray:
         if name == "step":
             step = self.numeric("step")
             return np.lexsort((self.numeric("episode"), step if ascending else -step))

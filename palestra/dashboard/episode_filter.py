@@ -74,7 +74,7 @@ def matching_rows(columns: EpisodeColumns, query: EpisodeFilter) -> np.ndarray:
         *_bounds(columns.numeric("step"), query.step_from, query.step_to),
         *([columns.text_equals("env", query.env)] if query.env else []),
         *([columns.numeric("invalid") > 0] if query.invalid else []),
-        *([columns.seats_contain(_seated(query))] if query.seat or query.policy else []),
+        *([columns.seats_contain(_seat_substring(query))] if query.seat or query.policy else []),
     ]
     return order[np.logical_and.reduce(masks)[order]] if masks else order
 
@@ -83,8 +83,8 @@ def _outcome(columns: EpisodeColumns, outcome: str) -> list[np.ndarray]:
     success = columns.numeric("success")
     kinds = {"success": success >= 0.5, "failure": success < 0.5}  # both false if the env reports no success
     if outcome in kinds:
-        return [~columns.failed & kinds[outcome]]
-    return [columns.failed] if outcome == "error" else []
+        return [~columns.has_error & kinds[outcome]]
+    return [columns.has_error] if outcome == "error" else []
 
 
 def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[np.ndarray]:
@@ -92,7 +92,7 @@ def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[n
     return least + ([values <= high] if high is not None else [])
 
 
-def _seated(query: EpisodeFilter) -> str:
+def _seat_substring(query: EpisodeFilter) -> str:
     """Returns the substring of the `seats` JSON that assigns `query.policy` to `query.seat`, or to any seat."""
     seat = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
     return seat + (f'"{query.policy}' if query.policy else "")

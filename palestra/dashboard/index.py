@@ -78,13 +78,13 @@ class EpisodeIndex:
     def _begin(self) -> None:
         """Starts the worker thread if the folder changed: scanning 10,000 files takes longer than a sort."""
         with self._lock:
-            if not self._settled.is_set() or (self._changed() == self._seen and not self._missing):
+            if not self._settled.is_set() or (self._folder_mtime_ns() == self._seen and not self._missing):
                 return
             self._settled.clear()
             self._worker = threading.Thread(target=self._work, name=f"index {self.folder}", daemon=True)
             self._worker.start()
 
-    def _changed(self) -> int:
+    def _folder_mtime_ns(self) -> int:
         return self.folder.stat().st_mtime_ns if self.folder.is_dir() else 0
 
     def _work(self) -> None:
@@ -103,7 +103,7 @@ class EpisodeIndex:
         """Finds the files that are new, changed or gone, and drops the rows of the latter two."""
         if self._columns is None:
             self._recall()
-        changed, start = self._changed(), time.monotonic()
+        changed, start = self._folder_mtime_ns(), time.monotonic()
         # Another change within the clock's resolution would go unnoticed: scan again later.
         late = time.time_ns() - changed > CLOCK_RESOLUTION_NS
         now = file_versions(self.folder)
@@ -132,7 +132,7 @@ class EpisodeIndex:
     def _read(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
         """Returns the tables of the files, and by step the error of each unreadable one."""
         try:
-            return [self._stamped(sorted(chunk), chunk)], {}
+            return [self._summarize_steps(sorted(chunk), chunk)], {}
         except READ_ERRORS:  # one of them is broken, or gone: one by one
             return self._read_each(chunk)
 
@@ -140,12 +140,12 @@ class EpisodeIndex:
         found, broken = [], {}
         for step in sorted(chunk):
             try:
-                found.append(self._stamped([step], chunk))
+                found.append(self._summarize_steps([step], chunk))
             except READ_ERRORS as error:
                 broken[step] = str(error)
         return found, broken
 
-    def _stamped(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
+    def _summarize_steps(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
         """Returns the summaries of the files of these steps, with their versions in the column `VERSION_COLUMN`."""
         table = summarize_episodes([self.folder / f"step-{step:06d}.parquet" for step in steps])
         return table.append_column(

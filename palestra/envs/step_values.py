@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.chat import Chat
+from palestra.core.http.calls import parse_conversation
 from palestra.core.plain_values import plain_value
 from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
@@ -58,6 +59,11 @@ def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
                 "text, or for messages Chat(tuple(messages)) of palestra.core.chat"
             )
         _stored(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
+        if isinstance(seen, Chat) and seen.messages:
+            try:
+                parse_conversation(list(seen.messages), list(seen.tools))
+            except ValueError as error:
+                raise ValueError(f'env "{env}" shows seat "{seat}" a conversation in which {error}') from None
 
 
 def is_share(value: Any) -> bool:

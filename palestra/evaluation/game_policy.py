@@ -105,7 +105,7 @@ def export_game_policy(
     if not target.is_vector:
         raise ValueError(f"{what} trains language agents: `palestra publish` exports their weights")
     config = validate(VectorConfig, target.tree)
-    game = enumerated(config.env)
+    game = enumerate_game(config.env)
     env = make_vector_env(config.env, 1)
     try:
         names = assign_seats(policy_by_seat(config, env), target, {}, env.name)
@@ -117,7 +117,7 @@ def export_game_policy(
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
-    record, game = read_record(run, players_by_seat(config)), enumerated(config.env)
+    record, game = read_record(run, players_by_seat(config)), enumerate_game(config.env)
     files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
     if member:
         if member not in [found.name for found in record.members]:
@@ -136,7 +136,7 @@ def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolic
     return replace(as_game_policy(config.env, game, policy), mixtures=mixtures)
 
 
-def enumerated(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:
+def enumerate_game(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:
     """Returns the tree of the game of an env's config. Raises ValueError if it has no rules here, or more than
     `max_nodes` nodes."""
     game = tree_of_env(_game_options(env), max_nodes)
@@ -210,7 +210,7 @@ def nash_conv_metrics(
     cannot be enumerated within `max_nodes`, or the policy is not a function of the information state, returns the
     reason as `no_nash_conv`; for an env that never has rules, such as a cooperative task, returns {}."""
     try:
-        game = enumerated(env_config, max_nodes)
+        game = enumerate_game(env_config, max_nodes)
         return {"nash_conv": nash_conv(game, policy_of(game))}
     except (ValueError, RuntimeError) as error:  # OpenSpiel raises RuntimeError for what a game does not implement
         if not may_have_rules(str(env_config["type"])):

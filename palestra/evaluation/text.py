@@ -139,15 +139,15 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
     if name in BUILTIN_POLICIES and name not in config.policies:
         return BUILTIN_POLICIES[name]()
     if name == "base" and (own := _language_model(config, seat)):
-        return engines.build_frozen_policy("base", _frozen(own, None, sampling))
+        return engines.build_frozen_policy("base", _frozen_config(own, None, sampling))
     if name not in config.policies:
         target.refuse_policy(name, OTHER_NAMES)
     chosen = config.policies[name]
     if folder := target.weights(name):
         version = read_json(folder / "member.json", dict)["version"]
-        return engines.build_frozen_policy(f"{name}@{version}", _frozen(chosen, folder, sampling))
+        return engines.build_frozen_policy(f"{name}@{version}", _frozen_config(chosen, folder, sampling))
     if hasattr(chosen, "base"):  # a policy that was not trained here: frozen, or at its start
-        return engines.build_frozen_policy(name, _frozen(chosen, getattr(chosen, "path", None), sampling))
+        return engines.build_frozen_policy(name, _frozen_config(chosen, getattr(chosen, "path", None), sampling))
     return make_policy(name, chosen, engines)
 
 
@@ -169,7 +169,7 @@ def _language_model(config: TextConfig, seat: Seat) -> Any:
     return next((policy for policy in config.policies.values() if hasattr(policy, "base")), None)
 
 
-def _frozen(config: Any, path: str | Path | None, sampling: Mapping[str, Any]) -> FrozenConfig:
+def _frozen_config(config: Any, path: str | Path | None, sampling: Mapping[str, Any]) -> FrozenConfig:
     """Returns the settings of `config` for a policy that is not trained."""
     plain = config.sampling.model_dump() | {"keep_sampling_mask": False}  # masks are for training
     return FrozenConfig.of(config, path, validate(SamplingConfig, {**plain, **sampling}))

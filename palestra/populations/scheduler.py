@@ -148,7 +148,7 @@ class PlanRun:
         lines: list[dict[str, Any]] = []
         members: dict[str, Any] = {}
         timings = read_lines(self.run.path / "timings.jsonl")
-        for line in _finished(self.run.path, timings):
+        for line in _read_task_lines(self.run.path, timings):
             record = self._record_of(line)
             if record.task.output_member:
                 members[record.task.output_member] = record.files
@@ -242,7 +242,7 @@ class PlanRun:
         return f"{self.run.path / TASKS_FILE}, line {self.num_done + 1}"
 
 
-def _finished(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _read_task_lines(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the lines of tasks.jsonl; creates the file for a new run.
 
     Raises ValueError if lines are missing: those tasks would be repeated, and their members deleted.

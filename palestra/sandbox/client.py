@@ -15,9 +15,10 @@ from functools import cache
 from types import ModuleType
 
 from palestra.sandbox import bubblewrap, cgroup, sandlock
-from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunResult, SandboxError
+from palestra.sandbox.base import LENGTH_BYTES, RUN, ResourceLimits, RunRequest, RunResult, SandboxError
 
 DEFAULT_LIMITS: ResourceLimits = ResourceLimits()
+FORK_SERVER_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
 STOP_TIMEOUT_S = 10.0  # seconds until a stopped fork server is killed
 BACKENDS_BY_PREFERENCE: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap}
 SUPERVISOR_DIED = "the sandbox's supervisor process died before it replied; see its output on stderr"
@@ -70,7 +71,7 @@ class Sandbox:
             for name, text in files.items()
         }
         request = RunRequest(self.name, source, stdin, data, limits, keep if isinstance(keep, bool) else dict(keep))
-        reader, writer = await asyncio.open_connection(sock=_fork_server().connect())
+        reader, writer = await asyncio.open_connection(sock=fork_server().connect())
         try:
             writer.write(request.to_bytes())
             size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
@@ -117,7 +118,7 @@ def backend_problem(name: str) -> str | None:
 
 def _ask(request: RunRequest) -> RunResult:
     """Runs a request synchronously. Raises SandboxError if the sandbox fails."""
-    with _fork_server().connect() as connection, connection.makefile("rb") as stream:
+    with fork_server().connect() as connection, connection.makefile("rb") as stream:
         try:
             connection.sendall(request.to_bytes())
             body = stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
@@ -129,30 +130,34 @@ def _ask(request: RunRequest) -> RunResult:
 
 
 class ForkServerClient:
-    """Client side of a fork server (fork_server.py): the function `main` of `module`, with `arguments`, in a process
-    that gets this one's `sys.path` and environment, changed by `env`."""
+    """Client side of a fork server (fork_server.py), a process that gets this one's `sys.path`, and its environment
+    changed by `FORK_SERVER_ENV`."""
 
-    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] = {}) -> None:
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*{arguments!r})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from palestra.sandbox.fork_server import main; main()"
+        env = os.environ | FORK_SERVER_ENV
+        if env.get("PYTHONHASHSEED", "random") == "random":  # some problems that a grader makes depend on it
+            env["PYTHONHASHSEED"] = "0"
         with theirs:
             # What it runs inherits the mask: a service manager sends SIGTERM to all processes, and would fail it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=theirs.fileno(), env=os.environ | env, start_new_session=True
+                    [sys.executable, "-c", code], stdin=theirs.fileno(), env=env, start_new_session=True
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.owner_pid = os.getpid()
         self.control_socket = ours
 
-    def connect(self) -> socket.socket:
-        """Returns a socket to a new child. Raises SandboxError if the fork server is gone."""
+    def connect(self, kind: bytes = RUN) -> socket.socket:
+        """Returns a socket to a new child that serves a request of this kind. Raises SandboxError if the fork server is
+        gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self.control_socket, [b"+"], [theirs.fileno()])
+                socket.send_fds(self.control_socket, [kind], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise SandboxError("the sandbox's fork server has died; see its output on stderr") from error
@@ -170,19 +175,20 @@ class ForkServerClient:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+                self.process.wait()
 
 
 _held: list[ForkServerClient] = []
 _lock = threading.Lock()
 
 
-def _fork_server() -> ForkServerClient:
+def fork_server() -> ForkServerClient:
     """Returns the fork server of this process, starting it if needed."""
     with _lock:
         if _held and not _held[0].is_usable():
             _held.pop().close()
         if not _held:
-            _held.append(ForkServerClient("palestra.sandbox.fork_server"))
+            _held.append(ForkServerClient())
             atexit.register(stop_fork_server)
         return _held[0]
 

@@ -1,13 +1,14 @@
-"""Fork servers: small processes that fork a child for each request; that of the sandbox, and the base of others.
+"""The fork server: a small process that forks a child for each request.
 
-The sandbox's forks a supervisor process (supervisor.py) for each run.
+A request is a program to run: the child is its supervisor (supervisor.py). Or it names a function to call here, which
+prepares the request in this process and returns what its child does: what one request loads, the others have.
 
 Forking the main process, with its gigabytes and threads, would be slow and unsafe; starting a new Python for each run
 would double its time.
 
-`python -c ...` runs `main`. A byte with an attached socket on stdin requests a run. When stdin closes, the fork server
-ends after its supervisors; those end when their requesters disconnect. The fork server removes the processes and
-folders of supervisors that were killed.
+`python -c ...` runs `main`. A byte with an attached socket on stdin is a request, `RUN` or `CALL`. When stdin closes,
+the fork server ends after its children; those end when their requesters disconnect. The fork server removes the
+processes and folders of supervisors that were killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import json
 import os
 import select
 import shutil
@@ -25,42 +27,39 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from palestra.sandbox import cgroup, mounts, process_tree, workdir
+from palestra.sandbox.base import CALL
 from palestra.sandbox.supervisor import BACKENDS, supervise
 
 FOLDER_PREFIX = "palestra-sandbox-"
 LOCK_GRACE_S = 60.0  # seconds within which a new folder may not be locked yet by its fork server
-MAX_CONCURRENT_RUNS = 64  # concurrent runs; most slow programs sleep
+MAX_CHILDREN = 64  # at once: further requests wait; most slow programs sleep
+
+Serve = Callable[[socket.socket], object]
+"""Serves one request, in a child. Raises ConnectionError if the requester has disconnected."""
 
 
 class ForkServer:
-    """Forks a child for each socket that arrives at the control socket; the child serves it.
+    """Forks a child for each socket that arrives at the control socket; supervisors have a folder each in `root`."""
 
-    `max_children` run at once; further sockets wait. Subclasses define `handle`, which the child runs.
-    """
-
-    def __init__(self, control_socket: socket.socket, max_children: int) -> None:
+    def __init__(self, control_socket: socket.socket, root: Path) -> None:
         self.control_socket = control_socket
-        self.max_children = max_children
-        self.pending: deque[socket.socket] = deque()
+        self.root = root
+        self.can_mount = mounts.is_supported(root)
+        self.group = cgroup.open_group(root.name)
+        if self.group:
+            _hold(self.group)
+        self.pending: deque[tuple[bytes, socket.socket]] = deque()
         self.children: set[int] = set()
         self.wakeup_fd, self._wakeup_write_fd = os.pipe()
         for end in (self.wakeup_fd, self._wakeup_write_fd):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    def handle(self, requester: socket.socket) -> None:
-        """Serves one request, in a child. Raises ConnectionError if the requester has disconnected."""
-        raise NotImplementedError
-
-    def on_failure(self, child: int) -> None:
-        """Called after a child has failed or was killed."""
-
-    def on_close(self) -> None:
-        """Called when the control socket is closed."""
 
     def serve(self) -> None:
         """Forks children until the control socket is closed and all of them have ended."""
@@ -72,26 +71,30 @@ class ForkServer:
                 self._reap()
             if self.control_socket in ready:
                 is_open = self._admit()
-            while self.pending and len(self.children) < self.max_children:
-                self.begin(self.pending.popleft())
+            while self.pending and len(self.children) < MAX_CHILDREN:
+                self._begin(*self.pending.popleft())
 
     def _admit(self) -> bool:
         """Receives one socket; returns False if the control socket is closed."""
-        byte, sockets, _, _ = socket.recv_fds(self.control_socket, 1, 1)
-        self.pending.extend(socket.socket(fileno=descriptor) for descriptor in sockets)
-        if not byte:
-            self.on_close()
-        return bool(byte)
+        kind, sockets, _, _ = socket.recv_fds(self.control_socket, 1, 1)
+        self.pending.extend((kind, socket.socket(fileno=descriptor)) for descriptor in sockets)
+        return bool(kind)
 
-    def begin(self, requester: socket.socket) -> None:
+    def _begin(self, kind: bytes, requester: socket.socket) -> None:
         """Forks the child that serves this socket."""
-        pid = os.fork()
-        if pid == 0:
-            self._run_child(requester)
-        self.children.add(pid)
-        requester.close()
+        with requester:
+            serve = _prepare_call(requester) if kind == CALL else self._supervise
+            if serve is None:
+                return
+            pid = os.fork()
+            if pid == 0:
+                self._run_child(serve, requester)
+            self.children.add(pid)
 
-    def _run_child(self, requester: socket.socket) -> None:
+    def _supervise(self, requester: socket.socket) -> None:
+        supervise(requester, self.root / str(os.getpid()), mounts=self.can_mount, group=self.group)
+
+    def _run_child(self, serve: Serve, requester: socket.socket) -> None:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -100,10 +103,10 @@ class ForkServer:
                 self.control_socket.fileno(),
                 self.wakeup_fd,
                 self._wakeup_write_fd,
-                *(waiting.fileno() for waiting in self.pending),
+                *(waiting.fileno() for _, waiting in self.pending),
             ):
                 os.close(descriptor)
-            self.handle(requester)
+            serve(requester)
             code = 0
         except ConnectionError:  # the requester disconnected before sending its request
             code = 0
@@ -123,30 +126,28 @@ class ForkServer:
                 return
             self.children.discard(pid)
             if status:
-                self.on_failure(pid)
+                self._clear_after(pid)
 
-
-class SandboxServer(ForkServer):
-    """Fork server whose children are the supervisors of runs, with a folder each in `root`."""
-
-    def __init__(self, control_socket: socket.socket, root: Path) -> None:
-        self.root = root
-        self.can_mount = mounts.is_supported(root)
-        self.group = cgroup.open_group(root.name)
-        if self.group:
-            _hold(self.group)
-        super().__init__(control_socket, MAX_CONCURRENT_RUNS)
-
-    def handle(self, requester: socket.socket) -> None:
-        supervise(requester, self.root / str(os.getpid()), mounts=self.can_mount, group=self.group)
-
-    def on_failure(self, child: int) -> None:
-        """Removes the processes and the folder of a supervisor."""
+    def _clear_after(self, child: int) -> None:
+        """Removes the processes and the folder of a child that has failed or was killed."""
         process_tree.kill_descendants(exclude=self.children)
         if (folder := self.root / str(child)).exists():
             workdir.remove(folder)
         if self.group:
             cgroup.remove(self.group / str(child))
+
+
+def _prepare_call(requester: socket.socket) -> Serve | None:
+    """Reads the request of a call, a line of JSON, and calls what it names with it; None if the requester has
+    disconnected."""
+    with requester.makefile("rb") as stream:
+        line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    request: dict[str, Any] = json.loads(line)
+    module, _, function = request["call"].partition(":")
+    serve: Serve = getattr(import_module(module), function)(request)
+    return serve
 
 
 def take_control_socket() -> socket.socket:
@@ -196,7 +197,7 @@ def main() -> None:
     _hold(root)
     gc.freeze()
     try:
-        server = SandboxServer(listener, root)
+        server = ForkServer(listener, root)
         try:
             server.serve()
         finally:

@@ -33,6 +33,7 @@ from palestra.text.algorithms.ppo import PPO
 from palestra.text.algorithms.presets import TEXT_PRESETS
 from palestra.text.algorithms.reward_model import RewardModel
 from palestra.text.algorithms.sft import SFT
+from palestra.text.conflicts import check_conflicts
 from palestra.text.learners.lm_config import FullPolicyConfig
 from palestra.text.policy_configs import HumanConfig, PolicyConfig
 from palestra.text.rollouts.dataset import Data
@@ -246,6 +247,27 @@ class TextConfig(PolicyRunConfig):
             changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
             yield validate(TextConfig, whole | changes | {"policies": policies})
 
+    def features_in_use(self) -> dict[str, str]:
+        """Returns the features that the run uses and that exclude others, each as its config writes it."""
+        found = {
+            "parallel": self.parallel and f"parallel: {self.parallel}",
+            "fsdp": self.parallel == "fsdp" and "parallel: fsdp",
+            "engine": self.engine and f"engine: {self.engine}",
+            "sampler": self.sampler and "sampler:",
+            "backend": self.backend.type != "inline" and f"backend: {self.backend.type}",
+            "staleness": self.staleness and f"staleness: {self.staleness}",
+            "in_flight_updates": self.in_flight_updates != "none" and f"in_flight_updates: {self.in_flight_updates}",
+            "refill": self.algorithm.max_redraws and "flat_groups: refill",
+        }
+        for name, policy in self.policies.items():
+            if isinstance(policy, FullPolicyConfig):
+                found.setdefault("full model", f"policies.{name}.type: full")
+                if policy.reference != "none":
+                    found.setdefault("stored reference", f"policies.{name}.reference: {policy.reference}")
+            if isinstance(policy, HumanConfig):
+                found.setdefault("person", f"policies.{name}.type: human")
+        return {feature: written for feature, written in found.items() if written}
+
     def policies_at(self, step: int) -> dict[str, PolicyConfig]:
         """Returns the policies in training step `step`, counted from 0: with the changes of its stage."""
         policies = self.policies
@@ -258,12 +280,12 @@ class TextConfig(PolicyRunConfig):
 
     @field_validator("eval_sampling")
     @classmethod
-    def _sampled(cls, changes: dict[str, Any]) -> dict[str, Any]:
+    def _check_sampling(cls, changes: dict[str, Any]) -> dict[str, Any]:
         validate(SamplingConfig, changes)
         return changes
 
     @model_validator(mode="after")
-    def _playable(self) -> Self:
+    def _check_envs(self) -> Self:
         recorded = bool(self.data) or bool(self.stages and all(stage.data for stage in self.stages))
         absent = recorded and not self.env and not self.envs
         if bool(self.env.get("type")) == bool(self.envs) and not absent:
@@ -276,25 +298,17 @@ class TextConfig(PolicyRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _staged(self) -> Self:
+    def _check_stages(self) -> Self:
         if self.stages:
             list(self.stage_configs())
         return self
 
-    def _full(self) -> list[str]:
-        """Names of the policies that train a full model."""
-        return [name for name, policy in self.policies.items() if isinstance(policy, FullPolicyConfig)]
-
     @model_validator(mode="after")
-    def _referred(self) -> Self:
-        needed = self.algorithm.needs_reference and not self.stages
+    def _check_references(self) -> Self:
+        if not self.algorithm.needs_reference or self.stages:
+            return self
         for name, policy in self.policies.items():
-            if isinstance(policy, FullPolicyConfig) and policy.reference != "none" and self.parallel == "fsdp":
-                raise ValueError(
-                    f"policies.{name}.reference: {policy.reference} stores whole weights, and parallel: fsdp shards "
-                    "them: set parallel: ddp, or reference: none"
-                )
-            if isinstance(policy, FullPolicyConfig) and policy.reference == "none" and needed:
+            if isinstance(policy, FullPolicyConfig) and policy.reference == "none":
                 raise ValueError(
                     f"the algorithm needs a reference policy (kl_coef, or DPO without reference_free), and {name} is a "
                     f"full model, whose training changes its base: set policies.{name}.reference: copy (or disk), or "
@@ -303,78 +317,17 @@ class TextConfig(PolicyRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _ahead(self) -> Self:
-        if self.staleness and self.algorithm.max_redraws:
-            raise ValueError(
-                f"staleness: {self.staleness} plays ahead of training, but flat_groups: refill plays more episodes "
-                "once those of the step are known: set staleness: 0, or flat_groups: skip"
-            )
-        if self.staleness and (full := self._full()):
-            raise ValueError(
-                f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
-                f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _in_flight(self) -> Self:
-        if self.in_flight_updates == "none":
-            return self
-        if not self.staleness:
+    def _check_features(self) -> Self:
+        if self.in_flight_updates != "none" and not self.staleness:
             raise ValueError(
                 f"in_flight_updates: {self.in_flight_updates} needs answers that are sampled during training, and "
                 "with staleness: 0 none are: set staleness: 1 or more"
             )
-        others = {"engine": self.engine, "sampler": self.sampler, "backend": self.backend.type != "inline"}
-        if other := [key for key, there in others.items() if there]:
-            raise ValueError(
-                f"in_flight_updates: {self.in_flight_updates} replaces weights in this process's sampler, and with "
-                f"{other[0]}: other processes answer: leave one of them out"
-            )
+        check_conflicts(self.features_in_use())
         return self
 
     @model_validator(mode="after")
-    def _abreast(self) -> Self:
-        others = {
-            "staleness: plays ahead of training": self.staleness,
-            "engine: trains on a server": self.engine,
-            "with sampler: other processes answer": self.sampler,
-            f"with backend: {self.backend.type} other processes play": self.backend.type != "inline",
-        }
-        if self.parallel and (other := [what for what, there in others.items() if there]):
-            raise ValueError(
-                f"parallel: {self.parallel} divides each step among processes, but {other[0]}: leave one out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sampled_there(self) -> Self:
-        if self.sampler and self.engine:
-            raise ValueError("engine: trains and samples on a server, so sampler: has no effect: remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _elsewhere(self) -> Self:
-        if self.backend.type == "inline":
-            return self
-        if self.engine:
-            raise ValueError(
-                f"engine: {self.engine} trains and samples on a server, and backend: {self.backend.type} in processes "
-                "of this run: leave one of them out"
-            )
-        if self.sampler:
-            raise ValueError(
-                f"with sampler: other processes answer, and with backend: {self.backend.type} they play whole "
-                "episodes: leave one of them out"
-            )
-        if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
-            raise ValueError(
-                f"policies.{human[0]} is a person at this terminal, which worker processes cannot reach: play inline"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _taught(self) -> Self:
+    def _check_teachers(self) -> Self:
         for name, policy in self.policies.items():
             teacher = getattr(policy, "teacher", None)
             if teacher is None:

@@ -3,6 +3,7 @@ writes."""
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_short_help_version_and_groups():
     done = invoke("--version")
     assert done.exit_code == 0 and done.output.startswith("palestra 0.")
     text = plain(invoke("-h").output)
-    assert text.index("Train ") < text.index(" demo ") < text.index("See what was learned") < text.index(" runs ")
+    assert text.index("Train ") < text.index(" demo ") < text.index("Results") < text.index(" runs ")
     assert "--install-completion" in text
 
 
@@ -356,3 +357,16 @@ def test_eval_accepts_a_config(base, tmp_path):
 def test_eval_of_one_member_plays_every_seat(run):
     done = invoke("eval", f"{run[0]}:guide", "--episodes", "3", "--json")
     assert all(policy.startswith("guide@") for policy in json.loads(done.stdout)["seats"].values())
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_without_a_traceback() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "palestra", "--help"]
+    seen = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            seen.append(line)
+            if line.split("|")[-1].strip() == "pydantic":  # half of the time is still to come
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in "".join(seen)

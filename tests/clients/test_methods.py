@@ -19,7 +19,7 @@ REFUSED = {
     "RestClient.get_current_checkpoint_storage_usage": ("this server has no GET",),
     "RestClient.whoami": ("whoami requires JWT auth",),
 }
-HEAD = """# Client methods
+HEAD = """# Client compatibility
 
 Every public method of the official `tinker` clients, called once against this server by `make test-clients`, which
 wrote this page. An empty cell: that version has no such method. `x_async` stands for itself where it differs from `x`.

@@ -403,3 +403,14 @@ def test_episode_names_its_renderer_and_the_reason_of_an_invalid_answer(tmp_path
     (planned,) = shown["line"][0]["turns"]
     assert planned["invalid"] is True and planned["why_invalid"].startswith("it could not be read. A plan is")
     assert "invalid" not in shown["line"][0]["info"] and shown["line"][0]["info"]["success"] is False
+
+
+def test_metrics_of_runs_have_titles_and_units(client):
+    catalog = get(client, "metrics")
+    named = {(each["log"], each["name"]) for each in catalog["metrics"]}
+    assert len(named) == len(catalog["metrics"])
+    assert all(each["title"] and each["unit"] and each["panel"] for each in catalog["metrics"])
+    for run in get(client, "runs")["runs"]:
+        for keys in get(client, f"runs/{run['name']}")["metrics"]["metrics"].values():
+            assert {"success", "entropy"} & set(keys) <= {name for _, name in named}
+            assert not {name for log, name in named if log == "metrics"} & set(catalog["uncharted"])

@@ -57,14 +57,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     duel = ["--set", "steps=2", "--set", "episodes=8", "--set", "save_episodes_every=1"]
     wide = ["--set", "env_steps=40000", "--set", "evals={held_out: {episodes: 40, every: 20000}}"]
     for config, settings in (
-        ("demo.yaml", demo),
-        ("demo.yaml", [*demo, "--set", "seed=1"]),
-        ("algorithms/duel.yaml", duel),
-        ("games/spread_mappo.yaml", wide),
-        ("populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
-        ("populations/rps_league.yaml", ["--set", "population.slices=5", "--backend", "local", "--workers", "2"]),
+        ("configs/demo.yaml", demo),
+        ("configs/demo.yaml", [*demo, "--set", "seed=1"]),
+        (HERE / "results/algorithms/configs/duel.yaml", duel),
+        ("configs/games/spread_mappo.yaml", wide),
+        ("configs/populations/kuhn_psro_exact.yaml", ["--set", "population.iterations=5", "--backend", "inline"]),
+        (
+            "configs/populations/rps_league.yaml",
+            ["--set", "population.slices=5", "--backend", "local", "--workers", "2"],
+        ),
     ):
-        done = CliRunner().invoke(app, ["train", f"configs/{config}", "--root", str(root), *settings])
+        done = CliRunner().invoke(app, ["train", str(config), "--root", str(root), *settings])
         assert done.exit_code == 0, done.output
     write_pictures(root)
     write_hostile(root)

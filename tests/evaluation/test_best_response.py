@@ -8,7 +8,7 @@ import pytest
 
 import palestra as pl
 from palestra.evaluation.best_response import NUM_ENVS, _mean_returns, _response_tree, learn_best_responses
-from palestra.evaluation.game_policy import enumerated, policy_table
+from palestra.evaluation.game_policy import enumerate_game, policy_table
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import open_vector_eval
 from palestra.populations.tabular.game_tree import end_probabilities, realization_plan
@@ -33,7 +33,7 @@ def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path:
     freedom, so it is between 0.33 and 1.8 times the true one in 999 of 1,000 evaluations."""
     target, episodes = find_target(train(tmp_path, "leduc_poker")), 2_000
     with open_vector_eval(target, {}, {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
-        tree = enumerated(setup.env_config)
+        tree = enumerate_game(setup.env_config)
         policy = policy_table(target, setup.env, tree, setup.policy_names, greedy)
         found = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, 0)
     likely = end_probabilities(tree, realization_plan(tree, policy))

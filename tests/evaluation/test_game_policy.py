@@ -20,7 +20,7 @@ from palestra.evaluation.evaluate import evaluate
 from palestra.evaluation.game_policy import (
     GamePolicy,
     as_game_policy,
-    enumerated,
+    enumerate_game,
     export_game_policy,
     nash_conv_metrics,
 )
@@ -150,7 +150,7 @@ def test_population_of_networks_that_see_observations(tmp_path: Path) -> None:
 
 def test_table_of_the_default_game_is_a_policy_of_openspiel() -> None:
     """OpenSpiel's `value` of uniform play in Leduc poker, which is the game of an env without the option `game`."""
-    tree = enumerated({"type": "openspiel"})
+    tree = enumerate_game({"type": "openspiel"})
     policy = as_game_policy({"type": "openspiel", "num_envs": 4}, tree, uniform_policy(tree))
     assert policy.env == {"type": "openspiel"} and policy.to_openspiel().game.get_type().short_name == "leduc_poker"
     assert policy.nash_conv == pytest.approx(4.747222222, abs=1e-6)
@@ -171,7 +171,7 @@ def random_by_tensor(tree: GameTree) -> np.ndarray:
 def test_table_of_a_game_whose_texts_say_more_than_its_tensors(game: str) -> None:
     """The texts mark the last move. A policy looked up by a text that the table did not have raised a KeyError."""
     env = {"type": "openspiel", "game": game}
-    tree = enumerated(env)
+    tree = enumerate_game(env)
     policy = as_game_policy(env, tree, random_by_tensor(tree))
     assert spiel_nash_conv(policy) == pytest.approx(policy.nash_conv, abs=1e-9) and policy.nash_conv > 1
 
@@ -179,7 +179,7 @@ def test_table_of_a_game_whose_texts_say_more_than_its_tensors(game: str) -> Non
 def test_table_of_a_game_whose_texts_say_less_than_its_tensors() -> None:
     """The text does not show whose lines they are."""
     env = {"type": "openspiel", "game": "dots_and_boxes(num_rows=1,num_cols=2)"}
-    tree = enumerated(env)
+    tree = enumerate_game(env)
     assert as_game_policy(env, tree, uniform_policy(tree)).nash_conv > 0
     with pytest.raises(ValueError, match="have one text, though their tensors and the policy's probabilities differ"):
         as_game_policy(env, tree, random_by_tensor(tree))

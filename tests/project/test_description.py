@@ -2,10 +2,14 @@
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.command_line import LINK
+
+import palestra
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = "Multi-agent reinforcement learning for language models and small networks"
@@ -43,3 +47,18 @@ def test_links_and_pictures_lead_to_the_repository(setup_script):
 )
 def test_one_sentence_says_what_palestra_is(file):
     assert SENTENCE.lower() in re.sub(r"\s+", " ", (ROOT / file).read_text(encoding="utf-8")).lower()
+
+
+def test_citation_has_the_package_s_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == palestra.__version__
+
+
+def test_workflow_runs_what_the_package_supports():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run" and (ROOT / ".ci/run").exists()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    versions = [line.removeprefix(prefix) for line in project["classifiers"] if line.startswith(prefix)]
+    assert job["strategy"]["matrix"]["python"] == versions

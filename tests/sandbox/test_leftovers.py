@@ -49,7 +49,7 @@ def test_thousand_runs_leave_no_process_or_file(backend: str, tmp_path: Path, mo
     outcomes = asyncio.run(all_of(Sandbox(backend), programs))
     assert [outcome for program, outcome in zip(programs, outcomes, strict=True) if wrong(program, outcome)] == []
     assert len({outcome.ended for outcome in outcomes}) == 6  # all kinds of ends
-    fork_server = Path(f"/proc/{client._fork_server().process.pid}")
+    fork_server = Path(f"/proc/{client.fork_server().process.pid}")
     wait_for("", lambda: (fork_server / "task" / fork_server.name / "children").read_text())  # the last cancelled runs
     assert len(os.listdir(fork_server / "fd")) < 12
     (root,) = tmp_path.iterdir()

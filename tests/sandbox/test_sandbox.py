@@ -353,7 +353,7 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
 
 def test_dead_fork_server_is_replaced(sandbox: Sandbox) -> None:
     first = asyncio.run(sandbox.run_python("print(1)"))
-    process = client._fork_server().process  # by then there may be a new one
+    process = client.fork_server().process  # by then there may be a new one
     process.kill()
     process.wait()
     assert replace(asyncio.run(sandbox.run_python("print(1)")), seconds=0) == replace(first, seconds=0)
@@ -422,7 +422,7 @@ async def wait_until(happened: Callable[[], bool], most: float = 10.0) -> None:
 
 def supervisors() -> list[int]:
     """The children of this process's fork server."""
-    fork_server = client._fork_server().process.pid
+    fork_server = client.fork_server().process.pid
     return [int(pid) for pid in Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()]
 
 

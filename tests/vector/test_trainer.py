@@ -209,6 +209,7 @@ def test_killed_process_is_named_in_the_error(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "training process 1 of 2 died (exit code -9, SIGKILL); resume from the last checkpoint" in err
+    assert f"palestra train --resume {run.relative_to(tmp_path)}" in err
 
 
 def test_nonfinite_loss_stops_the_run_with_advice(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
         f"# {agent.name}",
         _what(agent, base, tree),
         *_results(past_evals),
-        *_trained(agent, tree),
+        *_training_section(agent, tree),
         "## How to load it",
         _loading(agent, base, folder),
         "## License",
@@ -84,14 +84,15 @@ def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
 
 
 def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
-    kind = {"adapter": f"A LoRA adapter for {_named(base)}", "model": f"A language model, trained from {_named(base)}"}
-    what = kind.get(agent.kind, "A small network that plays a vectorised game")
+    base = _describe_base(base)
+    kinds = {"adapter": f"A LoRA adapter for {base}", "model": f"A language model, trained from {base}"}
+    what = kinds.get(agent.kind, "A small network that plays a vectorised game")
     env, learns = ", ".join(_envs(tree)), _learns(agent, tree)
     trained = f", trained in {env} by {learns}" if env else ""
-    return f"{what}{trained} with palestra. Its name there is `{agent.versioned}`: {agent.version} updates."
+    return f"{what}{trained} with palestra. Its name there is `{agent.versioned_name}`: {agent.version} updates."
 
 
-def _named(base: str) -> str:
+def _describe_base(base: str) -> str:
     if base in PACKAGED_BASES:
         return f"`{base}`, of the package {PACKAGED_BASES[base].module}"
     return (
@@ -140,7 +141,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _trained(agent: TrainedAgent, tree: Tree) -> list[str]:
+def _training_section(agent: TrainedAgent, tree: Tree) -> list[str]:
     """Returns the section with steps, seed, versions and the whole config; empty for an agent without a run."""
     if agent.run is None:
         return []

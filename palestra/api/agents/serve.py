@@ -76,7 +76,7 @@ async def _serve(
         _passed_on(asyncio.run_coroutine_threadsafe(desks[asked.model].answer(asked), loop), asked.answer)
 
     ChatSession(list(desks), deliver, server=server, key=key or ANY_KEY)
-    say(f"{', '.join(desk.agent.versioned for desk in desks.values())} at {server.url}")
+    say(f"{', '.join(desk.agent.versioned_name for desk in desks.values())} at {server.url}")
     await over.wait()
     await asyncio.to_thread(server.close)
 
@@ -84,13 +84,13 @@ async def _serve(
 def _passed_on(source: Future[ChatReply], to: Future[str | ChatReply]) -> None:
     """Copies the outcome of `source` to `to`; cancelling `to` cancels `source`."""
 
-    def done(source: Future[ChatReply]) -> None:
+    def copy_result(source: Future[ChatReply]) -> None:
         if to.cancelled() or source.cancelled():
             return
         error = source.exception()
         to.set_exception(error) if error else to.set_result(source.result())
 
-    source.add_done_callback(done)
+    source.add_done_callback(copy_result)
     to.add_done_callback(lambda to: source.cancel() if to.cancelled() else None)
 
 
@@ -115,7 +115,7 @@ class ServedAgent:
             raise ValueError(f"seed must be a whole number, not {str(seed)[:80]!r}")
         prompt_ids = await self._fitting_prompt(asked.chat)
         request = Request(prompt_ids, 1, policy.sampling, policy.adapter, seed, keep_kv=True)
-        (sampled,) = await policy.sampler.sample(request)
+        (sampled,) = await policy.sample(request)
         read = policy.read(sampled, prompt_ids, asked.chat.tools)
         counts = (len(prompt_ids), len(sampled.token_ids))
         return ChatReply(read.text, sampled.stop_reason == "length", counts, read.thought)
@@ -147,7 +147,7 @@ class ServedAgent:
         its tokens [P]."""
         with _template_errors():
             self.context_limit.check(chat)
-            messages: Sequence[Json] = self._framed(chat).messages
+            messages: Sequence[Json] = self._with_role(chat).messages
             if self.policy.system is not None:
                 messages = with_system(messages, self.policy.system)
             cut = self.plain_encoder.cut_results(messages, self.policy.context.max_tool_tokens)
@@ -161,7 +161,7 @@ class ServedAgent:
             encoder = self.plain_encoder if self.context_limit.check(chat) > MAX_CACHED_CHARS else self.caching_encoder
             return encoder.encode_conversation(chat)
 
-    def _framed(self, chat: Chat) -> Chat:
+    def _with_role(self, chat: Chat) -> Chat:
         """Returns the conversation with the agent's role as system message, if it has none."""
         if chat.messages[0].get("role") == "system" or not self.agent.role:
             return chat

@@ -89,7 +89,7 @@ class TrainedAgent:
     """Training steps before the checkpoint; None if unknown."""
 
     @property
-    def versioned(self) -> str:
+    def versioned_name(self) -> str:
         """`name@version`."""
         return f"{self.name}@{self.version}"
 
@@ -125,12 +125,12 @@ def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
         speech, path = speech | {"base": str(agent.folder.resolve())}, None
     config = validate(FrozenConfig, speech | {"path": path})
     try:
-        return engines.build_frozen_policy(agent.versioned, config)
+        return engines.build_frozen_policy(agent.versioned_name, config)
     except (ValueError, MemoryError, ConnectionError):
         raise
     except Exception as error:  # transformers raises exceptions of any kind for files that are not a model's
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DamagedFile(f"the weights of {agent.versioned} in {agent.folder} cannot be loaded: {why}") from error
+        raise DamagedFile(f"the weights of {agent.versioned_name} in {agent.folder} cannot be loaded: {why}") from error
 
 
 def open_published(folder: Path) -> TrainedAgent:
@@ -143,7 +143,7 @@ def open_published(folder: Path) -> TrainedAgent:
     check_model_files(folder)
     kind, facts = weights_kind(folder), AgentFacts(name=folder.resolve().name)
     if (folder / AGENT_FILE).exists():
-        facts = _validated(AgentFacts, folder / AGENT_FILE)
+        facts = _read_facts(AgentFacts, folder / AGENT_FILE)
     elif kind == "adapter":  # PEFT's own folder
         speech = {"base": read_adapter_config(folder).base_model_name_or_path}
         facts = AgentFacts(name=facts.name, speech=speech)
@@ -155,10 +155,10 @@ def open_published(folder: Path) -> TrainedAgent:
 
 def read_adapter_config(folder: Path) -> AdapterFacts:
     """Returns the settings that palestra reads in adapter_config.json. Raises DamagedFile if one is of another kind."""
-    return _validated(AdapterFacts, folder / "adapter_config.json")
+    return _read_facts(AdapterFacts, folder / "adapter_config.json")
 
 
-def _validated(model: type[M], path: Path) -> M:
+def _read_facts(model: type[M], path: Path) -> M:
     tree = read_json(path, dict)
     try:
         return validate(model, {key: value for key, value in tree.items() if key in model.model_fields})

@@ -47,7 +47,7 @@ class GridTask(TaskConfig):
             raise ValueError("both ends of score_range are equal: name the values that count as 0 and as 1")
         return self
 
-    def normalised(self, value: float) -> float:
+    def normalise(self, value: float) -> float:
         """Returns the normalised score of a value of the metric: 0 and 1 at the ends of `score_range`, and linear
         between and beyond them."""
         zero, one = self.score_range

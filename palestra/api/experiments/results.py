@@ -50,7 +50,7 @@ class GridResults:
         if any(not own[task] for task in self.grid.tasks):
             return None
         return [
-            np.array([task.normalised(value) for value in own[name].values()]) for name, task in self.grid.tasks.items()
+            np.array([task.normalise(value) for value in own[name].values()]) for name, task in self.grid.tasks.items()
         ]
 
     @property

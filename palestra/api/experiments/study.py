@@ -68,7 +68,7 @@ class Search:
     @property
     def trials(self) -> list[Trial]:
         """The finished trials, by number."""
-        return [self._finished(trial) for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
+        return [self._to_trial(trial) for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     @property
     def best(self) -> Trial | None:
@@ -159,7 +159,7 @@ class Search:
         else:
             self.optuna.trial.Trial(self._study, trial._trial_id).set_user_attr(REASON, reason or unscored)
             self._study.tell(trial.number, state=states.FAIL)
-        return self._finished(self._study.get_trials(deepcopy=False)[trial.number])
+        return self._to_trial(self._study.get_trials(deepcopy=False)[trial.number])
 
     def _values(self, trial: Any) -> tuple[list[float], str]:
         """Returns the scores of the trial's finished runs, and why one of them has none."""
@@ -175,7 +175,7 @@ class Search:
         self.metric, value = final_value(RunLogs(self.root / name), self.evaluation, self.config.metric)
         return value
 
-    def _finished(self, trial: Any) -> Trial:
+    def _to_trial(self, trial: Any) -> Trial:
         values = self._values(trial)[0] if trial.params else []
         params = {key: trial.params[key] for key in self._space if key in trial.params}
         return Trial(trial.number, params, values, trial.value, trial.user_attrs.get(REASON, ""))

@@ -38,7 +38,7 @@ class FSDPParams:
         self.root, self.modules = root, modules
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gather_weights(self) -> Iterator[None]:
         """Context in which every rank has all weights and passes are not collective."""
         self.root.set_reshard_after_forward(False)
         for module in self.modules:
@@ -85,7 +85,7 @@ def shard_engine(
     engine.sharded_params = FSDPParams(model, modules)
     engine.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     engine.dtype = autocast_dtype or engine.dtype
-    with engine.sharded_params.gathered():
+    with engine.sharded_params.gather_weights():
         pass  # gather once, so that the shards reach their final memory locations
 
 

@@ -44,11 +44,11 @@ def converted_folder(file: Path) -> Path:
     tensors that would be dropped.
     """
     stat = file.stat()
-    return _converted(file.resolve(), stat.st_size, stat.st_mtime_ns)
+    return _convert_once(file.resolve(), stat.st_size, stat.st_mtime_ns)
 
 
 @cache  # hashes a file once per process
-def _converted(file: Path, size: int, mtime_ns: int) -> Path:
+def _convert_once(file: Path, size: int, mtime_ns: int) -> Path:
     folder = cache_folder(file)
     if _is_intact(folder):
         return folder
@@ -153,14 +153,14 @@ def _reading_once() -> Iterator[None]:
         return items
 
     with ExitStack() as stack:
-        stack.enter_context(_replaced(gguf, "GGUFReader", cache(Header)))
-        stack.enter_context(_replaced(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
-        stack.enter_context(_replaced(modeling_gguf_pytorch_utils, "tqdm", without_bar))
+        stack.enter_context(_patch_attribute(gguf, "GGUFReader", cache(Header)))
+        stack.enter_context(_patch_attribute(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+        stack.enter_context(_patch_attribute(modeling_gguf_pytorch_utils, "tqdm", without_bar))
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def _patch_attribute(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
     own = getattr(module, name)
     setattr(module, name, value)
     try:

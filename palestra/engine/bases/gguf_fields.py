@@ -188,7 +188,7 @@ def _set_rope(config: Any, left: Mapping[str, Any], context: int | None, factors
     scaling = {name: left[f"rope.scaling.{name}"] for name in SCALING if f"rope.scaling.{name}" in left}
     if "rope.scale_linear" in left:  # the name in old files
         scaling.setdefault("factor", left["rope.scale_linear"])
-    new = _scaled(scaling, context, sliding=full is not parameters)
+    new = _rope_of_scaling(scaling, context, sliding=full is not parameters)
     if new == {} or (new and full):  # of no scaling, or one that the model can have
         full.update(new)
         done |= {f"rope.scaling.{name}" for name in SCALING} | {"rope.scale_linear"}
@@ -203,7 +203,7 @@ def _rotary_share(config: Any, rope: Mapping[str, Any]) -> float:
     return float(rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
-def _scaled(stated: Mapping[str, Any], context: int | None, *, sliding: bool) -> dict[str, Any] | None:
+def _rope_of_scaling(stated: Mapping[str, Any], context: int | None, *, sliding: bool) -> dict[str, Any] | None:
     """Returns the rope parameters of a stated scaling, empty for none; None if its kind is not known. With `sliding`
     layers, which have an embedding of their own, only a linear scaling is that of the others alone."""
     kind, factor = stated.get("type", "linear"), stated.get("factor") or 1.0

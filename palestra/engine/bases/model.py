@@ -55,7 +55,7 @@ LARGE_MODEL_BYTES = 2**30  # of weights: with less, page faults cost more (7 % o
 class ShardedParams(Protocol):
     """Weights that are sharded over the ranks (fsdp.py)."""
 
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
+    def gather_weights(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which all weights are gathered on this rank."""
         ...
 
@@ -214,9 +214,9 @@ class Engine:
 
     def _let_layers_be_recomputed(self) -> None:
         for layer in getattr(decoder_of(self.model), "layers", ()):
-            layer.forward = self._recomputed(layer.forward)
+            layer.forward = self._with_checkpointing(layer.forward)
 
-    def _recomputed(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_checkpointing(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a layer's forward `whole` with gradient checkpointing, which is active inside
         `precision_context(recompute=True)`."""
 
@@ -254,7 +254,7 @@ class Engine:
         for every token."""
         with contextlib.ExitStack() as stack:
             if self.sharded_params:
-                stack.enter_context(self.sharded_params.gathered())
+                stack.enter_context(self.sharded_params.gather_weights())
             elif self.autocast_dtype:
                 stack.enter_context(_cast(list(self.model.parameters()), self.autocast_dtype))
             yield

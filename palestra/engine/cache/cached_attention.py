@@ -79,7 +79,7 @@ class PrefillLayout:
             keys = max(self.slots[i].length for i in members)
             position_nQ = self.position_S[token_M[row_nQ]]
             mask_nQP = np.arange(keys) <= position_nQ[:, :, None]
-            rows_nhP = np.stack([_padded(self.slots[i].rows(np.arange(self.slots[i].length)), keys) for i in members])
+            rows_nhP = np.stack([_pad_rows(self.slots[i].rows(np.arange(self.slots[i].length)), keys) for i in members])
             fresh = all(asked_N[i] == self.slots[i].length for i in members)  # no reused tokens, all with queries
             self.parts.append(
                 PrefillPart(
@@ -131,7 +131,7 @@ class PrefillLayout:
                 causal = part.is_fresh and terms.span is None and sdpa.uses_cuda(q)
                 out = sdpa.grouped_attention(q, k, v, None if causal else mask, scale, is_causal=causal)
             outs.append(out.transpose(1, 2).flatten(0, 1))
-        return _joined(outs)[self.output_index_M][..., :out_width]
+        return _concat_tensors(outs)[self.output_index_M][..., :out_width]
 
 
 class PrefillPart(NamedTuple):
@@ -166,7 +166,7 @@ def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.nda
     yield np.array(part)
 
 
-def _padded(rows_hT: np.ndarray, size: int) -> np.ndarray:
+def _pad_rows(rows_hT: np.ndarray, size: int) -> np.ndarray:
     """Returns `rows_hT` with its first column repeated up to `size` columns."""
     return np.concatenate([rows_hT, np.repeat(rows_hT[:, :1], size - rows_hT.shape[1], 1)], 1)
 
@@ -200,18 +200,18 @@ class DecodeLayout:
         )  # the places of row 0, of row 1, ...
         counts_R = np.bincount(row_X[real_X], minlength=len(answers))
         self._bag_starts = self._tensor(np.cumsum(counts_R) - counts_R)
-        self._hidden: dict[KeySpan | None, list[Tensor]] = {None: [part.hidden() for part in self.parts]}
+        self._score_masks: dict[KeySpan | None, list[Tensor]] = {None: [part.score_mask() for part in self.parts]}
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.as_tensor(values, device=self.device)
 
-    def _hide(self, span: KeySpan | None) -> list[Tensor]:
+    def _masks_of(self, span: KeySpan | None) -> list[Tensor]:
         """Returns what to add to the scores of each part in layers with `span`."""
-        if span not in self._hidden:
+        if span not in self._score_masks:
             assert span is not None
             first_R = span.first_key(self.position_R)
-            self._hidden[span] = [part.hidden(first_R) for part in self.parts]
-        return self._hidden[span]
+            self._score_masks[span] = [part.score_mask(first_R) for part in self.parts]
+        return self._score_masks[span]
 
     def attend(
         self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
@@ -223,9 +223,9 @@ class DecodeLayout:
         for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
             kept.view(-1, width).index_copy_(0, self.writes, new_HSD.transpose(0, 1).reshape(-1, width))
         q_RF = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
-        hides = self._hide(terms.span)
+        hides = self._masks_of(terms.span)
         found = [part.attend(layer, q_RF, h, terms.softcap, hide) for part, hide in zip(self.parts, hides, strict=True)]
-        values_XF, total_XH, top_XH = (_joined(column) for column in zip(*found, strict=True))
+        values_XF, total_XH, top_XH = (_concat_tensors(column) for column in zip(*found, strict=True))
         share_XH = self._shares(total_XH, top_XH, terms.sinks_H)
         values_XF.view(-1, heads, width).mul_(share_XH[..., None])
         return self._by_row(values_XF, "sum").view(rows, heads, width)[..., :out_width]
@@ -285,7 +285,7 @@ class PagesOfPool:
         self._gathered = torch.as_tensor(distinct, device=self.pool.kv[0].device)
         return np.searchsorted(distinct, page_Y)
 
-    def hidden(self, first_R: np.ndarray | None = None) -> Tensor:
+    def score_mask(self, first_R: np.ndarray | None = None) -> Tensor:
         """Returns what to add to the scores [n, 1, Q or 1, 1, P], so that no row sees keys that are not there, nor any
         before its position `first_R` [R]. What it adds for those is finite: a row may see none of a page's keys, and
         the page's share is then 0."""
@@ -343,5 +343,5 @@ def _places(number_Y: np.ndarray) -> tuple[np.ndarray, int]:
     return place_Y, int(count.max())
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concat_tensors(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -33,7 +33,7 @@ def reduced_model(model: PreTrainedModel, seed: int) -> PreTrainedModel | None:
     """Returns a small model of the class and kind of `model`, float32, on its device (or the CPU), with weights by
     `seed`; None if the class cannot build one."""
     for narrow in (True, False):
-        data = _reduced(model.config.to_dict(), narrow)
+        data = _reduce_config(model.config.to_dict(), narrow)
         try:
             config = type(model.config).from_dict(data)
             with torch.random.fork_rng(devices=[]):
@@ -47,10 +47,10 @@ def reduced_model(model: PreTrainedModel, seed: int) -> PreTrainedModel | None:
     return None
 
 
-def _reduced(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
+def _reduce_config(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
     """Returns a config with fewer and smaller parts; with `narrow` false, only with fewer layers, fewer tokens of the
     vocabulary and shorter windows."""
-    data = {key: _reduced(value, narrow) if _is_config(key, value) else value for key, value in data.items()}
+    data = {key: _reduce_config(value, narrow) if _is_config(key, value) else value for key, value in data.items()}
     if "rope_parameters" in data:
         data["rope_parameters"] = _reduced_rope(data["rope_parameters"])
     data.pop("quantization_config", None)

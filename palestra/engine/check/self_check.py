@@ -7,7 +7,7 @@ results differ runs on the plain path (plain.py) if its results there are right,
 
 Most of it runs on a small model of the same architecture (reduced_model.py), so that it takes well below a second for
 any size; the model itself then computes a short prompt and a few tokens, which shows what its own weights and linear
-layers do.
+layers do. A model of the same config and weights as one checked before in this process is not checked again.
 
 Shapes: `T` tokens of a sequence, `V` vocabulary.
 """
@@ -15,6 +15,7 @@ Shapes: `T` tokens of a sequence, `V` vocabulary.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -63,6 +64,8 @@ class Verdict(NamedTuple):
 
 
 _verdicts: dict[str, Verdict] = {}  # by config: a further model of it is checked in this way only, on a short prompt
+_checked: set[bytes] = set()  # digests of configs and weights: an equal model is not checked again
+MAX_DIGEST_BYTES = 2**26  # of weights: to read more of them takes as long as the check
 
 
 class Mismatch(ValueError):
@@ -79,6 +82,9 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
     key = json.dumps([model.config.to_dict(), str(model.dtype), model.device.type], default=str, sort_keys=True)
     known = _verdicts.get(key)
     set_attention(model, "eager")
+    digest = _digest(model, key)
+    if known and digest in _checked:
+        return _accept(build(model, known.way.plain), known)
     subjects, reasons = _Subjects(model), [known.reason] if known and known.reason else []
     for way in ([known.way] if known else [PACKED, PLAIN, UNCACHED]) if subjects.runs(reasons) else ():
         try:
@@ -88,13 +94,33 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
             reasons.append(f"{way.name} {error}" if isinstance(error, Mismatch) else str(error))
         else:
             _verdicts[key] = known or Verdict(way, "; ".join(reasons))
-            if engine.plain_path:
-                engine.plain_path.uses_cache, engine.plain_path.reason = way.uses_cache, _verdicts[key].reason
-            return engine
+            if digest:
+                _checked.add(digest)
+            return _accept(engine, _verdicts[key])
     raise ValueError(
         f"cannot run {base!r} ({type(model).__name__}): its log-probabilities here would not be those of transformers: "
         f"{'; '.join(reasons)}. Use another base: docs/models.md lists those that run."
     )
+
+
+def _digest(model: PreTrainedModel, key: str) -> bytes:
+    """Returns a digest of the config `key` and of all weights of `model`; b"" if they are many, or not on the CPU."""
+    weights = list(model.state_dict(keep_vars=True).items())
+    if model.device.type != "cpu" or sum(weight.nbytes for _, weight in weights) > MAX_DIGEST_BYTES:
+        return b""
+    digest = hashlib.sha256(key.encode())
+    for name, weight in weights:
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        digest.update(weight.detach().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _accept(engine: Engine, verdict: Verdict) -> Engine:
+    """Returns `engine`, which knows why it runs as it does."""
+    if engine.plain_path:
+        engine.plain_path.uses_cache = verdict.way.uses_cache
+        engine.plain_path.reason = verdict.reason
+    return engine
 
 
 def small_verdict(model: PreTrainedModel, build: BuildEngine) -> Verdict:
@@ -188,12 +214,12 @@ def compare(model: PreTrainedModel, way: Way, build: BuildEngine, expected: Expe
         snapshots = [adapter.snapshot(str(i), engine.dtype) for i, adapter in enumerate(expected.adapters)]
         stack = AdapterStack(snapshots, engine.linear_layers)
         with torch.no_grad(), failures("a pass of training"):
-            _match(engine, "a pass of training", _trained(engine, expected.cases, stack), expected)
+            _match(engine, "a pass of training", _training_logits(engine, expected.cases, stack), expected)
             alone = expected.of(0)
-            _match(engine, "a pass of training", _trained(engine, alone.cases, expected.adapters[0]), alone)
+            _match(engine, "a pass of training", _training_logits(engine, alone.cases, expected.adapters[0]), alone)
         with torch.no_grad(), failures("sampling"):
             cases = expected.cases
-            sampled = _sampled_plain(engine, cases, snapshots) if way.plain else _sampled(engine, cases, stack)
+            sampled = _plain_logits(engine, cases, snapshots) if way.plain else _kv_logits(engine, cases, stack)
             _match(engine, "sampling", sampled, expected)
     except Exception:
         keep = False
@@ -225,7 +251,7 @@ def compare_gaps(gaps: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
     return gap, gap <= limit
 
 
-def _trained(
+def _training_logits(
     engine: Engine, cases: Sequence[Case], adapters: AdapterStack | Adapter
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
     """Yields the number, positions and logits of each case, from one pass over a forest of each owner's sequences. With
@@ -246,7 +272,7 @@ def _trained(
         yield number, np.arange(1, len(path)), logits_MV[engine.tensor(np.searchsorted(keep, path[1:]))]
 
 
-def _sampled(engine: Engine, cases: Sequence[Case], stack: AdapterStack) -> Iterator[tuple[int, np.ndarray, Tensor]]:
+def _kv_logits(engine: Engine, cases: Sequence[Case], stack: AdapterStack) -> Iterator[tuple[int, np.ndarray, Tensor]]:
     """Yields the number, position and logits of each case at each token from the last of its prompt on: prompts in one
     pass, then a token of every case at a time."""
     shape = engine.attention
@@ -282,10 +308,10 @@ def _route(stack: AdapterStack, rows: Sequence[tuple[int | None, int]]) -> Multi
     return MultiAdapterRoute(stack, [sum(n for of, n in rows if of == owner) for owner in owners])
 
 
-def _sampled_plain(
+def _plain_logits(
     engine: Engine, cases: Sequence[Case], snapshots: Sequence[Any]
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-    """Yields what `_sampled` yields, on the plain path: each prompt's cases share its cache."""
+    """Yields what `_kv_logits` yields, on the plain path: each prompt's cases share its cache."""
     path = engine.plain_path
     assert path is not None
     keys = [(case.owner, case.prompt.tobytes()) for case in cases]

@@ -48,11 +48,12 @@ INLINE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 @dataclass(frozen=True)
 class ThoughtMarks:
     """Marks of a thought: `open` before it, `close` after it, and the `header` that the template writes next, whether
-    text or calls follow."""
+    text or calls follow. `ending` is all that it writes between a thought and these."""
 
     open: str
     close: str
     header: str = ""
+    ending: str = "\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,13 @@ class AnswerForm:
         calls = [render_tool_call(call.name, call.arguments) for call in found.calls]
         broken = [f"<tool_call>{TOOL_CALL_PATTERN.sub('', each)}</tool_call>" for each in found.unreadable]
         return ReadAnswer("\n".join(part for part in (content, *calls, *broken) if part), thought)
+
+    def is_thinking(self, text: str, *, forced: bool) -> bool:
+        """Returns whether an answer's text is a thought without an end; `forced` as in `read`."""
+        marks, begins = self.thought, text.lstrip()
+        if marks is None or not (forced or begins.startswith(marks.open)):
+            return False
+        return marks.close not in begins.removeprefix(marks.open)
 
     def _part_thought(self, text: str, *, forced: bool) -> tuple[str, str]:
         """Returns the thought and the rest of an answer. A thought that does not end is all of it."""
@@ -226,7 +234,7 @@ def _thought_marks(renderer: Renderer) -> tuple[ThoughtMarks | None, str]:
         if opened and closed:
             following, marked, _ = after[closed.end() :].partition(TEXT_MARK)
             header = _header(renderer, after[closed.end() :]) if marked else ""
-            return ThoughtMarks(opened, closed[1], header), following.strip() if marked else ""
+            return ThoughtMarks(opened, closed[1], header, closed[0] + header), following.strip() if marked else ""
     return (ThoughtMarks("<think>", "</think>"), "") if renderer.form.thought_key == INLINE else (None, "")
 
 

@@ -204,6 +204,34 @@ class ChatEncoder:
         marked = {number for number, token in self.renderer.special.items() if token in self.form.marks}
         return self._special_ids - {number for number in marked if self.renderer.special[number] not in ends}
 
+    def missing_thought_end(self, ids: np.ndarray, prompt_ids: np.ndarray) -> np.ndarray:
+        """Returns the tokens [F] int32 with which the template ends the thought of an unfinished answer [T] to a prompt
+        [P]; none if that is no longer in its thought."""
+        thinks = self.form.is_thinking(self.decode(ids), forced=self._begins_thought(prompt_ids))
+        return self.thought_end_ids if thinks else NO_TOKENS
+
+    @cached_property
+    def thought_end_ids(self) -> np.ndarray:
+        """The tokens [F] int32 with which the template ends a thought; none if it shows no thoughts."""
+        return self.encode_text(self.form.thought.ending) if self.form.thought else NO_TOKENS
+
+    def check_thinking_budget(self, budget: int | None, max_tokens: int) -> None:
+        """Raises ValueError for a budget of thoughts that the chat template does not show, or that leaves no token of
+        `max_tokens` to the answer."""
+        if budget is None:
+            return
+        if self.form.thought is None:
+            raise ValueError(
+                f"sampling.thinking_token_budget: {budget} ends thoughts, and the base's chat template shows none: "
+                "leave it out, or take a base that thinks (palestra info --base shows it)"
+            )
+        ending = len(self.thought_end_ids)
+        if budget + ending >= max_tokens:
+            raise ValueError(
+                f"sampling.thinking_token_budget: {budget} and the {ending} tokens that end a thought leave no token "
+                f"of max_tokens: {max_tokens} to the answer: set max_tokens to {budget + ending + 1} or more"
+            )
+
     def _begins_thought(self, prompt_ids: np.ndarray) -> bool:
         if self.form.thought is None:
             return False

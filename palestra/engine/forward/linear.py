@@ -75,14 +75,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight 
             return F.linear(x, weight, bias)  # the gradient of a weight would take a transposed copy
         if x.requires_grad:
             return OneDNNLinear.apply(x, weight, bias)
-    return _padded(product, x, weight if packed is None else packed.of(weight), bias)
+    return _multiply_padded(product, x, weight if packed is None else packed.of(weight), bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Returns `x weight` [..., in] of `x` [..., out] and `weight` [out, in], without gradients."""
     if not _is_faster(x, weight) or (product := onednn_product()) is None:
         return x @ weight
-    return _padded(product, x, weight.T, None)
+    return _multiply_padded(product, x, weight.T, None)
 
 
 def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,8 +92,8 @@ def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tenso
     if not (large and _is_faster(x, grad)) or (product := onednn_product()) is None:
         # transposed so that the long side is last: products with few columns run at a third of the speed
         return (b.T @ grad.T) @ x, ((a @ x.T) @ grad).T
-    inner_rR, grad_rR = (_padded(product, rows, w, None).T.contiguous() for rows, w in ((x, a), (grad, b.T)))
-    return _padded(product, grad_rR, x.T, None), _padded(product, inner_rR, grad.T, None).T
+    inner_rR, grad_rR = (_multiply_padded(product, rows, w, None).T.contiguous() for rows, w in ((x, a), (grad, b.T)))
+    return _multiply_padded(product, grad_rR, x.T, None), _multiply_padded(product, inner_rR, grad.T, None).T
 
 
 def padded_rows(rows: int) -> int:
@@ -103,7 +103,7 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _padded(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_padded(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `product(x, weight, bias)`, computed with `padded_rows` rows."""
     rows = x.numel() // x.shape[-1]
     if (padding := padded_rows(rows) - rows) == 0:
@@ -131,7 +131,7 @@ class OneDNNLinear(torch.autograd.Function):
         ctx.save_for_backward(weight)
         product = onednn_product()
         assert product is not None
-        return _padded(product, x, weight, bias)
+        return _multiply_padded(product, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

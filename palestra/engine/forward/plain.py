@@ -129,16 +129,16 @@ class PlainPath:
     def prefill(self, ids_BT: Tensor, route: AdapterRoute | None) -> tuple[Tensor, Any]:
         """Returns the logits [B, V] after sequences of equal length, and transformers' cache of them (None if the model
         returns none that can be split by sequence)."""
-        return self._cached(ids_BT, {}, route)
+        return self._forward_cached(ids_BT, {}, route)
 
     def decode(self, ids_B: Tensor, position: int, cache: Any, route: AdapterRoute | None) -> tuple[Tensor, Any]:
         """Returns the logits [B, V] after one more token, at `position`, of each sequence in `cache`, and the cache,
         changed in place."""
         assert self._cache_name is not None
         where = {"position_ids": torch.full_like(ids_B, position)[:, None]} if self._takes_positions else {}
-        return self._cached(ids_B[:, None], {self._cache_name: cache, **where}, route)
+        return self._forward_cached(ids_B[:, None], {self._cache_name: cache, **where}, route)
 
-    def _cached(self, ids_BT: Tensor, more: dict[str, Any], route: AdapterRoute | None) -> tuple[Tensor, Any]:
+    def _forward_cached(self, ids_BT: Tensor, more: dict[str, Any], route: AdapterRoute | None) -> tuple[Tensor, Any]:
         with self.engine.use_route(route):
             out = self._own_forward(input_ids=ids_BT, use_cache=self.uses_cache, **more)
             self._output_class = type(out)

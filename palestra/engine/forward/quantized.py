@@ -49,7 +49,7 @@ class QuantizedLinear(nn.Linear):
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scales", scales, persistent=True)
 
-    def dequantized(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Returns the weight [out, in] float32."""
         scales: Any = self.scales
         return dequantize(self.weight, scales, (self.out_features, self.in_features), self.kind)
@@ -65,11 +65,11 @@ class _DequantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.dequantized().to(x.dtype))
+        return F.linear(x, layer.dequantize().to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.dequantized().to(grad.dtype), None
+        return grad @ ctx.layer.dequantize().to(grad.dtype), None
 
 
 def quantize(weight: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:

@@ -92,10 +92,10 @@ def expert_weights(logits_NE: Tensor, chosen_NK: Tensor, *, is_normalised: bool)
 def replay_experts(routers: Sequence[Router], current: Callable[[], ReplayedExperts | None]) -> None:
     """Makes the routers use the experts that `current` returns during a pass; None: their own choice."""
     for number, router in enumerate(routers):
-        router.module.register_forward_hook(partial(_replayed, router=router, number=number, current=current))
+        router.module.register_forward_hook(partial(_replay_experts, router=router, number=number, current=current))
 
 
-def _replayed(
+def _replay_experts(
     module: nn.Module,
     inputs: Any,
     output: tuple[Tensor, Tensor, Tensor],

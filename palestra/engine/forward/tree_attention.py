@@ -155,7 +155,7 @@ class TreeLayout:
     def _pad(self, span: KeySpan | None, joins: bool) -> PaddedSegments:
         """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers. `joins`:
         the turns of a conversation are one segment, so that their shared keys are there once."""
-        segments = list(_asking(_joined(self.forest.segments) if joins else self.forest.segments, self._row_S, joins))
+        segments = list(_asking(_join(self.forest.segments) if joins else self.forest.segments, self._row_S, joins))
         parts = list(_similar([segment.within(span) for segment in segments] if span else segments))
         buckets = [_bucket(part, self._row_S, self.device) for part in parts]
         back = np.zeros(self._num_rows, np.int64)
@@ -184,7 +184,7 @@ class TreeLayout:
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
-def _joined(segments: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+def _join(segments: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
     """Returns the segments, with each that continues the whole path of the one before it joined to that one."""
     joined: list[tuple[int, np.ndarray]] = []
     for cut, path in segments:
@@ -242,12 +242,12 @@ def _bucket(part: list[QuerySegment], row_S: np.ndarray, device: torch.device) -
     return Bucket(
         queries=torch.as_tensor(queries.ravel(), device=device),
         keys=torch.as_tensor(keys.ravel(), device=device),
-        mask_N1QK=None if whole else torch.as_tensor(_seen(last, first, nk), device=device)[:, None],
+        mask_N1QK=None if whole else torch.as_tensor(_attention_mask(last, first, nk), device=device)[:, None],
         shape=(n, nq, nk),
     )
 
 
-def _seen(last_NQ: np.ndarray, first_NQ: np.ndarray, keys: int) -> np.ndarray:
+def _attention_mask(last_NQ: np.ndarray, first_NQ: np.ndarray, keys: int) -> np.ndarray:
     """Returns which keys each query attends to, bool [N, Q, K]: those from its first to its last."""
     seen_NQK = np.arange(keys) <= last_NQ[:, :, None]
     return seen_NQK & (np.arange(keys) >= first_NQ[:, :, None]) if first_NQ.any() else seen_NQK

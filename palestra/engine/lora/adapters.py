@@ -159,7 +159,7 @@ class Adapter:
     def snapshot(self, name: str = "", dtype: torch.dtype = torch.float32) -> Snapshot:
         """Returns a frozen copy of the weights in `dtype`."""
         weights = {k: (a.to(dtype), b.to(dtype) * self.scale_of(k)) for k, (a, b) in self.weights.items()}
-        return Snapshot(weights, name, self.extras.folded(dtype, self.scale_of))
+        return Snapshot(weights, name, self.extras.fold_scale(dtype, self.scale_of))
 
 
 def weighted_sum(

@@ -49,7 +49,7 @@ class Extras:
             {name: (of(a), of(b)) for name, (a, b) in self.experts.items()},
         )
 
-    def folded(self, dtype: torch.dtype, scale_of: Callable[[str], float]) -> Extras:
+    def fold_scale(self, dtype: torch.dtype, scale_of: Callable[[str], float]) -> Extras:
         """Returns a frozen copy, with weights of modules and experts in `dtype` and the scale folded into B."""
         copy = self.map(lambda w: w.detach().clone())
         pairs = {name: (a.to(dtype), b.to(dtype) * scale_of(name)) for name, (a, b) in copy.experts.items()}
@@ -177,7 +177,7 @@ def dense_weight(layer: Any) -> Tensor:
     """Returns the weight [out, in] of a linear layer. Raises ValueError for layers with a forward of their own, such as
     quantised ones of other packages."""
     if isinstance(layer, QuantizedLinear):
-        return layer.dequantized()
+        return layer.dequantize()
     if type(layer) not in (nn.Linear, Conv1D):
         raise ValueError(f"DoRA needs the weights of a {type(layer).__name__}: set use_dora: false, or another base")
     weight: Tensor = layer.weight

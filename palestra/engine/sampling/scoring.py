@@ -117,7 +117,7 @@ def _score(engine: Engine, questions: list[ScoreRequest]) -> list[ScoreResult]:
     forests = [build_forest([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]) for block in blocks]
     adapters = [block[0].adapter for block in blocks]
     sizes = [len(forest.ids_S) for forest in forests]
-    hidden_SH = _hidden(engine, concat_forests(forests), _route(engine, adapters, sizes))
+    hidden_SH = _hidden_states(engine, concat_forests(forests), _route(engine, adapters, sizes))
     parts = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
     return [scores for block, forest, part_SH in parts for scores in _read(engine, block, forest, part_SH)]
 
@@ -133,7 +133,7 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
     )
 
 
-def _hidden(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
+def _hidden_states(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
     """Returns the last hidden states [S, H] of a forest."""
     ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
     every = engine.tensor(np.arange(len(forest.ids_S)))

@@ -30,6 +30,7 @@ class SamplingConfig(StrictModel):
 
     An answer ends with the model's end token (unless `stop_at_eos` is false), with one of `stop_token_ids`, with the
     token that completes one of the `stop` strings, or after `max_tokens`. The ending token is part of the answer.
+    `thinking_token_budget` is the policy's to keep, which knows what a thought is; a sampler has no use for it.
     """
 
     max_tokens: int = Field(32, ge=1)
@@ -51,6 +52,11 @@ class SamplingConfig(StrictModel):
     """Records the tokens that top-k and top-p kept, with log-probabilities of the distribution that they leave, and
     trains that distribution too (DeepSeek-V3.2, 2025, "Keep Sampling Mask"). Without it log-probabilities are of all
     tokens, and the policy gradient of truncated samples is biased."""
+
+    thinking_token_budget: int | None = Field(None, ge=1)
+    """Tokens after which an answer that is still a thought is made to end it, with the marks of the chat template, and
+    goes on up to `max_tokens`. These marks are in the answer's tokens and are not trained on. null: thoughts end by
+    themselves, or with the answer."""
 
     @property
     def is_truncated(self) -> bool:
@@ -197,7 +203,7 @@ class StopStringMatcher:
     def append_and_match(self, stops: Sequence[str], tail: deque[int], token: int) -> bool:
         """Appends `token` to `tail`; returns whether the tail's text, without special tokens, contains one of
         `stops`."""
-        if not self._shown(token):
+        if not self._adds_text(token):
             return False
         tail.append(token)
         ids = list(tail)
@@ -209,7 +215,7 @@ class StopStringMatcher:
                 return False
         return False
 
-    def _shown(self, token: int) -> bool:
+    def _adds_text(self, token: int) -> bool:
         """Returns whether a token adds to the text. Decodes it twice in a row, as a decoder may drop the space at the
         start of a text."""
         if token not in self._shows:

@@ -50,6 +50,6 @@ def kept_tokens(samples: Sequence[Sample], device: torch.device | str) -> KeptTo
     none = np.zeros(0, np.int32)
     ids = [sample.sampling_mask.ids if sample.sampling_mask else none for sample in samples]
     counts = [s.sampling_mask.counts if s.sampling_mask else np.zeros(len(s.token_ids), np.int32) for s in samples]
-    count_M = np.concatenate(counts).astype(np.int64)
+    count_M = np.abs(np.concatenate(counts).astype(np.int64))
     parts = np.concatenate(ids).astype(np.int64), np.cumsum(count_M) - count_M, count_M
     return KeptTokens(*(torch.as_tensor(part, device=device) for part in parts))

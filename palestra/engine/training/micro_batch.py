@@ -12,7 +12,7 @@ from torch import Tensor
 
 from palestra.core.losses import LossInputs
 from palestra.core.sample_weights import batch_denominator, trained_weight
-from palestra.core.types import Sample
+from palestra.core.types import Sample, is_sampled
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.linear import padded_rows
 from palestra.engine.forward.routing_replay import packed_experts
@@ -176,7 +176,7 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
         old_logp_M,
         given("reference_logprobs"),
         joined("advantages"),
-        tensor(_spread(pack.token_weights, samples)),
+        tensor(_spread(pack.token_weights, samples) * np.concatenate([is_sampled(s) for s in samples])),
         tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
         tensor(np.repeat(_numbers(samples), lengths), torch.long),
         value_M,

@@ -60,8 +60,8 @@ class AssertionRunner:
         names: dict[str, object] = {"__name__": "tests"}
         try:
             exec(compile(self.preamble, "given.py", "exec"), names)
-            names |= {self.entry: self._call, "_waiting": lambda: self.is_waiting, "_ordered": _ordered}
-            exec(compile(_rewritten(test), "test.py", "exec"), names)
+            names |= {self.entry: self._call, "_waiting": lambda: self.is_waiting, "_check_not_nan": _check_not_nan}
+            exec(compile(_rewrite_test(test), "test.py", "exec"), names)
         except BaseException as error:  # any exception of a test is its result
             return ("waiting", "") if self.is_waiting else ("error", error_text(error))
         return ("waiting" if self.is_waiting else "ok"), ""
@@ -74,7 +74,7 @@ class AssertionRunner:
         returned, text = self.known_calls[call]
         if not returned:
             raise _failure(text)
-        return _decoded(text)
+        return _decode_value(text)
 
 
 def _failure(text: str) -> Exception:
@@ -99,8 +99,8 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.Compare:
         self.generic_visit(node)
         if any(isinstance(sign, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for sign in node.ops):
-            node.left = _call_of("_ordered", node.left)
-            node.comparators = [_call_of("_ordered", value) for value in node.comparators]
+            node.left = _call_of("_check_not_nan", node.left)
+            node.comparators = [_call_of("_check_not_nan", value) for value in node.comparators]
         return node
 
 
@@ -108,39 +108,39 @@ def _call_of(name: str, argument: ast.expr) -> ast.expr:
     return ast.Call(ast.Name(name, ast.Load()), [argument], [])
 
 
-def _ordered(value: Any) -> Any:
+def _check_not_nan(value: Any) -> Any:
     """Returns the value. Raises AssertionError if it is NaN or a sequence that holds NaN."""
     if isinstance(value, list | tuple):
         for item in value:
-            _ordered(item)
+            _check_not_nan(item)
     elif isinstance(value, float) and math.isnan(value):
         raise AssertionError("NaN is neither less nor greater than a number")
     return value
 
 
-def _rewritten(test: str) -> Any:
+def _rewrite_test(test: str) -> Any:
     return ast.fix_missing_locations(_Rewriter().visit(ast.parse(test)))
 
 
 def _plain(value: object) -> Any:
     """Returns a copy that holds only Python's own types, so that its `repr` can be evaluated."""
-    return _decoded(encode_value(value))
+    return _decode_value(encode_value(value))
 
 
-def _decoded(text: str) -> Any:
+def _decode_value(text: str) -> Any:
     """Returns the value that `encode_value` wrote. The text may come from the program itself and is not trusted."""
-    return _built(json.loads(text))
+    return _build_value(json.loads(text))
 
 
-def _built(tree: Any) -> Any:
+def _build_value(tree: Any) -> Any:
     return DECODERS[tree[0]](*tree[1:]) if isinstance(tree, list) else tree
 
 
 DECODERS: dict[str, Callable[..., Any]] = {
-    "list": lambda *items: [_built(item) for item in items],
-    "tuple": lambda *items: tuple(_built(item) for item in items),
-    "set": lambda *items: {_built(item) for item in items},
-    "dict": lambda *pairs: {_built(key): _built(item) for key, item in pairs},
+    "list": lambda *items: [_build_value(item) for item in items],
+    "tuple": lambda *items: tuple(_build_value(item) for item in items),
+    "set": lambda *items: {_build_value(item) for item in items},
+    "dict": lambda *pairs: {_build_value(key): _build_value(item) for key, item in pairs},
     "bytes": bytes.fromhex,
     "complex": complex,
     "object": OpaqueValue,

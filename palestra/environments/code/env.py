@@ -104,7 +104,7 @@ class CoderTester(Env):
         )
         self.limits = ResourceLimits(wall=time_limit_s, cpu=time_limit_s, memory=memory_mib * MIB, disk=64 * MIB)
         self.test_runner = _lab(unsafe)
-        self._problems = () if source == SYNTHETIC_SOURCE else _chosen(source, split, tuple(self.difficulties))
+        self._problems = () if source == SYNTHETIC_SOURCE else _load_problems(source, split, tuple(self.difficulties))
         self.roles = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
@@ -138,7 +138,7 @@ class CoderTester(Env):
         return Step(
             {} if self._over else self._observations(),
             rewards=total_rewards(terms),
-            team_reward=self._shared(before, now),
+            team_reward=self._team_reward(before, now),
             truncated=self._over and not now.agreed and not success,
             info={
                 "success": success,
@@ -154,14 +154,14 @@ class CoderTester(Env):
         """Returns the reference solution, or a test that it passes. Raises ValueError if the problem has none."""
         fenced, problem = self.rendering == "full", self.problem
         if seat == "tester":
-            return write_test(self._known(rng), problem, fenced=fenced)
+            return write_test(self._correct_test(rng), problem, fenced=fenced)
         if problem.reference is None:
             raise ValueError(f'problem "{problem.id}" has no reference solution, so it has no expert')
         if problem.kind == "expression" and fenced:
             return f"#### {problem.reference}"
         return write_program(problem.reference, fenced=fenced)
 
-    def _known(self, rng: random.Random) -> ProgramTest:
+    def _correct_test(self, rng: random.Random) -> ProgramTest:
         """Returns a test with its correct expected value."""
         if self.drill:
             xs = [rng.randrange(10) for _ in range(rng.randint(2, 3))]
@@ -180,7 +180,7 @@ class CoderTester(Env):
         """Returns the result of one turn of coder and tester."""
         copied = test is not None and is_test_shown(self.problem, test)
         own = None if copied else test
-        (hidden, own_report), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
+        (hidden, own_report), right = await asyncio.gather(self._run_tests(source, test), self._by_reference(own))
         share, worth = self._marks(source, hidden)
         trial = own_report.results[-1] if own_report and own_report.results else None
         agreed = bool(test and trial and trial.passed)
@@ -191,7 +191,7 @@ class CoderTester(Env):
         flaw = hidden.compile_error if hidden else None
         return TurnResult(share, worth, tester, agreed, CodeTurn(source, test, trial, flaw, copied))
 
-    async def _tried(
+    async def _run_tests(
         self, source: str | None, test: ProgramTest | None
     ) -> tuple[ProgramTestResults | None, ProgramTestResults | None]:
         """Returns the results on the hidden tests, and on the tester's test (last entry of the second).
@@ -199,7 +199,7 @@ class CoderTester(Env):
         The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
         together.
         """
-        hidden, own = self._hidden(), (test,) if test else ()
+        hidden, own = self._hidden_tests(), (test,) if test else ()
         if self.problem.kind == "expression":
             tried = await self._on(source, (*hidden, *own))
             return tried, tried if own else None
@@ -209,7 +209,7 @@ class CoderTester(Env):
     async def _alone(self, source: str | None) -> TurnResult:
         """Returns the result of one turn of a coder alone, which is tested on the examples."""
         examples = self.problem.examples
-        hidden, shown = await asyncio.gather(self._on(source, self._hidden()), self._on(source, examples))
+        hidden, shown = await asyncio.gather(self._on(source, self._hidden_tests()), self._on(source, examples))
         share, worth = self._marks(source, hidden)
         trials = shown.results if shown else ()
         failed = [(case, trial) for case, trial in zip(examples, trials, strict=False) if not trial.passed]
@@ -219,7 +219,7 @@ class CoderTester(Env):
             share, worth, {}, agreed, CodeTurn(source, case, trial, hidden.compile_error if hidden else None)
         )
 
-    def _hidden(self) -> tuple[ProgramTest, ...]:
+    def _hidden_tests(self) -> tuple[ProgramTest, ...]:
         return self.problem.tests[: self.tests]
 
     async def _on(self, source: str | None, cases: tuple[ProgramTest, ...]) -> ProgramTestResults | None:
@@ -244,7 +244,7 @@ class CoderTester(Env):
         if source is None or hidden is None or hidden.compile_error is not None:
             return 0.0, {FORM_TERM: -NO_COMPILE_PENALTY - NO_RUN_PENALTY, "passed": 0.0}
         passed = [
-            trial.passed for trial in hidden.results[: len(self._hidden())]
+            trial.passed for trial in hidden.results[: len(self._hidden_tests())]
         ]  # for expressions the tester's result follows the hidden ones
         share = sum(passed) / len(passed)
         form = 0.0 if hidden.results[0].completed else -NO_RUN_PENALTY
@@ -257,7 +257,7 @@ class CoderTester(Env):
             return terms_gained(now.coder_score, before.coder_score)
         return terms_gained(now.tester_score, before.tester_score)
 
-    def _shared(self, before: TurnResult, now: TurnResult) -> float:
+    def _team_reward(self, before: TurnResult, now: TurnResult) -> float:
         if self.reward == "outcome":
             return SOLVED_REWARD * (self._over and now.pass_rate == 1.0)
         return now.pass_rate - before.pass_rate
@@ -287,7 +287,7 @@ def _grades(wanted: list[int] | None, default: tuple[int, ...]) -> list[int]:
 
 
 @cache
-def _chosen(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
+def _load_problems(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
     """Returns the problems of a source in a split. Raises ValueError if the file does not exist or has none."""
     path = BUILT_IN_PROGRAMS if source == "own" else Path(source)
     if not path.exists():
@@ -346,10 +346,10 @@ def _tree(arguments: str) -> Any:
 @lru_cache(maxsize=256)
 def _calls(question: str, entry: str) -> tuple[Any, ...]:
     """Returns the arguments of all calls of `entry` with literal values in the question."""
-    return tuple(_found(question, entry)) if entry else ()
+    return tuple(_find_call_arguments(question, entry)) if entry else ()
 
 
-def _found(question: str, entry: str) -> Iterator[Any]:
+def _find_call_arguments(question: str, entry: str) -> Iterator[Any]:
     for call in re.finditer(rf"\b{re.escape(entry)}\s*\(", question):
         rest = question[call.end() : call.end() + 1000]
         for end in [match.start() for match in re.finditer(r"\)", rest)][:MAX_CLOSING_BRACKETS]:

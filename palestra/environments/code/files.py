@@ -157,7 +157,7 @@ def _imports(code: str) -> str:
 def _apps(row: Row) -> ProgramProblem:
     tests = json.loads(row["input_output"])
     entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
-    outputs = _unwrapped(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
+    outputs = _unwrap_values(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
     pairs = zip(tests["inputs"], outputs, strict=True)
     cases = tuple(_call(given, output) if entry else ProgramTest(_lines(given), output) for given, output in pairs)
     solutions = json.loads(row.get("solutions") or "[]")
@@ -187,7 +187,7 @@ def _code_contests(row: Row) -> ProgramProblem:
 
 def _live_code_bench(row: Row) -> ProgramProblem:
     public = json.loads(row["public_test_cases"])
-    hidden = _unpacked(row["private_test_cases"])
+    hidden = _unpack_hidden_tests(row["private_test_cases"])
     entry = json.loads(row.get("metadata") or "{}").get("func_name") or ""
     functional = bool(public or hidden) and (public or hidden)[0]["testtype"] == "functional"
 
@@ -248,7 +248,7 @@ def _call(arguments: Sequence[Any], value: Any) -> ProgramTest:
     return ProgramTest(repr(tuple(arguments)), repr(value))
 
 
-def _unwrapped(values: Sequence[Any]) -> list[Any]:
+def _unwrap_values(values: Sequence[Any]) -> list[Any]:
     """Returns the values of a function: APPS wraps those of most problems in lists of one, all of a problem or none."""
     wrapped = all(isinstance(value, list) and len(value) == 1 for value in values)
     return [value[0] for value in values] if wrapped else list(values)
@@ -272,13 +272,13 @@ def _compiling(solutions: Sequence[str]) -> Iterator[str]:
         yield source
 
 
-def _unpacked(text: str) -> list[Any]:
+def _unpack_hidden_tests(text: str) -> list[Any]:
     """Returns LiveCodeBench's hidden tests: JSON, or base64-encoded, compressed, pickled JSON.
 
     Raises ValueError if they cannot be unpacked or exceed `MAX_UNPACKED_BYTES` bytes.
     """
     if not text or text.lstrip().startswith("["):
-        return _listed(text or "[]")
+        return _parse_list(text or "[]")
     try:
         unpack = zlib.decompressobj()
         data = unpack.decompress(base64.b64decode(text), MAX_UNPACKED_BYTES)
@@ -287,7 +287,7 @@ def _unpacked(text: str) -> list[Any]:
         plain = _pickled_text(data)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"private_test_cases cannot be unpacked: {error}") from error
-    return _listed(plain)
+    return _parse_list(plain)
 
 
 def _pickled_text(data: bytes) -> str:
@@ -303,7 +303,7 @@ def _pickled_text(data: bytes) -> str:
     return text
 
 
-def _listed(text: str) -> list[Any]:
+def _parse_list(text: str) -> list[Any]:
     """Returns the list in a JSON text. Raises ValueError for anything else."""
     try:
         found = json.loads(text)
@@ -330,7 +330,7 @@ def parse_asserts(
     """
     names = {entry, alias}
     check_names(f"{given}\n{asserts}", names)
-    nodes = [node for node in ast.parse(asserts).body if isinstance(node, ast.Assert) and names & _used(node)]
+    nodes = [node for node in ast.parse(asserts).body if isinstance(node, ast.Assert) and names & _used_names(node)]
     calls = [_parsed_call(node.test, names) for node in nodes]
     if all(calls):
         return "function", tuple(call for call in calls if call)
@@ -343,12 +343,12 @@ def check_names(source: str, known: Set[str | None]) -> None:
     `known`."""
     tree = ast.parse(source)
     defined = _defined_names(tree) | known
-    unknown = {str(name) for name in _used(tree) - defined if not hasattr(builtins, str(name))}
+    unknown = {str(name) for name in _used_names(tree) - defined if not hasattr(builtins, str(name))}
     if unknown and "*" not in defined:  # `from math import *` defines unknown names
         raise InseparableTestsError(f"its tests use {', '.join(sorted(unknown))}, which only the program defines")
 
 
-def _used(tree: ast.AST) -> set[str | None]:
+def _used_names(tree: ast.AST) -> set[str | None]:
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
     return {node.id for node in names if isinstance(node.ctx, ast.Load)}
 

@@ -63,7 +63,7 @@ def _one(name: str, kind: str, entry: str, before: object, code: object, given: 
         sys.modules[module.__name__] = module
         exec(before, module.__dict__)  # type: ignore[arg-type]
         exec(code, module.__dict__)  # type: ignore[arg-type]
-        _end(name, kind, "" if kind == "stdin" else _returned(_entry(module.__dict__, entry), kind, given))
+        _end(name, kind, "" if kind == "stdin" else _encode_result(_entry(module.__dict__, entry), kind, given))
     except SystemExit as stop:
         if stop.code in (None, 0) and kind == "stdin":
             _end(name, kind, "")
@@ -82,7 +82,7 @@ def _end(name: str, kind: str, answer: str) -> None:
     os._exit(0)
 
 
-def _returned(function: "Callable[..., object]", kind: str, given: str) -> str:
+def _encode_result(function: "Callable[..., object]", kind: str, given: str) -> str:
     """Returns the encoded result of a call. `given` is an argument tuple, or for an assertion's call a tuple and a
     dict of keyword arguments. An assertion may test the truth of an object that is no plain value, so its truth value
     is kept.

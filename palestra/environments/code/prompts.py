@@ -121,13 +121,13 @@ def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Sea
         )
     else:
         test = "An example that it fails" if alone else "Your test" if seat == "tester" else "The tester's test"
-        lines.append(f"{test}: {_asked(turn.test, problem)}")
+        lines.append(f"{test}: {_describe_case(turn.test, problem)}")
         if turn.is_copied and seat == "tester":
             lines.append("The question shows this input, so the test earns nothing.")
     return "\n".join([*lines, _outcome(turn, problem)]).strip()
 
 
-def _asked(case: ProgramTest, problem: ProgramProblem) -> str:
+def _describe_case(case: ProgramTest, problem: ProgramProblem) -> str:
     if problem.kind == "stdin":
         given, expected = _clip(case.input_text.rstrip()), _clip(case.expected_output.rstrip())
         return f"the input\n```\n{given}\n```\nshould give\n```\n{expected}\n```"

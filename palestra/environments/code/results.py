@@ -111,12 +111,12 @@ def _same_parts(kind: str, wanted: list[Any], other: Any, got: list[Any], exact:
     if kind == "dict":
         return all(
             one == two and _same(value, actual, exact)
-            for (one, value), (two, actual) in zip(_sorted(wanted), _sorted(got), strict=True)
+            for (one, value), (two, actual) in zip(_sort_by_key(wanted), _sort_by_key(got), strict=True)
         )
     return all(_same(one, two, exact) for one, two in zip(wanted, got, strict=True))
 
 
-def _sorted(pairs: list[Any]) -> list[tuple[str, Any]]:
+def _sort_by_key(pairs: list[Any]) -> list[tuple[str, Any]]:
     return sorted(((canonical_text(key), value) for key, value in pairs), key=lambda pair: pair[0])
 
 
@@ -137,22 +137,22 @@ def canonical_text(tree: Any) -> str:
 def to_python_text(tree: Any) -> str:
     """Returns an encoded value in Python notation; "no plain value" if it is not an encoding."""
     try:
-        return _written(tree)
+        return _write_literal(tree)
     except (KeyError, TypeError, ValueError, RecursionError):
         return "no plain value"
 
 
-def _written(tree: Any) -> str:
+def _write_literal(tree: Any) -> str:
     if not isinstance(tree, list):
         return repr(tree)
     kind, *items = tree or [""]
     if kind == "dict":
-        return f"{{{', '.join(f'{_written(key)}: {_written(value)}' for key, value in items)}}}"
+        return f"{{{', '.join(f'{_write_literal(key)}: {_write_literal(value)}' for key, value in items)}}}"
     if kind == "bytes":
         return repr(bytes.fromhex(*items))
     if kind == "complex":
         return repr(complex(*items))
-    inner = ", ".join(map(_written, items))
+    inner = ", ".join(map(_write_literal, items))
     return {
         "list": f"[{inner}]",
         "tuple": f"({inner},)" if len(items) == 1 else f"({inner})",

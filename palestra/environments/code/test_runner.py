@@ -142,7 +142,7 @@ class ProgramTestRunner:
         }
         outcome = await self._run_harness(code, tuple(case.input_text for case in cases), limits, most)
         return await asyncio.to_thread(
-            _judged, outcome, code, cases, most
+            _build_results, outcome, code, cases, most
         )  # comparing hundreds of long texts would block the event loop
 
     async def _run_harness(
@@ -216,7 +216,7 @@ def _program(*modules: str) -> str:
     """Returns a program that runs `main` of the last of these modules, compiled once for all runs (the sandbox runs
     the same Python). The modules can import each other, and nothing else of palestra.
     """
-    codes = [(f"{__package__}.{name}", _compiled(name)) for name in modules]
+    codes = [(f"{__package__}.{name}", _compile_module(name)) for name in modules]
     return f"""import marshal, sys
 for name, code in marshal.loads({marshal.dumps(codes)!r}):
     module = sys.modules[name] = type(sys)(name)
@@ -224,7 +224,7 @@ for name, code in marshal.loads({marshal.dumps(codes)!r}):
 module.main()"""
 
 
-def _compiled(name: str) -> object:
+def _compile_module(name: str) -> object:
     path = Path(__file__).with_name(f"{name}.py")
     return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
@@ -232,7 +232,7 @@ def _compiled(name: str) -> object:
 # ---- reading results, which are untrusted: the program may have written them itself
 
 
-def _judged(
+def _build_results(
     outcome: RunResult, code: ProgramSpec, cases: tuple[ProgramTest, ...], most: Mapping[str, int]
 ) -> ProgramTestResults:
     built = _status(outcome, "built")

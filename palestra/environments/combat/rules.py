@@ -56,7 +56,7 @@ class CombatArrays(NamedTuple):
 
 
 @jit
-def _squared(units: np.ndarray, b: int, u: int, v: int) -> float:
+def _squared_distance(units: np.ndarray, b: int, u: int, v: int) -> float:
     """Returns the squared distance of units u and v."""
     x, y = units[b, u, X] - units[b, v, X], units[b, u, Y] - units[b, v, Y]
     return x * x + y * y
@@ -64,7 +64,7 @@ def _squared(units: np.ndarray, b: int, u: int, v: int) -> float:
 
 @jit
 def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
-    return math.sqrt(_squared(units, b, u, v))
+    return math.sqrt(_squared_distance(units, b, u, v))
 
 
 @jit
@@ -101,7 +101,7 @@ def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
     action_mask[b, n, EAST], action_mask[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
     allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
-        near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
+        near = _squared_distance(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
         action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
     if has_cone:
         _mask_outside_cone(action_mask, units, b, n, facing)
@@ -218,7 +218,7 @@ def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
     """Returns the living unit in start..stop-1 that is nearest to u; -1 if none is alive."""
     nearest, least = -1, np.inf
     for v in range(start, stop):
-        far = _squared(units, b, u, v)
+        far = _squared_distance(units, b, u, v)
         if far < least and units[b, v, HEALTH] > 0:
             nearest, least = v, far
     return nearest

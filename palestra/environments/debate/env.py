@@ -104,7 +104,7 @@ class Debate(Env):
         if self._over or actions.keys() != set(acting):
             raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
         if acting == ("judge",):
-            return self._ruled(actions["judge"])
+            return self._end_by_judge(actions["judge"])
         current = self._round()
         heard = tuple(s.argument for s in self.speeches)
         for side in SIDES:
@@ -160,7 +160,7 @@ class Debate(Env):
     # ---- rewards
 
     async def _step_after(self, new: tuple[Speech, ...], current: int) -> Step:
-        terms = self._earned(new)
+        terms = self._dense_terms(new)
         info: dict[str, Any] = {
             "round": current,
             "invalid": {s.side: not s.argument.is_readable for s in new},
@@ -176,7 +176,7 @@ class Debate(Env):
             verdict = self._by_rules()
         return self._end(verdict, terms, info)
 
-    def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
+    def _dense_terms(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
         """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
         terms: dict[Seat, Terms] = {side: {} for side in SIDES}
         for speech in new if self.reward == "dense" else ():
@@ -203,7 +203,7 @@ class Debate(Env):
             return {}
         return {"honesty": HONESTY_REWARD * parts.honesty, "evidence": EVIDENCE_REWARD * parts.evidence}
 
-    def _ruled(self, answer: Any) -> Step:
+    def _end_by_judge(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
         found = read_verdict(answer)
         scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
@@ -267,12 +267,12 @@ def write_argument(
     The side's facts are split over its rounds; the last ones are dropped if the answer exceeds `max_words` words.
     """
     own = [a for a in history if a.side == side]
-    reply = _unanswered(own, [a for a in history if a.side != side])
+    reply = _find_unanswered_point(own, [a for a in history if a.side != side])
     facts = _turn(topic.facts_of(side), len(own), rounds)
     shown = {number for a in own for number in a.supporting_ids}
     wordless = all(fact.text == fact.id for fact in topic.facts)
     while True:
-        text = _drilled(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
+        text = _as_ids(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
         if len(text.split()) <= max_words or len(facts) <= 1:
             return text
         facts = facts[:-1]
@@ -285,7 +285,7 @@ def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
     return fresh or [*facts[start:], *facts[:start]][:2]
 
 
-def _unanswered(own: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
+def _find_unanswered_point(own: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
     """Returns the first unanswered point of the other side, facts before other points; None without one."""
     points = [point for a in others for point in a.points]
     still = [point for point in points if not any(a.addresses(point) for a in own)]
@@ -293,7 +293,7 @@ def _unanswered(own: Sequence[Argument], others: Sequence[Argument]) -> Point | 
     return next(iter([*facts, *still]), None)
 
 
-def _drilled(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side) -> str:
+def _as_ids(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side) -> str:
     claim, *reasons = [fact.id for fact in facts] if len(facts) > 1 else [STANCES[side], facts[0].id]
     against = f" against {reply.id}" if reply and reply.id else ""
     return f"claim {claim} because {' '.join(reasons)}{against} so {STANCES[truth]}"

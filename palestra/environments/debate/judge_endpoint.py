@@ -121,13 +121,13 @@ def read_scores(reply: str) -> ScorePair | None:
     named = {"A": (1.0, 0.0), "B": (0.0, 1.0), "draw": (0.5, 0.5)}.get(str(found.get("winner")))
     if "scores" not in found:
         return named
-    scores = _scored(found["scores"])
+    scores = _parse_scores(found["scores"])
     if scores and "winner" in found and (not named or _order(named) != _order(scores)):
         return None
     return scores
 
 
-def _scored(scores: Any) -> ScorePair | None:
+def _parse_scores(scores: Any) -> ScorePair | None:
     if not isinstance(scores, dict) or scores.keys() != {"A", "B"}:
         return None
     numbers = [scores["A"], scores["B"]]

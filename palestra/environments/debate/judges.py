@@ -148,9 +148,9 @@ class RuleJudge:
     def verdict(self, speeches: Sequence[Speech]) -> DebateVerdict:
         """Returns the winner by concession or by score, and the total scores."""
         totals = {side: total_score(speeches, side).worth for side in SIDES}
-        return DebateVerdict(self._conceded(speeches) or winner_by_score(totals), totals)
+        return DebateVerdict(self._winner_by_concession(speeches) or winner_by_score(totals), totals)
 
-    def _conceded(self, speeches: Sequence[Speech]) -> Side | None:
+    def _winner_by_concession(self, speeches: Sequence[Speech]) -> Side | None:
         """Returns the side that the other conceded to in its last conclusion; None in competitions or if both did."""
         if self.mode == "competitive":
             return None

@@ -106,10 +106,10 @@ def full_judge_observation(topic: Topic, speeches: Sequence[Speech]) -> str:
 
 def _transcript(speeches: Sequence[Speech]) -> str:
     """Returns the transcript; every line of a speech is prefixed, so no speech can imitate another speaker."""
-    return "\n\n".join(f"{s.side}, round {s.round}:\n{_marked(s.argument.text or '(nothing)')}" for s in speeches)
+    return "\n\n".join(f"{s.side}, round {s.round}:\n{_quote_lines(s.argument.text or '(nothing)')}" for s in speeches)
 
 
-def _marked(text: str) -> str:
+def _quote_lines(text: str) -> str:
     return "\n".join(f"> {line}" for line in text.splitlines())
 
 

@@ -91,10 +91,10 @@ def _read(path: Path) -> list[TopicEntry]:
     lines = [(i, text) for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.strip()]
     if not lines:
         raise ValueError(f"{path} holds no topics: give one JSON object a line, with topic, pro and con")
-    return [_parsed(path, number, text) for number, text in lines]
+    return [_parse_topic(path, number, text) for number, text in lines]
 
 
-def _parsed(path: Path, number: int, text: str) -> TopicEntry:
+def _parse_topic(path: Path, number: int, text: str) -> TopicEntry:
     try:
         return TopicEntry.model_validate_json(text)
     except ValidationError as error:

@@ -101,10 +101,10 @@ def relations_equal(one: tuple[str, str, PlainNumber], other: tuple[str, str, Pl
 
 def answers_equal_text(one: str, other: str) -> bool:
     """True if two answers are the same text, apart from surrounding markup and spaces beside operators."""
-    return _spaced(one) == _spaced(other)
+    return _normalise_spaces(one) == _normalise_spaces(other)
 
 
-def _spaced(text: str) -> str:
+def _normalise_spaces(text: str) -> str:
     """Returns an answer with single spaces, and none where they separate nothing: `1 2` and `2 1/3` keep theirs, as
     does `1, 234`."""
     text = " ".join(strip_markup(text).split())

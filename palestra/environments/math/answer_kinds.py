@@ -27,7 +27,7 @@ def kinds_equal(answer: str, gold: str) -> bool | None:
     """Returns whether two answers of such a kind are equal; None if the right answer is of another."""
     answer, gold = _plain(answer), _plain(gold)
     if _BASED.fullmatch(gold):
-        return _based(answer) == _based(gold)
+        return _parse_based_number(answer) == _parse_based_number(gold)
     if _COLON.fullmatch(gold):
         return _colons_equal(answer, gold)
     if is_words(gold):
@@ -63,7 +63,7 @@ def _plain(text: str) -> str:
     return " ".join(normalize_latex(_STYLED.sub(r"\1", text)).strip(" .").split())
 
 
-def _based(text: str) -> tuple[str, str] | None:
+def _parse_based_number(text: str) -> tuple[str, str] | None:
     for name, number in _BASE_NAMES.items():
         text = text.replace(f"_{{{name}}}", f"_{number}")
     found = _BASED.fullmatch(text.replace(" ", ""))

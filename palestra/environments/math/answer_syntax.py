@@ -161,7 +161,7 @@ class _Reader:
         return self.chain("terms", "+-", self.product)
 
     def product(self) -> Formula:
-        return self.chain("factors", "*/", self.signed)
+        return self.chain("factors", "*/", self.signed_power)
 
     def chain(self, kind: str, signs: str, part: Callable[[], Formula]) -> Formula:
         first = part()
@@ -170,11 +170,11 @@ class _Reader:
             chained.append([self.take(), part()])
         return chained if len(chained) > 2 else first
 
-    def signed(self) -> Formula:
+    def signed_power(self) -> Formula:
         if self.next not in ("+", "-"):
             return self.power()
         sign = self.take()
-        inner: Formula = self.inside(self.signed)
+        inner: Formula = self.inside(self.signed_power)
         return ["negative", inner] if sign == "-" else inner
 
     def power(self) -> Formula:
@@ -182,22 +182,22 @@ class _Reader:
         if self.next != "**":
             return base
         self.take()
-        return ["**", base, self.inside(self.signed)]
+        return ["**", base, self.inside(self.signed_power)]
 
     def atom(self) -> Formula:
         token = self.take()
         if token == "(":
-            return self.bracketed()
+            return self.bracketed_sum()
         if token[:1].isdigit():
             return ["number", token]
         if token in FUNCTIONS:
             self.expect("(")
-            return [token, self.bracketed()]
+            return [token, self.bracketed_sum()]
         if token in VARIABLE_NAMES:
             return ["name", token]
         raise _ParseError
 
-    def bracketed(self) -> Formula:
+    def bracketed_sum(self) -> Formula:
         inner: Formula = self.inside(self.sum)
         self.expect(")")
         return inner
@@ -216,12 +216,12 @@ def _exact(formula: Formula) -> Fraction:
     if kind == "negative":
         return -_exact(parts[0])
     if kind == "**":
-        return _bounded(_power(*map(_exact, parts)))
+        return _check_bits(_power(*map(_exact, parts)))
     if kind not in ("terms", "factors"):
         raise _ParseError
     value = Fraction(kind == "factors")
     for sign, part in parts:
-        value = _bounded(_EXACT[sign](value, _exact(part)))
+        value = _check_bits(_EXACT[sign](value, _exact(part)))
     return value
 
 
@@ -231,7 +231,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_bits(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise _ParseError
     return value

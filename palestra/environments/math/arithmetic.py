@@ -57,7 +57,7 @@ def _tree(rng: random.Random, difficulty: int) -> ExpressionTree:
         return _pair(rng)
     if difficulty == 2:
         return _triple(rng)
-    return _grown(rng, rng.choice(OPERAND_COUNTS[difficulty]), difficulty)
+    return _grow_tree(rng, rng.choice(OPERAND_COUNTS[difficulty]), difficulty)
 
 
 def _pair(rng: random.Random) -> ExpressionTree:
@@ -77,14 +77,14 @@ def _triple(rng: random.Random) -> ExpressionTree:
     return (one, single, product) if rng.random() < 0.5 else (one, product, single)
 
 
-def _grown(rng: random.Random, operands: int, difficulty: int) -> ExpressionTree:
+def _grow_tree(rng: random.Random, operands: int, difficulty: int) -> ExpressionTree:
     """Returns a tree of `operands` numbers, split at random; a pair may be a division, a single number a power."""
     if operands == 1:
         return _operand(rng, difficulty)
     if operands == 2 and rng.random() < 0.3:
         return _division(rng, difficulty)
     left = rng.randint(1, operands - 1)
-    return rng.choice("+-*"), _grown(rng, left, difficulty), _grown(rng, operands - left, difficulty)
+    return rng.choice("+-*"), _grow_tree(rng, left, difficulty), _grow_tree(rng, operands - left, difficulty)
 
 
 def _operand(rng: random.Random, difficulty: int) -> ExpressionTree:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from palestra.core.types import Seat, Step
 from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
 from palestra.environments.math.expressions import evaluate
-from palestra.environments.math.grader_client import MATH_GRADER
+from palestra.environments.math.grader_client import require_package
 from palestra.environments.math.grading import INCORRECT, AnswerGrade, grade_answer, grade_directly
 from palestra.environments.math.problem import Problem, ProblemKind
 from palestra.environments.math.problem_source import ProblemSource
@@ -79,7 +79,7 @@ class Math(Env):
         self.source = ProblemSource(kinds, difficulty, path, columns, reasoning, split)
         self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)
         if reasoning is None and not (self.source.is_generated and self.is_compact):
-            MATH_GRADER.require_package()
+            require_package("math")
         self.sandbox = open_sandbox(unsafe) if "tool" in self.seats else None
         self._over = True
 
@@ -100,8 +100,8 @@ class Math(Env):
             raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
         replies = await asyncio.gather(*(self._reply(seat, str(actions[seat])) for seat in self.seats))
         turn = dict(zip(self.seats, replies, strict=True))
-        agreed = await self._agreed(turn)
-        terms = {seat: self._earned(seat, turn) for seat in self.seats}
+        agreed = await self._answers_agree(turn)
+        terms = {seat: self._dense_terms(seat, turn) for seat in self.seats}
         self.history += (turn,)
         self._over = agreed or len(self.history) >= self.turns
         success = self._over and turn["reasoner"].verdict.is_correct
@@ -138,16 +138,16 @@ class Math(Env):
     async def _reply(self, seat: Seat, text: str) -> Reply:
         if seat == "tool":
             return await self._ran(extract_program(text))
-        answer = self._found(text, bare=self.is_compact)
-        return Reply(text, answer, await self._judged(answer))
+        answer = self._find_answer(text, bare=self.is_compact)
+        return Reply(text, answer, await self._grade_answer(answer))
 
     async def _ran(self, program: str) -> Reply:
         assert self.sandbox
         printed = await run_program(program, self.sandbox, self.tool_seconds)
-        answer = None if printed.error else self._found(printed.text, bare=True, last=True)
-        return Reply(program, answer, await self._judged(answer), printed.error)
+        answer = None if printed.error else self._find_answer(printed.text, bare=True, last=True)
+        return Reply(program, answer, await self._grade_answer(answer), printed.error)
 
-    def _found(self, text: str, *, bare: bool, last: bool = False) -> str | None:
+    def _find_answer(self, text: str, *, bare: bool, last: bool = False) -> str | None:
         """Returns the answer in a text, or in its last line; None if there is none.
 
         In the compact rendering, answers to generated problems must be a number or a relation and nothing else.
@@ -164,13 +164,13 @@ class Math(Env):
             return None
         return answer
 
-    async def _judged(self, answer: str | None) -> AnswerGrade:
+    async def _grade_answer(self, answer: str | None) -> AnswerGrade:
         problem = self.problem
         if problem.reasoning_entry:
             return await grade_reasoning(answer, problem, self.judge_seconds)
         return await grade_answer(answer, problem.answer, question=problem.question, cpu_limit_s=self.judge_seconds)
 
-    async def _agreed(self, turn: MathTurn) -> bool:
+    async def _answers_agree(self, turn: MathTurn) -> bool:
         """True if both seats' answers agree, or a lone seat's last two. The correct answer is not used."""
         if len(self.seats) == 1 and not self.history:
             return False
@@ -184,7 +184,7 @@ class Math(Env):
 
     # ---- rewards and observations
 
-    def _earned(self, seat: Seat, turn: MathTurn) -> Terms:
+    def _dense_terms(self, seat: Seat, turn: MathTurn) -> Terms:
         if self.reward == "outcome":
             return {}
         before = _local_terms(seat, self.history[-1][seat]) if self.history else {}
@@ -300,10 +300,10 @@ def _brief(reply: Reply) -> str:
 
 
 def _full(turn: MathTurn, seat: Seat) -> str:
-    return "\n".join(_quoted(who, reply, who == seat) for who, reply in turn.items())
+    return "\n".join(_quote_reply(who, reply, who == seat) for who, reply in turn.items())
 
 
-def _quoted(who: Seat, reply: Reply, own: bool) -> str:
+def _quote_reply(who: Seat, reply: Reply, own: bool) -> str:
     if who == "tool":
         came = f"It failed: {reply.error}" if reply.error else f"It printed: {reply.answer or 'no answer'}"
         whose = "Your" if own else "The tool user's"

@@ -27,9 +27,9 @@ def equation_problem(rng: random.Random, difficulty: int) -> Problem:
         return _fractions(rng, letter)
     left, right = _sides(rng, difficulty, whole=difficulty < 4)
     sides = [left, right] if rng.random() < 0.7 else [right, left]
-    text = " = ".join(_written(side, letter) for side in sides)
-    key = " = ".join(sorted(_written(side, "x") for side in sides))
-    return _solved(text, letter, _line(left), _line(right), f"equation {key}")
+    text = " = ".join(_write_side(side, letter) for side in sides)
+    key = " = ".join(sorted(_write_side(side, "x") for side in sides))
+    return _build_problem(text, letter, _line(left), _line(right), f"equation {key}")
 
 
 def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
@@ -42,10 +42,10 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
     if difficulty == 5:
         return _between(rng, letter)
     left, right = _sides(rng, difficulty, whole=difficulty < 4)
-    text = f"{_written(left, letter)} {sign} {_written(right, letter)}"
-    key = f"{_written(left, 'x')} {sign} {_written(right, 'x')}"
+    text = f"{_write_side(left, letter)} {sign} {_write_side(right, letter)}"
+    key = f"{_write_side(left, 'x')} {sign} {_write_side(right, 'x')}"
     if sign in (">", ">="):  # normalised to < and <=, so that mirrored inequalities share a key
-        key = f"{_written(right, 'x')} {FLIPPED_SIGNS[sign]} {_written(left, 'x')}"
+        key = f"{_write_side(right, 'x')} {FLIPPED_SIGNS[sign]} {_write_side(left, 'x')}"
     (a, c), (d, f) = _line(left), _line(right)
     order = sign if a > d else FLIPPED_SIGNS[sign]
     program = f'f"{letter} {order} {{{_quotient(f, c, a, d)}}}"'
@@ -61,14 +61,14 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
 def _sides(rng: random.Random, difficulty: int, *, whole: bool) -> tuple[EquationSide, EquationSide]:
     """Draws two sides with exactly one solution: an integer, or a fraction with a small denominator."""
     while True:
-        left, right = _drawn(rng, difficulty)
+        left, right = _draw_sides(rng, difficulty)
         if _line(left)[0] != _line(right)[0]:
             bound = _bound(_line(left), _line(right))
             if bound.denominator == 1 if whole else bound.denominator <= MAX_DENOMINATOR:
                 return left, right
 
 
-def _drawn(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
+def _draw_sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, EquationSide]:
     """Draws two sides. Up to difficulty 3 the right side's constant is chosen so that the solution is an integer; at 4
     the solution is arbitrary.
     """
@@ -117,7 +117,7 @@ def _quotient(f: int, c: int, a: int, d: int) -> str:
     return f"{f'({over})' if c else over}//{f'({under})' if d else under}"
 
 
-def _solved(text: str, letter: str, left: LinearForm, right: LinearForm, key: str) -> Problem:
+def _build_problem(text: str, letter: str, left: LinearForm, right: LinearForm, key: str) -> Problem:
     bound = _bound(left, right)
     program = _quotient(right[1], left[1], left[0], right[0])
     if bound.denominator > 1:
@@ -125,15 +125,15 @@ def _solved(text: str, letter: str, left: LinearForm, right: LinearForm, key: st
     return Problem(f"Solve for {letter}: {text}.", str(bound), text, program, key, needs_computation=True)
 
 
-def _written(side: EquationSide, letter: str) -> str:
+def _write_side(side: EquationSide, letter: str) -> str:
     a, b, c = side
     if a == 0:
         return str(c)
     factor = {1: "", -1: "-"}.get(a, str(a))
-    return f"{factor}({letter}{_added(b)}){_added(c)}" if b else f"{factor}{letter}{_added(c)}"
+    return f"{factor}({letter}{_write_addend(b)}){_write_addend(c)}" if b else f"{factor}{letter}{_write_addend(c)}"
 
 
-def _added(number: int) -> str:
+def _write_addend(number: int) -> str:
     return f" {'+' if number > 0 else '-'} {abs(number)}" if number else ""
 
 
@@ -144,8 +144,8 @@ def _fractions(rng: random.Random, letter: str) -> Problem:
         b, d, e = _number(rng, 9), _number(rng, 9), _number(rng, 12)
         left, right = (m + n, n * b + m * d), (0, e * m * n)
         if _bound(left, right).denominator <= MAX_DENOMINATOR:
-            text = f"({letter}{_added(b)})/{m} + ({letter}{_added(d)})/{n} = {e}"
-            return _solved(text, letter, left, right, f"equation fractions {m} {n} {b} {d} {e}")
+            text = f"({letter}{_write_addend(b)})/{m} + ({letter}{_write_addend(d)})/{n} = {e}"
+            return _build_problem(text, letter, left, right, f"equation fractions {m} {n} {b} {d} {e}")
 
 
 def _between(rng: random.Random, letter: str) -> Problem:
@@ -156,7 +156,7 @@ def _between(rng: random.Random, letter: str) -> Problem:
     least, most = (low if signs[0] == "<=" else low + 1), (high if signs[1] == "<=" else high - 1)
     ends = sorted((Fraction(least - c, a), Fraction(most - c, a)))
     count = math.floor(ends[1]) - math.ceil(ends[0]) + 1
-    text = f"{low} {signs[0]} {_written((a, 0, c), letter)} {signs[1]} {high}"
+    text = f"{low} {signs[0]} {_write_side((a, 0, c), letter)} {signs[1]} {high}"
     program = f"sum({low} {signs[0]} {a}*{letter}{c:+d} {signs[1]} {high} for {letter} in range(-200,200))"
     question = f"How many integers {letter} are there with {text}?"
     key = f"inequality {low} {signs[0]} {a} {c} {signs[1]} {high}"

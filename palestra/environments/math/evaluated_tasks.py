@@ -152,10 +152,10 @@ def _evaluating_calls(kind: type) -> set[str]:
     """Returns the names of calls that evaluate text in the reasoning-gym modules that define `kind`."""
     modules = {base.__module__ for base in kind.__mro__ if base.__module__.startswith("reasoning_gym")}
     trees = (ast.parse(inspect.getsource(sys.modules[name])) for name in modules)
-    return {name for tree in trees for node in ast.walk(tree) if (name := _called(node)) in EVALUATING_CALLS}
+    return {name for tree in trees for node in ast.walk(tree) if (name := _called_function(node)) in EVALUATING_CALLS}
 
 
-def _called(node: ast.AST) -> str:
+def _called_function(node: ast.AST) -> str:
     """Returns the name of the function that a node calls ("parse_expr" for `sympy.parse_expr(text)`), else ""."""
     if not isinstance(node, ast.Call):
         return ""

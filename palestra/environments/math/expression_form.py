@@ -288,19 +288,19 @@ def to_sympy(formula: list[Any]) -> Any:
     """
     functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
 
-    def made(tree: list[Any]) -> Any:
+    def convert(tree: list[Any]) -> Any:
         kind, *parts = tree
         if kind == "number":
             return sympy.Float(parts[0]) if "." in parts[0] else sympy.Integer(int(parts[0]))
         if kind == "name":
             return {"pi": sympy.pi, "E": sympy.E}.get(parts[0]) or sympy.Symbol(parts[0])
         if kind == "negative":
-            return -made(parts[0])
+            return -convert(parts[0])
         if kind == "**":
-            return made(parts[0]) ** made(parts[1])
+            return convert(parts[0]) ** convert(parts[1])
         if kind in functions:
-            return functions[kind](made(parts[0]))
+            return functions[kind](convert(parts[0]))
         (_, first), *others = parts
-        return reduce(lambda whole, part: SIGNS[part[0]](whole, made(part[1])), others, made(first))
+        return reduce(lambda whole, part: SIGNS[part[0]](whole, convert(part[1])), others, convert(first))
 
-    return made(formula)
+    return convert(formula)

@@ -23,7 +23,7 @@ _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def _bounded(number: Any) -> Any:
+def _check_magnitude(number: Any) -> Any:
     if abs(number) > MAX_MAGNITUDE:
         raise ValueError("too large")
     return number
@@ -44,7 +44,7 @@ _PYTHON = AllowedParts(
         ast.Eq: operator.eq,
         ast.NotEq: operator.ne,
     },
-    _bounded,
+    _check_magnitude,
 )
 
 

@@ -154,10 +154,10 @@ def generate_problem(seed: int, kinds: tuple[ProblemKind, ...], difficulties: tu
     """Returns the problem of `split` for `seed`; kinds and difficulties are drawn uniformly. Beside `sum`, the kind
     `arithmetic` has no plain sums: the two kinds decide by different keys which split a sum belongs to."""
     what = f"kinds {', '.join(kinds)} at difficulty {', '.join(map(str, difficulties))}"
-    return draw_problem(seed, partial(_proposed, kinds, difficulties), split, what)
+    return draw_problem(seed, partial(_propose_problem, kinds, difficulties), split, what)
 
 
-def _proposed(kinds: Sequence[ProblemKind], difficulties: Sequence[int], rng: random.Random) -> Problem:
+def _propose_problem(kinds: Sequence[ProblemKind], difficulties: Sequence[int], rng: random.Random) -> Problem:
     kind, difficulty = rng.choice(kinds), rng.choice(difficulties)
     if kind == "arithmetic" and "sum" in kinds:
         return arithmetic_problem(rng, difficulty, sums=False)

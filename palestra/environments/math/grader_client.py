@@ -1,29 +1,23 @@
-"""Client of the grader process (`grader_process.py`), which starts at the first request and ends with this process."""
+"""Client of the graders (`grader_process.py`), which the fork server of the sandbox loads at the first request."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from importlib.util import find_spec
-from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from palestra.environments.math import confinement
-from palestra.environments.math.grader_process import GraderOutcome
-from palestra.sandbox.base import SandboxError
-from palestra.sandbox.client import ForkServerClient
+from palestra.environments.math.grader_process import GraderKind, GraderOutcome
+from palestra.sandbox.base import CALL, SandboxError
+from palestra.sandbox.client import fork_server
 
-GraderKind = Literal["math", "reasoning"]
 GRADER_PACKAGES: dict[GraderKind, str] = {
     "math": "math_verify",
     "reasoning": "reasoning_gym",
 }  # installed by the extra of the same name
 MAX_ATTEMPTS = 2  # attempts for a request whose process died
-SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
 
 
 class GraderResult(NamedTuple):
@@ -33,84 +27,41 @@ class GraderResult(NamedTuple):
     score: float = 0.0
 
 
-CRASHED = GraderResult("crashed")
+async def grade(kind: GraderKind, request: Mapping[str, Any], cpu_limit_s: float) -> GraderResult:
+    """Returns the result of grading `request`. Raises ValueError if the package of `kind` is missing."""
+    call = {"call": f"{confinement.GRADER_MODULE}:prepare_grading", "kind": kind, "seconds": cpu_limit_s}
+    line = json.dumps({**request, **call}).encode() + b"\n"
+    for _ in range(MAX_ATTEMPTS):
+        reply = await _ask(line)
+        if "missing" in reply:
+            raise ValueError(_lacks(kind, reply["missing"]))
+        if reply:
+            return GraderResult(**reply)
+    return GraderResult("crashed")
 
 
-class GraderClient:
-    """One grader process of `kind`. Safe to use from any thread and event loop."""
-
-    def __init__(self, kind: GraderKind) -> None:
-        self.kind = kind
-        self._server: ForkServerClient | None = None
-        self._lock = Lock()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes] | None:
-        """The grader process; None before the first request, and if it has died."""
-        return self._server.process if self._server and self._server.is_usable() else None
-
-    async def grade(self, request: Mapping[str, Any], cpu_limit_s: float) -> GraderResult:
-        """Returns the result of grading `request`. Raises ValueError if the grader's package is missing."""
-        line = json.dumps({**request, "seconds": cpu_limit_s}).encode() + b"\n"
-        for _ in range(MAX_ATTEMPTS):
-            reply = await self._ask(line)
-            if "missing" in reply:
-                raise ValueError(self._lacks(reply["missing"]))
-            if reply:
-                return GraderResult(**reply)
-        return CRASHED
-
-    def require_package(self) -> None:
-        """Raises ValueError if the grader's package is not installed."""
-        if find_spec(GRADER_PACKAGES[self.kind]) is None:
-            raise ValueError(self._lacks("it is not installed"))
-
-    def close(self) -> None:
-        """Ends the process; the next request starts another."""
-        with self._lock:
-            server = self._server
-            self._server = None
-        if server:
-            server.close()
-
-    async def _ask(self, line: bytes) -> dict[str, Any]:
-        """Returns the reply to a request; {} if the process died."""
-        try:
-            reader, writer = await asyncio.open_connection(sock=self._running().connect())
-        except SandboxError:
-            return {}
-        try:
-            writer.write(line)
-            reply = await reader.read()
-        except ConnectionError:
-            return {}
-        finally:
-            writer.close()
-        return json.loads(reply) if reply else {}
-
-    def _running(self) -> ForkServerClient:
-        """Returns the server, which is started if there is none."""
-        with self._lock:
-            if self._server and not self._server.is_usable():
-                self._server.close()
-                self._server = None
-            if self._server is None:
-                env = SINGLE_THREAD_ENV | {"PYTHONHASHSEED": _hash_seed()}
-                rules = confinement.seccomp_filter().hex()
-                self._server = ForkServerClient(confinement.GRADER_MODULE, self.kind, rules, env=env)
-            return self._server
-
-    def _lacks(self, why: str) -> str:
-        package = GRADER_PACKAGES[self.kind].replace("_", "-")
-        return f"answers are judged by {package}, which cannot be loaded ({why}): pip install 'palestra[{self.kind}]'"
+def require_package(kind: GraderKind) -> None:
+    """Raises ValueError if the package of `kind` is not installed."""
+    if find_spec(GRADER_PACKAGES[kind]) is None:
+        raise ValueError(_lacks(kind, "it is not installed"))
 
 
-def _hash_seed() -> str:
-    """Returns this process's PYTHONHASHSEED if it is fixed, as some problems depend on it; else "0"."""
-    seed = os.environ.get("PYTHONHASHSEED", "random")
-    return "0" if seed == "random" else seed
+async def _ask(line: bytes) -> dict[str, Any]:
+    """Returns the reply to a request; {} if the process died."""
+    try:
+        reader, writer = await asyncio.open_connection(sock=fork_server().connect(CALL))
+    except SandboxError:
+        return {}
+    try:
+        writer.write(line)
+        reply = await reader.read()
+    except ConnectionError:
+        return {}
+    finally:
+        writer.close()
+    return json.loads(reply) if reply else {}
 
 
-MATH_GRADER, REASONING_GRADER = GraderClient("math"), GraderClient("reasoning")
-atexit.register(MATH_GRADER.close)
-atexit.register(REASONING_GRADER.close)
+def _lacks(kind: GraderKind, why: str) -> str:
+    package = GRADER_PACKAGES[kind].replace("_", "-")
+    return f"answers are judged by {package}, which cannot be loaded ({why}): pip install 'palestra[{kind}]'"

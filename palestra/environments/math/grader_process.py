@@ -1,16 +1,18 @@
-"""The grader process: a fork server (`sandbox/fork_server.py`) with a child for each answer, started by
-`grader_client.py`.
+"""Grading in a process of its own for each answer: what the fork server of the sandbox (`sandbox/fork_server.py`) does
+for `grader_client.py`.
 
 Mathematics is parsed by sympy, which some expressions keep busy forever, in code that no exception interrupts. A
 process that exceeds its time is killed by a kernel timer, whatever it does and even if the server is gone; the server
-has sympy loaded, so an answer costs a few milliseconds. Many run at once, so a hanging one does not delay the others.
+has sympy loaded since the first answer, so the others cost a few milliseconds. Many run at once, so a hanging one does
+not delay the others.
 
 A child of the server forks a process that confines itself (`confinement.py`) before it reads an answer. That process
 sends its score through a pipe to the child, which accepts it only if the process then exits with status 0: an exit
 status alone is not a score. Neither has torch loaded.
 
-A request is a line of JSON, {"answer": ..., "gold": ..., "seconds": 2.0}; the reply is {"outcome": "scored", "score":
-1.0}, where `outcome` is how grading ended.
+A request is a line of JSON, {"call": ..., "kind": "math", "answer": ..., "gold": ..., "seconds": 2.0}; the reply is
+{"outcome": "scored", "score": 1.0}, where `outcome` is how grading ended, or {"missing": why} if the package of the
+kind cannot be loaded.
 """
 
 from __future__ import annotations
@@ -22,17 +24,16 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
-from palestra.sandbox.fork_server import ForkServer, take_control_socket
-
+GraderKind = Literal["math", "reasoning"]
 GraderOutcome = Literal["scored", "unreadable", "overtime", "crashed"]
-MAX_CHILDREN = 64  # children at once
 EXTRA_WALL_TIME_S = 30  # seconds of wall time beyond the CPU limit: a busy machine must not make an answer wrong
 DIE_WITH_PARENT, NO_NEW_PRIVILEGES, SECCOMP = 1, 38, 22  # options of prctl
 MAX_ADDRESS_SPACE_BYTES = 2 * 2**30  # bytes of address space; a tower of powers would take all memory
@@ -128,43 +129,46 @@ def import_reasoning_gym() -> Any:
     return reasoning_gym
 
 
-class GraderServer(ForkServer):
-    """Fork server whose children each have one answer graded, by a process of its own."""
-
-    def __init__(self, control_socket: socket.socket, grader: Grader, seccomp_filter: bytes) -> None:
-        super().__init__(control_socket, MAX_CHILDREN)
-        self.grader = grader
-        self.seccomp_filter = seccomp_filter
-        self.request: Request = {}
-        self.pid = os.getpid()
-
-    def begin(self, requester: socket.socket) -> None:
-        """Reads the request and prepares it in this process, whose caches the children inherit; then forks."""
-        with requester.makefile("rb") as stream:
-            line = stream.readline()
-        if not line.endswith(b"\n"):
-            return requester.close()
-        self.request = json.loads(line)
-        with contextlib.suppress(Exception):  # the child fails in the same way and is reported as crashed
-            self.grader.prepare(self.request)
-        super().begin(requester)
-
-    def on_close(self) -> None:
-        """Kills the children: nobody waits for them."""
-        self.pending.clear()
-        for child in self.children:
-            os.kill(child, signal.SIGKILL)
-
-    def handle(self, requester: socket.socket) -> None:
-        die_with_parent()
-        if os.getppid() != self.pid:
-            raise ConnectionError("the server died before it could take this process with it")
-        outcome, score = grade_in_child(self.grader, self.request, self.seccomp_filter)
-        requester.sendall(json.dumps({"outcome": outcome, "score": score}).encode())
+def prepare_grading(request: Request) -> Callable[[socket.socket], None]:
+    """Prepares a request in the fork server, whose caches its children inherit; returns what the child does: grade and
+    reply."""
+    try:
+        grader = _load_grader(request["kind"])
+    except ImportError as error:
+        return partial(_reply, {"missing": str(error)})
+    with contextlib.suppress(Exception):  # the child fails in the same way and is reported as crashed
+        grader.prepare(request)
+    return partial(_grade, grader, request, os.getpid())
 
 
-def grade_in_child(grader: Grader, request: Request, rules: bytes) -> tuple[GraderOutcome, float]:
-    """Returns how the grading of a request ended in a confined child, and the score."""
+@cache
+def _load_grader(kind: GraderKind) -> Grader:
+    logging.disable(logging.CRITICAL)
+    grader = {"math": math_grader, "reasoning": reasoning_grader}[kind]()
+    gc.collect()
+    gc.freeze()
+    return grader
+
+
+def _reply(answer: dict[str, Any], requester: socket.socket) -> None:
+    requester.sendall(json.dumps(answer).encode())
+
+
+def _grade(grader: Grader, request: Request, server: int, requester: socket.socket) -> None:
+    from palestra.environments.math.confinement import seccomp_filter
+
+    die_with_parent()
+    if os.getppid() != server:
+        raise ConnectionError("the server died before it could take this process with it")
+    outcome, score = grade_in_child(grader, request, seccomp_filter(), requester)
+    _reply({"outcome": outcome, "score": score}, requester)
+
+
+def grade_in_child(
+    grader: Grader, request: Request, rules: bytes, requester: socket.socket
+) -> tuple[GraderOutcome, float]:
+    """Returns how the grading of a request ended in a confined child, and the score. Kills the child if the requester
+    disconnects."""
     report, end = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -172,6 +176,8 @@ def grade_in_child(grader: Grader, request: Request, rules: bytes) -> tuple[Grad
         run_child(grader.grade, request, rules, parent, end)
     os.close(end)
     with os.fdopen(report, "rb") as pipe:
+        if report not in select.select([report, requester.fileno()], [], [])[0]:
+            os.kill(child, signal.SIGKILL)
         data = pipe.read(MAX_REPORT_BYTES)
     return child_outcome(os.waitpid(child, 0)[1], data)
 
@@ -264,21 +270,3 @@ def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-
-
-def main(kind: str, rules: str) -> None:
-    """Main function of the grader process; its control socket is stdin. Replies `missing` to the first request if the
-    package of `kind` cannot be loaded."""
-    logging.disable(logging.CRITICAL)
-    control_socket = take_control_socket()
-    try:
-        grader = {"math": math_grader, "reasoning": reasoning_grader}[kind]()
-    except ImportError as error:
-        _, descriptors, _, _ = socket.recv_fds(control_socket, 1, 1)
-        for descriptor in descriptors:
-            with socket.socket(fileno=descriptor) as requester, requester.makefile("rb") as stream:
-                stream.readline()  # closing a socket with unread data would lose the reply
-                requester.sendall(json.dumps({"missing": str(error)}).encode())
-        return
-    gc.freeze()
-    GraderServer(control_socket, grader, bytes.fromhex(rules)).serve()

@@ -54,9 +54,7 @@ async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu
             "given": final_form.stated_expressions(question),
         }
         verdict = (
-            grade_from_result(await grader_client.MATH_GRADER.grade(request, cpu_limit_s))
-            if request["gold"]
-            else INCORRECT
+            grade_from_result(await grader_client.grade("math", request, cpu_limit_s)) if request["gold"] else INCORRECT
         )
     return verdict
 

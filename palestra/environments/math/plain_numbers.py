@@ -73,7 +73,7 @@ def parse_unit(text: str) -> Unit | None:
     r"""Parses the unit behind a number: "km", "\text{ km/h}", "square feet"; None if a word of it is not a unit."""
     kinds: dict[str, int] = {}
     size, sign, power, last = Fraction(1), 1, 1, None
-    for part in _PART.findall(_expanded(text)):
+    for part in _PART.findall(_expand_unit(text)):
         if part in ("/", "per"):
             sign = -1
         elif part in _POWERS:
@@ -85,7 +85,7 @@ def parse_unit(text: str) -> Unit | None:
             kinds[last[0]] += more
             size *= last[1] ** more
         else:
-            last = _known(part)
+            last = _find_unit(part)
             if last is None:
                 return None
             kinds[last[0]] = kinds.get(last[0], 0) + sign * power
@@ -99,13 +99,13 @@ def measure_the_same(one: Unit, other: Unit) -> bool:
     return one.kinds == other.kinds or {kind for kind, _ in one.kinds + other.kinds} in _IN_DEGREES
 
 
-def _expanded(text: str) -> str:
+def _expand_unit(text: str) -> str:
     """Returns a unit without LaTeX, its first word spelled out where it stands for a quotient."""
     plain = _DEGREES_OF.sub("", _COMMAND.sub(" ", text).replace(".", "").strip())
     return _SHORT_RATES.get(plain.lower(), plain)
 
 
-def _known(word: str) -> tuple[str, Fraction] | None:
+def _find_unit(word: str) -> tuple[str, Fraction] | None:
     name = word.lower()
     return UNITS.get(name) or UNITS.get(name.removesuffix("s") if len(name) > 2 else name)
 
@@ -185,7 +185,7 @@ def normalize_latex(text: str) -> str:
         text = text.replace(sign, ascii_form)
     text = _RADICAL.sub(r"\\sqrt{\1\2}", text.replace("\\,", " ").replace("{,}", ","))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SPACING.sub(" ", text))
-    return " ".join(_SHORT_FRACTION.sub(_spelled, text).split())
+    return " ".join(_SHORT_FRACTION.sub(_spell_fraction, text).split())
 
 
 def parse_plain_number(text: str) -> PlainNumber | None:
@@ -244,7 +244,7 @@ def _improper(found: re.Match[str]) -> str:
     return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else found[0]
 
 
-def _spelled(found: re.Match[str]) -> str:
+def _spell_fraction(found: re.Match[str]) -> str:
     return f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}"
 
 

@@ -91,7 +91,7 @@ async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: flo
     return (
         UNREADABLE
         if request is None
-        else grade_from_result(await grader_client.REASONING_GRADER.grade(request, cpu_limit_s))
+        else grade_from_result(await grader_client.grade("reasoning", request, cpu_limit_s))
     )
 
 

@@ -113,7 +113,7 @@ def _least_grid(board: SudokuBoard) -> bytes:
                 least, ties = row, []
             if row == least:
                 ties.append((turned, first, second, columns))
-    return min(_completed(*tie) for tie in ties)
+    return min(_complete_grid(*tie) for tie in ties)
 
 
 @cache
@@ -132,7 +132,7 @@ def _least_second_rows(top: np.ndarray, second: np.ndarray) -> list[tuple[bytes,
     return [(rows[order].tobytes(), orders[order]) for order in least]
 
 
-def _completed(grid: np.ndarray, first: int, second: int, columns: np.ndarray) -> bytes:
+def _complete_grid(grid: np.ndarray, first: int, second: int, columns: np.ndarray) -> bytes:
     """Returns the smallest grid with these two rows on top and the columns in this order."""
     label = np.zeros(10, np.uint8)
     label[grid[first, columns]] = np.arange(1, 10)

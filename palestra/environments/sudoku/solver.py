@@ -64,14 +64,14 @@ def find_solutions(
     if violated_units(size, board):
         return []
     found: list[SudokuBoard] = []
-    for solution in _solve(board_geometry(size), list(board), _taken(size, board), rng):
+    for solution in _solve(board_geometry(size), list(board), _unit_masks(size, board), rng):
         found.append(solution)
         if len(found) == max_solutions:
             break
     return found
 
 
-def _taken(size: int, board: SudokuBoard) -> list[int]:
+def _unit_masks(size: int, board: SudokuBoard) -> list[int]:
     """Returns the digits present in each unit, as a bit mask."""
     return [sum(1 << board[cell] for cell in unit if board[cell]) for unit in board_geometry(size).units]
 
@@ -113,7 +113,7 @@ def _digits(bits: int) -> list[int]:
 def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:
     """Returns forced cells as (cell, digit): naked singles (the cell has one possible digit) and hidden singles (the
     digit has one possible cell in a row, column or box). They are correct if the board has no wrong cells."""
-    form, taken = board_geometry(size), _taken(size, board)
+    form, taken = board_geometry(size), _unit_masks(size, board)
     every = (2 << size) - 2
     free = {
         cell: every & ~(taken[row] | taken[column] | taken[box])
@@ -141,7 +141,7 @@ def remove_clues(size: int, solution: SudokuBoard, clues: int, rng: random.Rando
     Cells are emptied in random order, except those that would allow another solution.
     """
     board, left = solution, size * size
-    for cell in _shuffled(range(size * size), rng):
+    for cell in _shuffle_cells(range(size * size), rng):
         if left == clues:
             break
         emptied = (*board[:cell], 0, *board[cell + 1 :])
@@ -156,5 +156,5 @@ def _other(size: int, board: SudokuBoard, cell: int, digit: int) -> bool:
     return any(find_solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
 
 
-def _shuffled(cells: Sequence[int], rng: random.Random) -> list[int]:
+def _shuffle_cells(cells: Sequence[int], rng: random.Random) -> list[int]:
     return rng.sample(cells, len(cells))

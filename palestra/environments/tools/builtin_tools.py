@@ -128,19 +128,19 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
         if len(scratch.cells) >= MAX_CELLS:
             raise ValueError(f"{MAX_CELLS} programs have been run, which is all there is")
         cells = (*scratch.cells, ReplCell(code, dict(scratch.files)))
-        outcome = await sandbox.run_python(_PROGRAM, stdin=_packed(cells), limits=limits, keep=True)
+        outcome = await sandbox.run_python(_PROGRAM, stdin=_encode_cells(cells), limits=limits, keep=True)
         parts = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
         if outcome.ok:
             scratch.cells = cells
             parts.append(_keep(scratch, outcome.files))
         else:
-            parts.append(_lost(outcome))
+            parts.append(_describe_failure(outcome))
         return "\n".join(part for part in parts if part) or "(nothing was printed)"
 
     return python
 
 
-def _packed(cells: Sequence[ReplCell]) -> str:
+def _encode_cells(cells: Sequence[ReplCell]) -> str:
     """Returns the input of `repl_driver.py` as JSON; equal texts are stored once."""
     places: dict[str, int] = {}
 
@@ -167,6 +167,6 @@ def _keep(scratch: ToolState, files: Mapping[str, bytes]) -> str:
     return f"[not kept, for it is no plain text file: {', '.join(lost[:5])}]" if lost else ""
 
 
-def _lost(outcome: RunResult) -> str:
+def _describe_failure(outcome: RunResult) -> str:
     why = LIMIT_MESSAGES.get(outcome.ended, "it failed")
     return f"[{why}; nothing of this call is kept]"

@@ -61,14 +61,14 @@ def format_number(number: Number) -> str:
     return str(number)
 
 
-def _applied(name: str, function: Callable[..., Any], *numbers: Number) -> Any:
+def _apply_function(name: str, function: Callable[..., Any], *numbers: Number) -> Any:
     try:
         return function(*numbers)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} cannot take {', '.join(map(format_number, numbers)) or 'nothing'}: {error}") from None
 
 
-def _bounded(number: Any) -> Number:
+def _check_number(number: Any) -> Number:
     if isinstance(number, complex):
         raise ValueError("the root of a negative number is no real number")
     if isinstance(number, int) and number.bit_length() > MAX_INTEGER_BITS:
@@ -85,14 +85,14 @@ def _power(base: Number, exponent: Number) -> Number | complex:
     return base**exponent
 
 
-def _rounded(number: Number, digits: int = 0) -> Number:
+def _round_number(number: Number, digits: int = 0) -> Number:
     """Like `round`, with a limit on the digits: Python's own takes time and memory for many."""
     if abs(digits) > MAX_ROUND_DIGITS:
         raise ValueError(f"at most {MAX_ROUND_DIGITS} digits")
     return round(number, digits)
 
 
-def _divided(left: Number, right: Number) -> Number:
+def _divide(left: Number, right: Number) -> Number:
     """Returns the quotient, exact if both are integers and there is no remainder."""
     is_whole = isinstance(left, int) and isinstance(right, int) and right and left % right == 0
     return left // right if is_whole else left / right
@@ -101,7 +101,7 @@ def _divided(left: Number, right: Number) -> Number:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "abs": abs,
-    "round": _rounded,
+    "round": _round_number,
     "floor": math.floor,
     "ceil": math.ceil,
     "min": lambda *numbers: min(numbers),
@@ -119,12 +119,12 @@ _ALLOWED = AllowedParts(
         ast.Add: operator.add,
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,
-        ast.Div: _divided,
+        ast.Div: _divide,
         ast.FloorDiv: operator.floordiv,
         ast.Mod: operator.mod,
         ast.Pow: _power,
     },
-    _bounded,
-    {name: partial(_applied, name, function) for name, function in _FUNCTIONS.items()},
+    _check_number,
+    {name: partial(_apply_function, name, function) for name, function in _FUNCTIONS.items()},
 )
 _KNOWN = (*_FUNCTIONS, *_CONSTANTS, "E")

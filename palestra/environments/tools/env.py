@@ -191,7 +191,7 @@ class Tools(Env):
         left = self.turns - self._turn - 1
         for stage in self.task.requirements if left else ():
             missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
-            if calls := [call for need in missing for call in self._untried(need)[:1]]:
+            if calls := [call for need in missing for call in self._untried_calls(need)[:1]]:
                 return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
             return " ".join(need.note for need in self.needs if need.note) or "none"
@@ -221,7 +221,7 @@ class Tools(Env):
         self._made += len(calls) + unreadable
         bad = unreadable + sum(not result.is_valid and not result.failure for result in results)
         terms = {FORM_TERM: 0.0 - INVALID_PENALTY * bad / (len(calls) + unreadable), "calls": 0.0}
-        terms["facts"] = self._shown(seat, results)
+        terms["facts"] = self._reward_found_facts(seat, results)
         if not bad and seat not in self._good:
             self._good, terms["calls"] = self._good | {seat}, VALID_CALLS_REWARD
         failures = [result.failure for result in results if result.failure]
@@ -232,7 +232,7 @@ class Tools(Env):
         text = result.text if good or not self.is_compact else "error"
         return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}
 
-    def _shown(self, seat: Seat, results: Sequence[ToolResult]) -> float:
+    def _reward_found_facts(self, seat: Seat, results: Sequence[ToolResult]) -> float:
         """Records which of the seat's needs the results meet; returns their share of `FOUND_REWARD`."""
         texts = [result.text for result in results if result.is_valid and not result.failure]
         own = [i for i, need in enumerate(self.needs) if self._must(seat, need)]
@@ -290,6 +290,6 @@ class Tools(Env):
     def _is_found(self, need: ToolRequirement) -> bool:
         return self.needs.index(need) in self.found_needs
 
-    def _untried(self, need: ToolRequirement) -> list[ToolCall]:
+    def _untried_calls(self, need: ToolRequirement) -> list[ToolCall]:
         made = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]
         return [call for call in need.calls if call not in made]

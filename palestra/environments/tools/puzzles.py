@@ -85,7 +85,7 @@ def _total(rng: random.Random) -> ToolTask:
 
 def program_task(rng: random.Random) -> ToolTask:
     """Draws a task of hundreds of simple steps."""
-    question, short, source, answer = rng.choice((_primes, _digits, _iterated, _collatz))(rng)
+    question, short, source, answer = rng.choice((_primes, _digits, _recurrence, _collatz))(rng)
     need = ToolRequirement((str(answer),), (ToolCall("python", {"code": source}),))
     return ToolTask("program", question, short, str(answer), f"program {short}", ((need,),))
 
@@ -127,7 +127,7 @@ def _digits(rng: random.Random) -> ProgramPuzzle:
     )
 
 
-def _iterated(rng: random.Random) -> ProgramPuzzle:
+def _recurrence(rng: random.Random) -> ProgramPuzzle:
     times, start = rng.randint(200, 400), rng.randint(2, 999)
     factor, plus, modulus = rng.randint(100, 999), rng.randint(100, 999), rng.randint(20_000, 99_999)
     x = start

@@ -44,7 +44,7 @@ def open_task_source(
         raise ValueError(f"kinds: is empty; give some of {', '.join(TASK_KINDS)}")
     library = open_index((documents or BUILT_IN_CORPUS).resolve()) if name == "corpus" else EmptyLibrary()
     if tasks:
-        return TaskSource((), _given(tasks.resolve(), split), library)
+        return TaskSource((), _draw_from_file(tasks.resolve(), split), library)
     chosen = tuple(kinds or (TASK_KINDS if name == "corpus" else synthetic_world.SYNTHETIC_TASK_KINDS))
     makers = _makers(name, chosen, library)
 
@@ -54,7 +54,7 @@ def open_task_source(
     return TaskSource(chosen, lambda seed: draw_task(seed, propose, split, f"{', '.join(chosen)} in {name}"), library)
 
 
-def _given(path: Path, split: Split) -> Callable[[int], ToolTask]:
+def _draw_from_file(path: Path, split: Split) -> Callable[[int], ToolTask]:
     given = read_tasks(path)[split]
     if not given:
         raise ValueError(f'{path} has no task of split "{split}": write "split": "{split}" into some of its lines')

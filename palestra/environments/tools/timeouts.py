@@ -25,9 +25,9 @@ async def call_with_timeout(function: Callable[..., Any], arguments: Mapping[str
     Also raises ToolCallFailed if it has not returned after `timeout_s`; a coroutine that ignores cancellation is not
     awaited further.
     """
-    task = asyncio.ensure_future(_called(function, arguments))
+    task = asyncio.ensure_future(_call_function(function, arguments))
     _running.add(task)
-    task.add_done_callback(_gone)
+    task.add_done_callback(_forget_task)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
     finally:
@@ -40,13 +40,13 @@ async def call_with_timeout(function: Callable[..., Any], arguments: Mapping[str
     return task.result()
 
 
-def _gone(task: asyncio.Task[Any]) -> None:
+def _forget_task(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled():
         task.exception()  # asyncio warns about exceptions that are never retrieved
 
 
-async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         is_async = inspect.iscoroutinefunction(function)
         value = function(**arguments) if is_async else await _on_a_thread(function, arguments)

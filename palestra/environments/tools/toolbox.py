@@ -129,7 +129,7 @@ class Toolbox:
         own = scratch.fork()
         try:
             tool, arguments = self._prepare(call, own)
-            return self._result(_in_words(await self._called(tool, arguments)), own)
+            return self._result(_in_words(await self._call_tool(tool, arguments)), own)
         except ValueError as error:
             return self._result(f"Error: {error}", scratch, good=False)
         except ToolCallFailed as error:
@@ -151,7 +151,7 @@ class Toolbox:
         arguments = tool.validate_arguments(call.arguments)
         return tool, arguments | ({tool.state_parameter: own} if tool.state_parameter else {})
 
-    async def _called(self, tool: Tool, arguments: Json) -> Any:
+    async def _call_tool(self, tool: Tool, arguments: Json) -> Any:
         if not tool.is_built_in:
             return await call_with_timeout(tool.function, arguments, self.time_limit)
         value = tool.function(**arguments)
@@ -208,11 +208,11 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
 def load_tool(path: str) -> Tool:
     """Loads the tool at "module:function". Raises ValueError if there is none."""
     function = load_object(path, "tool")
-    return function if isinstance(function, Tool) else _made(function)
+    return function if isinstance(function, Tool) else _make_tool_once(function)
 
 
 @lru_cache(maxsize=256)  # an env is made for each episode, and building a schema is slow
-def _made(function: Callable[..., Any]) -> Tool:
+def _make_tool_once(function: Callable[..., Any]) -> Tool:
     return make_tool(function)
 
 

@@ -74,7 +74,7 @@ class AtariGame:
                 step = self.inner.reset(seed)
         self.frames = [self._screen(step)] * 2
         self.pictures[:] = self._picture()[..., None]
-        return self._shown(step, [0.0] * len(self.spec.seats))
+        return self._with_pictures(step, [0.0] * len(self.spec.seats))
 
     def step(self, actions: np.ndarray) -> SingleStep:
         rewards = np.zeros(len(self.spec.seats))
@@ -86,7 +86,7 @@ class AtariGame:
                 break
         self.pictures[..., :-1] = self.pictures[..., 1:]
         self.pictures[..., -1] = self._picture()
-        return self._shown(step, rewards)
+        return self._with_pictures(step, rewards)
 
     def close(self) -> None:
         self.inner.close()
@@ -100,7 +100,7 @@ class AtariGame:
     def _picture(self) -> np.ndarray:
         return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
 
-    def _shown(self, step: SingleStep, rewards: Any) -> SingleStep:
+    def _with_pictures(self, step: SingleStep, rewards: Any) -> SingleStep:
         seats = len(self.spec.seats)
         observations: list[np.ndarray | None] = [self.pictures] * seats
         if self.agent_indicator:

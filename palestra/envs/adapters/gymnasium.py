@@ -99,10 +99,10 @@ def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces
     low, high = float(space.low.min()), float(space.high.max())
     if (low, high) == (0.0, 1.0) or not 0 < high - low <= MAX_PIXEL_RANGE:
         return encode
-    return partial(_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
+    return partial(_encode_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
 
 
-def _scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:
+def _encode_scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:
     return (encode(value).astype(np.float32) - low) * scale
 
 
@@ -119,10 +119,10 @@ def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder
                 "an observation is one image or one row of numbers; wrap the env so that it shows the image alone, or "
                 "numbers in its place"
             )
-    return ObsEncoder((sum(part.shape[0] for _, part in parts),), False, partial(_joined, parts))
+    return ObsEncoder((sum(part.shape[0] for _, part in parts),), False, partial(_encode_parts, parts))
 
 
-def _joined(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
+def _encode_parts(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
     return np.concatenate([part.encode(value[key]) for key, part in parts], dtype=np.float32)
 
 

@@ -87,10 +87,10 @@ class CompiledEnv:
         rows = [_row(obs[agent]) for agent in self.agents]
         self.observation_sizes = [len(row) for row in rows]
         live = [~_is_done(done, agent) for agent in self.agents]
-        shown = {"obs": _padded(rows), "agent_mask": jnp.stack(live)}
+        shown = {"obs": _pad_rows(rows), "agent_mask": jnp.stack(live)}
         if self.action_mask_fn is not None:
             masks = self.action_mask_fn(state)
-            shown["action_mask"] = _padded([masks[agent] for agent in self.agents]).astype(bool)
+            shown["action_mask"] = _pad_rows([masks[agent] for agent in self.agents]).astype(bool)
         if self.id == "hanabi":
             shown["agent_mask"] = ~shown["action_mask"][:, -1]  # the other players can only take the last action, no-op
         if isinstance(obs, dict) and "world_state" in obs:
@@ -207,14 +207,14 @@ def compiled_env(id: str, map: str | None, options: dict[str, Any]) -> CompiledE
     key = repr((id, map, sorted(options.items())))
     if key not in _COMPILED_ENVS:
         try:
-            env = jaxmarl.make(id, **(options if map is None else options | _mapped(id, map)))
+            env = jaxmarl.make(id, **(options if map is None else options | _options_of_map(id, map)))
         except (ValueError, TypeError, ImportError) as error:
             raise ValueError(f'JaxMARL cannot make "{id}" with {options or "no options"}: {error}') from error
         _COMPILED_ENVS[key] = CompiledEnv(id, env)
     return _COMPILED_ENVS[key]
 
 
-def _mapped(id: str, map: str) -> dict[str, Any]:
+def _options_of_map(id: str, map: str) -> dict[str, Any]:
     """Returns the env option that `map` stands for."""
     try:
         if "SMAX" in id:
@@ -248,7 +248,7 @@ def _row(observation: Any) -> Any:
     return jnp.concatenate([jnp.asarray(part, jnp.float32).reshape(-1) for part in jax.tree.leaves(observation)])
 
 
-def _padded(rows: list[Any]) -> Any:
+def _pad_rows(rows: list[Any]) -> Any:
     """Stacks rows of different lengths into one array, padded with zeros."""
     most = max(len(row) for row in rows)
     return jnp.stack([jnp.pad(row, (0, most - len(row))) for row in rows])

@@ -92,7 +92,7 @@ class OpenEnv(Env):
         try:
             reply = await self._session.ask("step", action)
         except ActionRejected as error:
-            return self._refused(str(error))
+            return self._refuse_action(str(error))
         self._actions.append(action)
         self._shown = self._text(reply)
         return self._step(reply, {"agent": False})
@@ -137,10 +137,10 @@ class OpenEnv(Env):
             return str(shown)
         names = [name for name in shown if name != "metadata"] if self.show is None else self.show
         if len(names) == 1:
-            return _written(shown.get(names[0]))
-        return "\n".join(f"{name}: {_written(shown.get(name))}" for name in names)
+            return _to_text(shown.get(names[0]))
+        return "\n".join(f"{name}: {_to_text(shown.get(name))}" for name in names)
 
-    def _refused(self, why: str) -> Step:
+    def _refuse_action(self, why: str) -> Step:
         cost = INVALID_PENALTY if self.reward == "dense" else 0.0
         reply = {"done": False, "reward": None}
         return self._step(reply, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
@@ -253,5 +253,5 @@ def _complaint(reply: dict[str, Any]) -> str:
     return "; ".join(fields) or str(reply.get("message", "it does not say why"))
 
 
-def _written(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -38,7 +38,7 @@ class RngState:
         self.python, self.numpy = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install_states(self) -> Iterator[None]:
         """Installs the states in the global generators; on exit saves them and restores the previous states."""
         with _ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
@@ -111,7 +111,7 @@ class TextArena(Env):
         self._begin(seed)
         self._moves: tuple[str, ...] = ()
         self._over = False
-        return Step(self._seen())
+        return Step(self._observations())
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over:
@@ -125,7 +125,7 @@ class TextArena(Env):
         terms = {seat: {FORM_TERM: -INVALID_PENALTY if invalid and self.reward == "dense" else 0.0}}
         self._over = done or len(self._moves) >= self.steps
         if not self._over:
-            return Step(self._seen(), total_rewards(terms), info=info | terms_info(terms))
+            return Step(self._observations(), total_rewards(terms), info=info | terms_info(terms))
         paid, end_info = self._ends() if done else ({}, {})
         for number, won in paid.items():
             terms[self.seats[number]] = terms.get(self.seats[number], {}) | {OUTCOME_TERM: won}
@@ -147,7 +147,7 @@ class TextArena(Env):
 
     def _begin(self, seed: int) -> None:
         self._seed, self._dice = seed, RngState(seed)
-        with self._dice.installed():
+        with self._dice.install_states():
             self._arena = make_game(self.game, self.options)
             try:
                 self._arena.reset(num_players=self.players, seed=seed)
@@ -162,11 +162,11 @@ class TextArena(Env):
     def _say(self, move: str) -> tuple[bool, bool]:
         """Plays one action; returns whether the game has ended and whether it called the move invalid."""
         self._moves = (*self._moves, move)
-        with self._dice.installed(), _complaints(self._arena.state) as complaints:
+        with self._dice.install_states(), _complaints(self._arena.state) as complaints:
             done, _ = self._arena.step(action=move)
         done = done or self._all_out
         if not done:
-            with self._dice.installed():
+            with self._dice.install_states():
                 self._mover, self._shown = _seen_by_mover(self._arena)
         return bool(done), bool(complaints)
 
@@ -192,7 +192,7 @@ class TextArena(Env):
         paid = {int(number): float(won) for number, won in (rewards or {}).items() if isinstance(won, (int, float))}
         return paid, {"reason": "; ".join(sorted(reasons))} if reasons else {}
 
-    def _seen(self) -> dict[Seat, str]:
+    def _observations(self) -> dict[Seat, str]:
         return {self.seats[self._mover]: self._shown}
 
 

@@ -36,7 +36,7 @@ class VmasEnv(VectorEnv):
         check_at_least_one("num_envs", num_envs)
         check_at_least_one("steps", steps)
         self.num_envs = num_envs
-        self.env = _made(scenario, num_envs, steps, options or {})
+        self.env = _make_env(scenario, num_envs, steps, options or {})
         self.seats = tuple(str(agent.name) for agent in self.env.agents)
         self.action_spaces = tuple(_space_of(self.env.get_agent_action_space(agent)) for agent in self.env.agents)
         rows = [_row(view, num_envs) for view in self.env.reset(seed=0)]
@@ -93,7 +93,7 @@ class VmasEnv(VectorEnv):
             obs[rows, n, : self.observation_shapes[n][0]] = _row(view, self.num_envs)[rows]
 
 
-def _made(scenario: str, games: int, steps: int, options: dict[str, Any]) -> Any:
+def _make_env(scenario: str, games: int, steps: int, options: dict[str, Any]) -> Any:
     fixed = {"num_envs": games, "max_steps": steps, "terminated_truncated": True}
     try:
         return vmas.make_env(scenario, **(fixed | options))

@@ -261,7 +261,7 @@ class _ProgramRun:
 
     def _run(self, env: Workflow, play: WorkflowContext) -> None:
         try:
-            result = self._command(env.command, play) if env.command else _called(env.program, play)
+            result = self._command(env.command, play) if env.command else _run_program(env.program, play)
             self.ended.set_result(_score(result, env.seats))
         except BaseException as error:  # any error of the user's program fails the episode; `score` raises it
             self.ended.set_exception(error)
@@ -316,13 +316,13 @@ def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
     return found
 
 
-def _called(program: Callable[[WorkflowContext], Any] | None, play: WorkflowContext) -> Any:
+def _run_program(program: Callable[[WorkflowContext], Any] | None, play: WorkflowContext) -> Any:
     assert program is not None
     result = program(play)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    return asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from palestra.core.chat import Chat
+from palestra.core.plain_values import check_text
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat, Step
 from palestra.envs.base import NO_REWARD_KEY, Env
@@ -106,7 +107,7 @@ class Prompts:
         self.reward = reward
         if not rows:
             raise ValueError("rows: there are no prompts; give a list of {'prompt': ..., ...}")
-        texts = [_prompt_text(i, row.get("prompt")) for i, row in enumerate(rows)]
+        texts = [_prompt_text(i, row) for i, row in enumerate(rows)]
         order = sorted(set(texts), key=_digest)
         self.name = f"prompts-{_digest(''.join(map(_digest, order)))[:8]}"
         held_out = max(1, round(HELD_OUT_SHARE * len(order))) if len(order) > 2 else 0
@@ -125,10 +126,14 @@ class Prompts:
         return PromptEnv(self.rows[split], self.reward, self.numbers[split], is_shuffled=split == "train")
 
 
-def _prompt_text(i: int, prompt: Any) -> str:
+def _prompt_text(i: int, row: Any) -> str:
     """Returns a prompt as one text, by which it is split. Raises ValueError if it is neither a text nor messages."""
+    prompt = row.get("prompt") if isinstance(row, Mapping) else None
     if isinstance(prompt, str):
-        return prompt
+        try:
+            return check_text(prompt)
+        except ValueError as error:
+            raise ValueError(f"row {i} has a prompt that is {error}: no tokenizer encodes it") from None
     if not isinstance(prompt, list | tuple) or not prompt:
         raise ValueError(
             f"row {i} has no prompt: write {{'prompt': 'What is 2 + 2?', ...}}, or a list of messages such as "

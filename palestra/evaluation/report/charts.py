@@ -31,6 +31,7 @@ MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
 MAX_LABEL_CHARS = 24
 SETTINGS = {
     "axes.edgecolor": GRID,
+    "axes.formatter.useoffset": False,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
@@ -81,14 +82,14 @@ class ChartCurve:
     is_faint: bool = False
 
     @cached_property
-    def drawn(self) -> Series:
+    def thinned_series(self) -> Series:
         """The points that are drawn, at most about `MAX_POINTS`."""
         return thin(self.series, MAX_POINTS)
 
     @property
     def has_dots(self) -> bool:
         """True if dots are drawn: one known value alone would make no line."""
-        return self.has_markers or int(np.isfinite(self.drawn.y).sum()) == 1
+        return self.has_markers or int(np.isfinite(self.thinned_series.y).sum()) == 1
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ class Chart:
     is_log: bool = False
 
     @property
-    def shown(self) -> list[ChartCurve]:
+    def curves_with_values(self) -> list[ChartCurve]:
         """The curves that have a known value."""
         return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
 
     @property
-    def named(self) -> list[ChartCurve]:
+    def legend_curves(self) -> list[ChartCurve]:
         """The curves that have a legend entry: the colour of the i-th is `COLOURS[i % 6]`."""
-        return [curve for curve in self.shown if not curve.is_faint]
+        return [curve for curve in self.curves_with_values if not curve.is_faint]
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,10 @@ def _svg_uri(panel: Callable[[Any], None], size: tuple[float, float], settings: 
 
 def draw_chart(axis: Any, chart: Chart) -> None:
     """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
-    for curve in chart.shown:
+    for curve in chart.curves_with_values:
         if curve.is_faint:
-            axis.plot(*curve.drawn, color=_grid_colour(), linewidth=1.0)
-    for number, curve in enumerate(chart.named):
+            axis.plot(*curve.thinned_series, color=_grid_colour(), linewidth=1.0)
+    for number, curve in enumerate(chart.legend_curves):
         _draw_curve(axis, curve, number)
     if chart.is_log:
         axis.set_yscale("log")
@@ -226,7 +227,7 @@ def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
         axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
     marker = "o" if curve.has_dots else None
     axis.plot(
-        *curve.drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
+        *curve.thinned_series, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
         gid=f"curve {number}",
     )  # fmt: skip
 
@@ -237,39 +238,27 @@ def _set_limits(axis: Any, chart: Chart) -> None:
 
     bottom, top = axis.get_ylim()
     if not chart.is_log:
-        known = np.concatenate([curve.series.y for curve in chart.shown] or [np.zeros(1)])
+        known = np.concatenate([curve.series.y for curve in chart.curves_with_values] or [np.zeros(1)])
         lowest, highest = np.nanmin(known), np.nanmax(known)
         if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
             bottom, top = lowest - 0.1 * abs(highest), highest + 0.1 * abs(highest)
         bottom = chart.low if chart.low is not None and lowest >= chart.low else bottom
         top = chart.high if chart.high is not None and highest <= chart.high else top
         axis.set_ylim(bottom, top)
-        ticks = ticker.MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(bottom, top)
-        shown = [tick for tick in ticks if bottom <= tick <= top]
-        axis.set_yticks(shown, tick_labels(shown))
+        axis.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
     else:
-        axis.yaxis.set_major_formatter(lambda value, _: format_compact(value))
+        axis.yaxis.set_major_formatter(format_compact)
         axis.yaxis.set_minor_formatter(ticker.NullFormatter())
     axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+    axis.xaxis.set_major_formatter(format_compact)
 
 
-def tick_labels(values: Sequence[float]) -> list[str]:
-    """Returns compact labels for ticks, with as many digits as tell them apart: 0.5, 20k, 1.5M, 1e-05."""
-    labels: list[str] = []
-    for digits in range(4, 17):
-        labels = [format_compact(value, digits) for value in values]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
-def format_compact(value: float, digits: int = 4) -> str:
-    """Returns a compact number: 1234567 gives "1.235M", 0.00001 gives "1e-05"."""
+def format_compact(value: float, _position: int | None = None) -> str:
+    """Returns a compact number: 1234567 gives "1.235M", 0.00001 gives "1e-05". A formatter of matplotlib's ticks."""
     for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
-            return f"{value / (1e3 if name == 'k' else size):.{digits}g}{name}"
-    return f"{value:.{digits}g}"
+            return f"{value / (1e3 if name == 'k' else size):.4g}{name}"
+    return f"{value:.4g}"
 
 
 def chart_panel(chart: Chart) -> Callable[[Any], None]:
@@ -278,9 +267,9 @@ def chart_panel(chart: Chart) -> Callable[[Any], None]:
     def draw(axis: Any) -> None:
         draw_chart(axis, chart)
         axis.set_title(visible_text(chart.title), wrap=True)
-        if 1 < len(chart.named) <= MAX_LEGEND:
+        if 1 < len(chart.legend_curves) <= MAX_LEGEND:
             handles = [line for line in axis.get_lines() if line.get_gid()]
-            labels = [shorten(curve.name) for curve in chart.named]
+            labels = [shorten(curve.name) for curve in chart.legend_curves]
             axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
 
     return draw
@@ -297,36 +286,36 @@ def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
 # ---- heat maps
 
 
-def draw_cells(axis: Any, heat: HeatMap) -> None:
-    """Draws the cells of a heat map into matplotlib axes: cell (i, j) is the unit square at (j, i)."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import to_rgba
+def draw_cells(axis: Any, heat: HeatMap) -> Any:
+    """Draws the cells of a heat map into matplotlib axes: cell (i, j) is the unit square at (j, i). Returns them."""
+    import matplotlib
+    from matplotlib.colors import LinearSegmentedColormap
 
-    places = np.argwhere(np.isfinite(heat.values))
-    values = heat.values[tuple(places.T)]
-    corners = [[(j, i), (j + 1, i), (j + 1, i + 1), (j, i + 1)] for i, j in places.tolist()]
-    colours = np.where(values[:, None] < 0, to_rgba(COLOURS[1]), to_rgba(COLOURS[0]))
-    colours[:, 3] = np.minimum(1.0, np.abs(values) / heat.scale).round(3)
-    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=_grid_colour(), linewidths=0.4))
-    axis.set_xlim(0, heat.values.shape[1])
-    axis.set_ylim(*((0, len(heat.values)) if heat.row_zero_below else (len(heat.values), 0)))
+    above, below, paper = COLOURS[0], COLOURS[1], matplotlib.rcParams["figure.facecolor"]
+    has_negative = bool((heat.values < 0).any())
+    colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
+    known = np.ma.masked_invalid(heat.values)
+    lowest = -heat.scale if has_negative else 0.0
+    grid = {"edgecolors": _grid_colour(), "linewidth": 0.4}
+    cells = axis.pcolormesh(known, cmap=colours, vmin=lowest, vmax=heat.scale, **grid)
+    if not heat.row_zero_below:
+        axis.invert_yaxis()
     for spine in axis.spines.values():
         spine.set_visible(False)
+    return cells
 
 
-def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, chars: int, turn: int) -> None:
-    """Names at most this many rows and columns of a heat map on its axes: all of them, or every k-th. The columns'
-    names are turned by `turn` degrees."""
-    sides = ((heat.rows, axis.set_yticks, max_rows, 0), (heat.columns, axis.set_xticks, max_columns, turn))
-    for names, put, most, turned in sides:
-        kept = range(0, len(names), -(-len(names) // most))
-        options = {"ha": "left", "rotation_mode": "anchor"} if 0 < turned < 90 else {}
-        put([k + 0.5 for k in kept], [shorten(names[k], chars) for k in kept], rotation=turned, **options)
+def label_cells(axis: Any, heat: HeatMap, turn: int) -> None:
+    """Names at most `MAX_AXIS_LABELS` rows and columns of a heat map on its axes: all of them, or every k-th. The
+    columns' names are turned by `turn` degrees."""
+    for names, put, turned in ((heat.rows, axis.set_yticks, 0), (heat.columns, axis.set_xticks, turn)):
+        named = range(0, len(names), -(-len(names) // MAX_AXIS_LABELS))
+        put([k + 0.5 for k in named], [shorten(names[k]) for k in named], rotation=turned)
 
 
 def chart_html(chart: Chart) -> str:
     """Returns a chart as an HTML figure; "" if no curve has a value."""
-    return panel_html(chart.title, chart_panel(chart)) if chart.shown else ""
+    return panel_html(chart.title, chart_panel(chart)) if chart.curves_with_values else ""
 
 
 def heat_map_html(heat: HeatMap) -> str:
@@ -341,26 +330,13 @@ def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> 
     """Returns a panel of `save_panels` that draws the heat map with its title and a colour bar."""
 
     def draw(axis: Any) -> None:
-        draw_cells(axis, heat)
-        turn = 90 if max(map(len, heat.columns)) > 2 else 0
-        label_cells(axis, heat, MAX_AXIS_LABELS, MAX_AXIS_LABELS, chars=MAX_LABEL_CHARS, turn=turn)
+        cells = draw_cells(axis, heat)
+        label_cells(axis, heat, 90 if max(map(len, heat.columns)) > 2 else 0)
         axis.tick_params(labelsize=6)
         if is_square:
             axis.set_aspect("equal")
         axis.set_xlabel(x_title)
         axis.set_title(visible_text(heat.title), wrap=True)
-        axis.figure.colorbar(_colours(heat), ax=axis, shrink=0.8)
+        axis.figure.colorbar(cells, ax=axis, shrink=0.8)
 
     return draw
-
-
-def _colours(heat: HeatMap) -> Any:
-    """Returns the colour bar's scale: from zero, or from the largest magnitude below it, to that above it."""
-    import matplotlib
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
-
-    above, below, paper = COLOURS[0], COLOURS[1], matplotlib.rcParams["figure.facecolor"]
-    has_negative = bool((heat.values < 0).any())
-    colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
-    return ScalarMappable(Normalize(-heat.scale if has_negative else 0.0, heat.scale), colours)

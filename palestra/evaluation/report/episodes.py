@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.core.chat import with_thought
 from palestra.core.types import Episode, Node, Seat
-from palestra.evaluation.report.html import details, escape_text, preformatted
+from palestra.evaluation.report.html import details, escape_text, text_block
 from palestra.text.rollouts.metrics import episode_return
 from palestra.text.rollouts.transcript import new_text
 
@@ -64,10 +64,10 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
     """Returns the HTML of a joint step: the answers of its seats, rewards, and the siblings that were tried."""
     parts = [_seat(node, seat, seen) for seat in node.answers]
     if node.team_reward:
-        parts.append(f"<p class=soft>team {_signed(node.team_reward)}</p>")
+        parts.append(f"<p class=soft>team {_signed_html(node.team_reward)}</p>")
     others = [other for other in episode.children(node.parent) if other is not node and not other.chosen]
     if others:
-        rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:MAX_SIBLINGS])
+        rows = "".join(f"<li>{_sibling_html(other)}</li>" for other in others[:MAX_SIBLINGS])
         left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
         parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
     if node.done:
@@ -84,17 +84,17 @@ def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
     seen[seat] = node.observations.get(seat)
     notes = " · ".join(_notes(node, seat))
     head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth} · {notes}</span>'
-    saw = details("what it saw", preformatted(shown)) if len(shown) > 400 else preformatted(shown)
-    return f"<div>{head}{saw if shown else ''}{preformatted(with_thought(answer.text, answer.thought), 'said')}</div>"
+    saw = details("what it saw", text_block(shown)) if len(shown) > 400 else text_block(shown)
+    return f"<div>{head}{saw if shown else ''}{text_block(with_thought(answer.text, answer.thought), 'said')}</div>"
 
 
 def _notes(node: Node, seat: Seat) -> Iterator[str]:
     answer = node.answers[seat]
     yield escape_text(answer.policy)
     if seat in node.rewards:
-        yield f"reward {_signed(node.rewards[seat])}"
+        yield f"reward {_signed_html(node.rewards[seat])}"
     if seat in node.advantages:
-        yield f"advantage {_signed(node.advantages[seat])}"
+        yield f"advantage {_signed_html(node.advantages[seat])}"
     if len(answer.token_ids):
         yield f"{len(answer.token_ids)} tokens"
     if node.is_invalid(seat):
@@ -103,15 +103,15 @@ def _notes(node: Node, seat: Seat) -> Iterator[str]:
         yield '<span class="bad">cut off</span>'
 
 
-def _tried(node: Node) -> str:
+def _sibling_html(node: Node) -> str:
     """Returns the HTML of a sibling, as one list item."""
     rewards = "; ".join(
         f"{escape_text(seat)}: <q>{escape_text(answer.text, 200)}</q> {' · '.join(_notes(node, seat))}"
         for seat, answer in node.answers.items()
     )
-    return rewards + (f" · team {_signed(node.team_reward)}" if node.team_reward else "")
+    return rewards + (f" · team {_signed_html(node.team_reward)}" if node.team_reward else "")
 
 
-def _signed(value: float) -> str:
+def _signed_html(value: float) -> str:
     kind = "good" if value > 0 else "bad" if value < 0 else "soft"
     return f'<span class="{kind}">{value:+.3g}</span>'

@@ -52,7 +52,7 @@ def details(summary: str, inside: str) -> str:
     return f"<details><summary>{summary}</summary>{inside}</details>"
 
 
-def preformatted(value: Any, css_class: str = "") -> str:
+def text_block(value: Any, css_class: str = "") -> str:
     """Returns `value` as escaped preformatted text; `css_class` is its CSS class."""
     max_chars = 20 * MAX_TEXT_CHARS if css_class == "config" else MAX_TEXT_CHARS
     return f'<pre class="{css_class}">{escape_text(value, max_chars)}</pre>'

@@ -12,7 +12,7 @@ import yaml
 from palestra.core.config import hide_credentials, load
 from palestra.core.files import atomic_write
 from palestra.evaluation.report.episodes import episode_html, pick_samples
-from palestra.evaluation.report.html import details, escape_text, html_table, preformatted, section
+from palestra.evaluation.report.html import details, escape_text, html_table, section, text_block
 from palestra.evaluation.report.population import population_sections
 from palestra.evaluation.report.run_charts import metric_charts
 from palestra.evaluation.report.style import STYLE
@@ -51,14 +51,15 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         f"<header><h1>{escape_text(run.resolve().name)}</h1><p "
         f"class=soft>{escape_text(_what(tree, meta))}</p></header>",
         "" if population or logs.team or logs.evals else f"<p>{NOTHING_RECORDED}</p>",
+        _damage_warning(run),
         metric_tiles(logs, tree),
         section("What was learned", eval_table(logs)),
         section("Curves", curves),
         *population,
         sample_section(run, episodes, step, int(tree.get("seed") or 0)),
         section("Where the time went", time_table(logs)),
-        section("Metrics of each policy", _unfolded("at the start and at the end", policy_table(logs))),
-        section("How to reproduce it", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
+        section("Metrics of each policy", _foldable("at the start and at the end", policy_table(logs))),
+        section("How to reproduce it", facts_table(run, meta, tree), _foldable("the whole config", _config(run))),
     ]
     body = "\n".join(part for part in parts if part)
     head = (
@@ -69,7 +70,14 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body class="palestra">\n{body}\n</body></html>\n'
 
 
-def _unfolded(summary: str, inside: str) -> str:
+def _damage_warning(run: Path) -> str:
+    """Returns a paragraph on the first log that has lost or changed lines since the newest checkpoint, or ""."""
+    newest = list_checkpoints(run)[-1:]
+    changed = newest[0].find_changed_log(run) if newest else ""
+    return f"<p><strong>Damaged:</strong> {escape_text(changed)}.</p>" if changed else ""
+
+
+def _foldable(summary: str, inside: str) -> str:
     """Returns a section that is collapsed on screen and expanded in print."""
     return details(escape_text(summary), inside).replace("<details>", '<details class="printed">', 1) if inside else ""
 
@@ -141,4 +149,4 @@ def _config(run: Path) -> str:
     """Returns the HTML of the resolved config without empty values."""
     tree = load(run / "config.yaml")
     short = {key: value for key, value in tree.items() if value not in (None, [], {}, "")}
-    return preformatted(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")
+    return text_block(yaml.safe_dump(short, sort_keys=False, allow_unicode=True), "config")

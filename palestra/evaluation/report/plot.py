@@ -133,11 +133,11 @@ def config_labels(trees: Sequence[Tree]) -> list[str]:
     flats = [flatten_tree(tree) for tree in trees]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
-    short = _shortened(unlike)
+    short = _shorten_keys(unlike)
     return [", ".join(f"{short[key]}={flat[key]}" for key in unlike[:4] if key in flat) for flat in flats]
 
 
-def _shortened(keys: Sequence[str]) -> dict[str, str]:
+def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Returns keys by their last component where that is unique."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
@@ -177,7 +177,7 @@ def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: s
             axis.fill_between(group.x, *band_bounds(group.y, figure.band), color=colour, alpha=0.2, linewidth=0)
     axis.set_xlabel(x_title)
     axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+    axis.xaxis.set_major_formatter(format_compact)
     axis.set_ylabel(y_title)
     if len(groups) > 1:
         axis.legend(handlelength=1.6)

@@ -57,7 +57,7 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
     tasks = read_records(path / TASKS_FILE)
     if not tasks:
         raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
-    members = read_members(path) or _made(tasks)
+    members = read_members(path) or _members_of_tasks(tasks)
     for member in members:
         path_inside(path / MEMBERS_DIR, member.name)
     cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(
@@ -67,7 +67,7 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
     return PopulationRecord(path, members, _table(members, cells, seats), tasks, metrics, timings)
 
 
-def _made(tasks: list[TaskRecord]) -> list[Member]:
+def _members_of_tasks(tasks: list[TaskRecord]) -> list[Member]:
     """Returns the members that appear in tasks, for runs that have not written population.json yet."""
     given = [record.task for record in tasks]
     players = {task.output_member: task.player for task in given if isinstance(task, TrainTask)}
@@ -121,7 +121,7 @@ class Standing(NamedTuple):
 def standings(record: PopulationRecord) -> list[Standing]:
     """Returns the members that have played, best Elo first. Raises ValueError if there are no games, if games do not
     link all members, or if the game does not have two seats."""
-    names, points = _played(record)
+    names, points = _pairwise_scores(record)
     elo, stderr = fit_elo(points)
     skills = openskill_ratings(_some_games(record, names)) if find_spec("openskill") else {}
     games = points + points.T
@@ -137,11 +137,11 @@ def standings(record: PopulationRecord) -> list[Standing]:
 
 def cyclicity_warning(record: PopulationRecord) -> str:
     """Returns a warning about cycles among members, which ratings cannot express; "" if there are none."""
-    names, points = _played(record)
+    names, points = _pairwise_scores(record)
     return cyclicity(names, points).warning
 
 
-def _played(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
+def _pairwise_scores(record: PopulationRecord) -> tuple[list[str], np.ndarray]:
     """Returns the members that have played others, and how often each has beaten each [M, M], a draw counting half."""
     names, points = record.payoffs.pairwise_scores()
     kept = np.flatnonzero((points + points.T).sum(1) > 0)

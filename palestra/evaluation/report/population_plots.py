@@ -95,7 +95,7 @@ def learner_charts(record: PopulationRecord) -> Iterator[Chart]:
     titles = dict(LEARNER_CHARTS) | {key: f"{key}, as evolved" for key in searched_settings(record)}
     for key, title in titles.items():
         curves = [ChartCurve(name, series_of(lines, key, "iteration")) for name, lines in learners.items()]
-        if (chart := Chart(title, curves, "iteration")).shown:
+        if (chart := Chart(title, curves, "iteration")).curves_with_values:
             yield chart
 
 

@@ -18,22 +18,23 @@ from palestra.runs.headline import (
     training_return_label,
     training_success_label,
 )
+from palestra.runs.metric_catalog import metric_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, success_bounds
 
 MAX_PANELS = 6  # charts of `plot_run`
-POLICY_CHARTS = [  # metric, title
-    ("entropy", "entropy (nats)"),
-    ("kl", "KL from the sampling policy"),
-    ("zero_std_fraction", "zero-advantage groups (share)"),
-    ("invalid", "invalid answers (share)"),
-    ("value_loss", "critic loss"),
-    ("clip_fraction", "clipped (share of tokens or actions)"),
-    ("td_loss", "TD loss"),
-    ("grad_norm", "gradient norm"),
-    ("policy_loss", "policy loss"),
-    ("local_reward", "local reward"),
-    ("tokens", "answer length (tokens)"),
-]
+POLICY_CHARTS = (
+    "entropy",
+    "kl",
+    "zero_std_fraction",
+    "invalid",
+    "value_loss",
+    "clip_fraction",
+    "td_loss",
+    "grad_norm",
+    "policy_loss",
+    "local_reward",
+    "tokens",
+)
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
 
 
@@ -55,9 +56,9 @@ def metric_charts(logs: RunLogs) -> str:
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
     """Yields the charts for which the run has values, the most informative first."""
     charts = [_success(logs), _returns(logs), _rewards(logs)]
-    titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
-    charts += [_of_policies(logs, key, title) for key, title in titles]
-    return (chart for chart in [*charts, _speed(logs)] if chart.shown)
+    charts.append(_of_policies(logs, "return", training_return_label(logs.config)))
+    charts += [_of_policies(logs, name, metric_label(name)) for name in POLICY_CHARTS]
+    return (chart for chart in [*charts, _speed(logs)] if chart.curves_with_values)
 
 
 def _success(logs: RunLogs) -> Chart:
@@ -69,7 +70,7 @@ def _success(logs: RunLogs) -> Chart:
             ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
         )
     title = "held-out success, with 95 % intervals" if evals else training_success_label(logs.config)
-    curves = [*evals, *_smoothed(training_success_label(logs.config), raw)]
+    curves = [*evals, *_smoothed_curves(training_success_label(logs.config), raw)]
     return Chart(title, curves, logs.x_title, low=0.0, high=1.0)
 
 
@@ -82,7 +83,7 @@ def _returns(logs: RunLogs) -> Chart:
         curves.append(_with_interval(logs, _eval_name(logs, name), whole, "return"))
         seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
         curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
-    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "return"))
+    curves += _smoothed_curves(training_return_label(logs.config), logs.series(logs.team, "return"))
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
 
 
@@ -126,6 +127,6 @@ def _speed(logs: RunLogs) -> Chart:
     return Chart("done in a second", curves, logs.x_title, low=0.0)
 
 
-def _smoothed(name: str, raw: Series) -> list[ChartCurve]:
+def _smoothed_curves(name: str, raw: Series) -> list[ChartCurve]:
     """Returns the moving mean of a series, and behind it the series itself."""
     return [ChartCurve("", raw, is_faint=True), ChartCurve(name, Series(raw.x, smooth(raw.y)))]

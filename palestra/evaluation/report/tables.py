@@ -34,14 +34,14 @@ def eval_table(logs: RunLogs) -> str:
 def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
     found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
-    found += [(name, partial(_sampled, name)) for name, _ in sample_rows(line)]
+    found += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
     found += [("return", format_return)] if "return" in line else []
     found += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(line)]
     found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
 
 
-def _sampled(name: str, line: Line) -> str:
+def _sample_cell(name: str, line: Line) -> str:
     return dict(sample_rows(line)).get(name, "-")
 
 

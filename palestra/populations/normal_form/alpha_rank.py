@@ -69,7 +69,7 @@ def _rank(moves: Deviations, alpha: float | str, m: int) -> np.ndarray:
     if scale == 0:
         return np.full(moves.num_profiles, 1 / moves.num_profiles)
     if alpha == "infinite":
-        return _limit(moves, (_taken(moves.gain_E, 10.0**-digits) for digits in range(3, 14)))
+        return _limit(moves, (_move_probs(moves.gain_E, 10.0**-digits) for digits in range(3, 14)))
     if alpha == "sweep":
         return _limit(moves, (_fixation(moves.gain_E, 2.0**power / scale, m) for power in range(-10, 40)))
     return _limit(moves, [_fixation(moves.gain_E, float(alpha), m)])
@@ -88,7 +88,7 @@ def _limit(moves: Deviations, chances: Iterable[np.ndarray]) -> np.ndarray:
     return share
 
 
-def _taken(gain_E: np.ndarray, mistake: float) -> np.ndarray:
+def _move_probs(gain_E: np.ndarray, mistake: float) -> np.ndarray:
     tied = np.abs(gain_E) <= 1e-12 * np.abs(gain_E).max()
     return np.where(tied, 0.5, np.where(gain_E > 0, 1 - mistake, mistake))
 

@@ -51,7 +51,7 @@ def most_random_distribution(
     rows = rows_RN / (size or 1.0) if units_R is None else rows_RN / units_R[:, None]
     rows = rows[(rows > 0).any(axis=1)]
     share = _by_prices(rows, objective) if len(rows) else np.full(rows.shape[1], 1 / rows.shape[1])
-    if share is None or not _settled(rows, share, objective):
+    if share is None or not _is_optimal(rows, share, objective):
         share = _by_corners(rows, share, objective)
     if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
         raise ValueError(
@@ -69,7 +69,7 @@ def constraint_violation(rows: np.ndarray, share: np.ndarray) -> float:
     return float((rows @ share).max(initial=0.0))
 
 
-def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
+def _is_optimal(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
     """True if a distribution meets the constraints and its randomness is the largest, both within tolerance."""
     if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
         return False
@@ -99,7 +99,7 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
     weights = np.full(len(starts), 1 / len(starts))
     inside = points @ weights
     for _ in range(MAX_CORNERS):
-        weights = _blended(points, weights, objective)
+        weights = _optimal_weights(points, weights, objective)
         points, weights = points[:, weights > 0], weights[weights > 0]
         share = points @ weights
         corner = cheapest_distribution(rows, _slope(share, objective))
@@ -123,7 +123,7 @@ def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np
     return share + step * (inside - share)
 
 
-def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
+def _optimal_weights(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
     """Returns the weights [K] of points [N, K] whose mean is most random, by Newton steps that each solve a
     non-negative least-squares problem.
 
@@ -208,7 +208,7 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     rows, which = np.unique(rows[binding], axis=0, return_inverse=True)
     strictness = np.ones(len(rows))
     np.maximum.at(strictness, which.ravel(), size[binding, 0])
-    kept = _priced(rows, strictness, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
+    kept = _solve_dual(rows, strictness, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
     if kept is None:
         return None
     share = np.zeros(len(alive))
@@ -216,7 +216,7 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     return share
 
 
-def _priced(rows: np.ndarray, strictness: np.ndarray, objective: Objective) -> np.ndarray | None:
+def _solve_dual(rows: np.ndarray, strictness: np.ndarray, objective: Objective) -> np.ndarray | None:
     """Returns the most random distribution [N] with rows @ x <= 0, by a damped Newton's method on its dual over
     multipliers (`prices`) >= 0; None if it does not converge. Errors count times the `strictness` [R] of their row.
 

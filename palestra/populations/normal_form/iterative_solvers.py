@@ -51,12 +51,12 @@ def regret_matching(payoffs: PayoffTensors, *, iterations: int = 10_000, gamma: 
     def step(strategies: Strategies, earned: Strategies) -> Strategies:
         for regret, strategy, value in zip(regrets, strategies, earned, strict=True):
             regret += value - value @ strategy
-        return [_matched(regret, gamma) for regret in regrets]
+        return [_match_regret(regret, gamma) for regret in regrets]
 
     return _average(payoffs, step, iterations)
 
 
-def _matched(regret: np.ndarray, gamma: float) -> np.ndarray:
+def _match_regret(regret: np.ndarray, gamma: float) -> np.ndarray:
     positive = np.maximum(regret, 0)
     total = positive.sum()
     level = 1 / len(regret)

@@ -75,10 +75,10 @@ def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
         bounds=(0, None),
     )
     nearest = _distribution(units * found[:count])
-    return nearest if (rows @ nearest).max(initial=0.0) <= MAX_LP_VIOLATION else _corrected(rows, nearest)
+    return nearest if (rows @ nearest).max(initial=0.0) <= MAX_LP_VIOLATION else _refine_distribution(rows, nearest)
 
 
-def _corrected(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
+def _refine_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints that is nearest to `share`, which almost meets them. It is a
     step of iterative refinement (Gleixner et al., 2016): a linear program for the correction, scaled up so that HiGHS's
     tolerance is finer."""

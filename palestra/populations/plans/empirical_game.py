@@ -45,12 +45,12 @@ class EmpiricalGame:
 
     def has_payoffs(self, members: MemberProfile) -> bool:
         """True if there are payoffs for these members."""
-        return members in self.snapshot_returns or self._played(members)
+        return members in self.snapshot_returns or self._has_games(members)
 
     def _mean(self, members: MemberProfile) -> tuple[float, ...]:
-        return self.payoffs.cell(members).mean if self._played(members) else self.snapshot_returns[members]
+        return self.payoffs.cell(members).mean if self._has_games(members) else self.snapshot_returns[members]
 
-    def _played(self, members: MemberProfile) -> bool:
+    def _has_games(self, members: MemberProfile) -> bool:
         frozen = all(name in self.payoffs.members[player] for player, name in zip(self.seats, members, strict=True))
         return frozen and ((cell := self.payoffs.cell(members)).exact or cell.games > 0)
 
@@ -89,7 +89,7 @@ class MatchQueue:
         for player in self.population.players:
             for name in self.population.names_of(player):
                 self.empirical_game.payoffs.add_member(player, name)
-        return self._opened(self._tasks("play/first", self.empirical_game.payoffs.cells_below(), self.games_per_cell))
+        return self._add_open(self._tasks("play/first", self.empirical_game.payoffs.cells_below(), self.games_per_cell))
 
     def add_member(self, member: Member) -> list[PlayTask]:
         """Adds a member to the population; returns tasks for its games against the other members."""
@@ -98,7 +98,7 @@ class MatchQueue:
         cells = cells_containing(
             self.empirical_game.seats, self.empirical_game.payoffs.members, member.player, member.name
         )
-        return self._opened(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
+        return self._add_open(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
 
     def snapshot_tasks(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[PlayTask]:
         """Returns tasks for the games of the newest snapshot of `name`, in cells with at least one policy in training.
@@ -129,7 +129,7 @@ class MatchQueue:
         for count in sorted(set(given.values())):
             cells = [members for members, own in given.items() if own == count]
             tasks += self._tasks(f"play/{label}-{count}", cells, count)
-        return self._opened(tasks)
+        return self._add_open(tasks)
 
     def record_result(self, task: PlayTask, result: PlayResult) -> None:
         """Records the result of a `play` task."""
@@ -142,7 +142,7 @@ class MatchQueue:
             for members, cell in zip(task.cells, result.payoffs, strict=True):
                 self.empirical_game.payoffs.add_games(members, cell)
 
-    def _opened(self, tasks: list[PlayTask]) -> list[PlayTask]:
+    def _add_open(self, tasks: list[PlayTask]) -> list[PlayTask]:
         self.open_tasks |= {task.name for task in tasks}
         return tasks
 

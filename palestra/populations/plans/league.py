@@ -73,7 +73,7 @@ class League:
         self._metrics = {}
         match task, result:
             case TrainTask() as trained, TrainResult() as outcome:
-                return self._trained(trained, outcome)
+                return self._record_training(trained, outcome)
             case PlayTask(), PlayResult() as played:
                 self.games += sum(cell.games for cell in played.payoffs if not cell.exact)
             case AssessTask() as assessed, AssessResult() as distance:
@@ -92,7 +92,7 @@ class League:
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
 
-    def _trained(self, task: TrainTask, result: TrainResult) -> list[Task]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> list[Task]:
         learner = self.learners[task.learner]
         self.env_steps += result.env_steps
         self._note(learner, task, result)

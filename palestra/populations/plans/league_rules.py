@@ -181,11 +181,11 @@ class LeagueLogic:
         """Returns earlier exploiters that beat the learner; if there are none, past opponents that it no longer beats;
         if there are none, None. `rates` are the learner's win rates against the history."""
         if len(exploiters) and rates[exploiters].min() < self.config.weak_win_rate:
-            return self._prioritised(exploiters, rates, "squared")
+            return self._pfsp_weights(exploiters, rates, "squared")
         past = self._numbers(self.past(other))
         past = past[: without_monotone_suffix(rates[past].tolist())]
         if len(past) and rates[past].min() < self.config.strong_win_rate:
-            return self._prioritised(past, rates, "squared")
+            return self._pfsp_weights(past, rates, "squared")
         return None
 
     def _main_exploiter(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
@@ -203,9 +203,9 @@ class LeagueLogic:
         met = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if met and self.win_rates.rate(learner.name, main.name) > bar:
             return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
-        return self._prioritised(self._numbers(self.past(main)), rates, "variance")
+        return self._pfsp_weights(self._numbers(self.past(main)), rates, "variance")
 
-    def _prioritised(self, numbers: np.ndarray, rates: np.ndarray, weighting: PFSPWeighting) -> OpponentWeights:
+    def _pfsp_weights(self, numbers: np.ndarray, rates: np.ndarray, weighting: PFSPWeighting) -> OpponentWeights:
         weights = OpponentWeights(np.zeros(len(rates)))
         weights.frozen[numbers] = pfsp(rates[numbers], weighting)
         return weights

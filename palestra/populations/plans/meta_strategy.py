@@ -18,14 +18,14 @@ MIN_PROBABILITY = 1e-6  # smaller probabilities count as 0
 class MetaStrategy:
     """Meta-strategy: a joint distribution `joint` float64 [m_0, ..., m_n-1] over members.
 
-    `names` are the members by seat, `seats` the player at each seat. Players choose independently unless `correlated`.
-    A player with several seats uses the marginal of its first seat.
+    `names` are the members by seat, `seats` the player at each seat. Players choose independently unless
+    `is_correlated`. A player with several seats uses the marginal of its first seat.
     """
 
     seats: tuple[Player, ...]
     names: tuple[tuple[str, ...], ...]
     joint: np.ndarray
-    correlated: bool = False
+    is_correlated: bool = False
 
     @classmethod
     def independent(
@@ -57,7 +57,7 @@ class MetaStrategy:
         """Returns the same meta-strategy over longer lists of members. The added members, which come last, have
         probability 0."""
         more = [(0, len(wide) - len(own)) for wide, own in zip(names, self.names, strict=True)]
-        return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.correlated)
+        return MetaStrategy(self.seats, tuple(map(tuple, names)), np.pad(self.joint, more), self.is_correlated)
 
 
 def drop_negligible(mix: Mix) -> Mix:
@@ -74,7 +74,7 @@ def meta_opponents(meta: MetaStrategy, player: Player, recommended: str | None =
     With `recommended`, the opponents are those of games in which the meta-strategy recommends that member (deviation
     from a correlated equilibrium); else those of all games (from a coarse one).
     """
-    if not meta.correlated:
+    if not meta.is_correlated:
         others = [other for other in dict.fromkeys(meta.seats) if other != player]
         return Opponents(mixes={other: meta.marginal(other) for other in others or [player]})
     return Opponents(joint=tuple(_lineups(meta, player, recommended)))

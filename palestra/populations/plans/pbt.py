@@ -116,7 +116,7 @@ class PBT:
         self.config, self.population, self.seed = config, population, seed
         self.win_rates = WinRates(config.win_rate_decay)
         names = [f"learner_{number}" for number in range(config.num_learners)]
-        self.learners = {name: PBTLearner(name, self._drawn(self._rng(name, 0))) for name in names}
+        self.learners = {name: PBTLearner(name, self._sample_settings(self._rng(name, 0))) for name in names}
         self.env_steps = 0
         self._slice_rating = 0.0  # of the last slice's learner, before selection
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
@@ -218,16 +218,16 @@ class PBT:
             best.name,
             False,
         )
-        learner.settings = {name: self._explored(name, value, rng) for name, value in best.settings.items()}
+        learner.settings = {name: self._explore_setting(name, value, rng) for name, value in best.settings.items()}
         self.win_rates.remove(learner.name)
 
-    def _explored(self, name: str, value: float, rng: np.random.Generator) -> float:
+    def _explore_setting(self, name: str, value: float, rng: np.random.Generator) -> float:
         searched = self.config.search[name]
         if rng.random() < self.config.resample_probability:
             return searched.sample(rng)
         return searched.clip(value * self.config.perturb[int(rng.integers(2))])
 
-    def _drawn(self, rng: np.random.Generator) -> dict[str, float]:
+    def _sample_settings(self, rng: np.random.Generator) -> dict[str, float]:
         return {name: searched.sample(rng) for name, searched in self.config.search.items()}
 
     def _rng(self, learner: str, slices: int) -> np.random.Generator:

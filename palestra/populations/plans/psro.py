@@ -75,11 +75,11 @@ class PSRO:
         new: list[Task] = []
         match task, result:
             case AssessTask() as assessed, AssessResult() as distance:
-                self._assessed(assessed, distance)
+                self._record_assessment(assessed, distance)
             case PlayTask() as played, PlayResult() as games:
                 self.matches.record_result(played, games)
             case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
-                new += self._trained(trained, outcome)
+                new += self._record_training(trained, outcome)
         if not self.is_done and self._due():
             new += self._conclude()
         return [*new, *self._slices()]
@@ -113,25 +113,25 @@ class PSRO:
 
     # ---- results
 
-    def _trained(self, task: TrainTask, result: TrainResult) -> list[PlayTask]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> list[PlayTask]:
         response = self.in_training.pop(task.name)
         response.latest = task.output_member
         response.slices += 1
         self.env_steps += result.env_steps
         metrics = {"iteration": response.iteration, "slice": response.slices, "env_steps": self.env_steps}
         self._metrics = {response.player: {**metrics, "return": result.return_metric}}
-        games = self._joined(response, result) if response.is_frozen else []
+        games = self._add_response(response, result) if response.is_frozen else []
         if self.config.pipeline_levels > 1:
             games += self.matches.snapshot_tasks(response.player, response.name, self._snapshots())
         return games
 
-    def _joined(self, response: Response, result: TrainResult) -> list[PlayTask]:
+    def _add_response(self, response: Response, result: TrainResult) -> list[PlayTask]:
         """Adds a finished response to its player; returns the tasks of its games.
 
         Responses to a joint distribution are added once all responses of their player in the iteration are done, and
         only those that have a gain and are new, so that the order of completion does not matter.
         """
-        if not self.config.correlated:
+        if not self.config.is_correlated:
             return self.matches.add_member(response.to_member())
         response.gain, response.digest = self._gain(response, result), result.policy_digest or response.name
         own = [
@@ -161,7 +161,7 @@ class PSRO:
     def _snapshots(self) -> dict[Player, dict[str, str]]:
         return newest_snapshots(self.responses, self.population.players)
 
-    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
@@ -199,8 +199,8 @@ class PSRO:
 
     def _solve(self, names: Sequence[Sequence[str]], tables: Sequence[np.ndarray]) -> MetaStrategy:
         solver = self.config.meta_solver
-        if self.config.correlated:
-            return MetaStrategy(self.seats, tuple(map(tuple, names)), solver.solve_joint(tables), correlated=True)
+        if self.config.is_correlated:
+            return MetaStrategy(self.seats, tuple(map(tuple, names)), solver.solve_joint(tables), is_correlated=True)
         return MetaStrategy.independent(self.seats, names, solver.solve(tables))
 
     def _note_iteration(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> None:
@@ -210,7 +210,7 @@ class PSRO:
             metrics["gap"] = equilibrium_gap(
                 self.meta_strategies[-1].pad_to(meta.names), tables, self.config.meta_solver.type != "ce"
             )
-            if self.config.correlated:
+            if self.config.is_correlated:
                 self._end_if_answered(meta, metrics["gap"])
         self._metrics |= {TEAM: metrics}
         for player, mix in meta.all_marginals().items():
@@ -223,15 +223,15 @@ class PSRO:
         most `stop_nash_conv` or added no member."""
         before, players = self.meta_strategies[-1], self.population.players
         if gap <= self.config.stop_nash_conv > 0:
-            self.is_done |= not any(self._unanswered(before, player) for player in players)
+            self.is_done |= not any(self._unanswered_members(before, player) for player in players)
         if meta.names == before.names:
-            self.is_done |= not any(self._unanswered(meta, player) for player in players)
+            self.is_done |= not any(self._unanswered_members(meta, player) for player in players)
         else:
             self._answered = {player: set() for player in players}
 
     def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
         every, last = self.config.nash_conv_every, number == self.config.iterations
-        if not every or self.config.correlated or (number % every and not last):
+        if not every or self.config.is_correlated or (number % every and not last):
             return []
         mixes = meta.all_marginals()
         files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
@@ -239,7 +239,7 @@ class PSRO:
 
     # ---- responses
 
-    def _unanswered(self, meta: MetaStrategy, player: Player) -> list[str | None]:
+    def _unanswered_members(self, meta: MetaStrategy, player: Player) -> list[str | None]:
         """Returns the members for which a response is still to be trained; [None] for one response for all members."""
         return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
 
@@ -260,8 +260,8 @@ class PSRO:
         done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._room(meta)
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
-                several = most_recommended(self._unanswered(meta, player), meta, player, room)
-                if self.config.correlated:
+                several = most_recommended(self._unanswered_members(meta, player), meta, player, room)
+                if self.config.is_correlated:
                     self._answered[player].update(several)
                 for part, member in enumerate(several, start=1):
                     name = f"{player}-{number}" + (f".{part}" if len(several) > 1 else "")

@@ -62,13 +62,13 @@ class PSROConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.pipeline_levels > 1 and (self.rectified or self.correlated):
+        if self.pipeline_levels > 1 and (self.rectified or self.is_correlated):
             raise ValueError(
                 f"pipeline_levels: {self.pipeline_levels} trains responses before the meta-strategy is final, and with "
                 f"rectified: true or meta_solver {self.meta_solver.type} the final one determines their number: set "
                 "pipeline_levels: 1"
             )
-        if self.rectified and self.correlated:
+        if self.rectified and self.is_correlated:
             raise ValueError(
                 f"rectified: true needs a mixture of each player, which meta_solver {self.meta_solver.type} does not "
                 "give: use another meta_solver, or rectified: false"
@@ -76,7 +76,7 @@ class PSROConfig(StrictModel):
         return self
 
     @property
-    def correlated(self) -> bool:
+    def is_correlated(self) -> bool:
         """True if responses train against a joint distribution (`ce`, `cce`)."""
         return self.meta_solver.type in CORRELATED_SOLVERS
 
@@ -97,7 +97,7 @@ def check_psro(config: PSROConfig, population: Population, seats: Sequence[Playe
         raise ValueError(
             f"meta_solver nash is for two seats; this game has {len(seats)}: use prd, alpha_rank, ce or cce"
         )
-    if config.correlated and len(population.players) < len(seats):
+    if config.is_correlated and len(population.players) < len(seats):
         raise ValueError(
             f"meta_solver {config.meta_solver.type} assigns members to all seats, so every seat needs a "
             "population: set symmetric: false, or use another meta_solver"

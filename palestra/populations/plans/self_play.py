@@ -120,11 +120,11 @@ class SelfPlay:
         new: list[Task] = []
         match task, result:
             case TrainTask() as trained, TrainResult() as outcome:
-                new += self._trained(trained, outcome)
+                new += self._record_training(trained, outcome)
             case PlayTask() as played, PlayResult() as games:
                 self.matches.record_result(played, games)
             case AssessTask() as assessed, AssessResult() as distance:
-                self._assessed(assessed, distance)
+                self._record_assessment(assessed, distance)
         return [*new, *self._slices()]
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
@@ -152,7 +152,7 @@ class SelfPlay:
 
     # ---- results
 
-    def _trained(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
         player, before = task.player, self._round()
         for member, own in result.opponents.items():
             self.win_rates.add(player, member, own.games, own.points)
@@ -188,7 +188,7 @@ class SelfPlay:
         files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
         return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
-    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0

@@ -75,11 +75,11 @@ class XDO:
         self._metrics = {}
         match task, result:
             case AssessTask() as assessed, AssessResult() as distance:
-                self._assessed(assessed, distance)
+                self._record_assessment(assessed, distance)
             case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
-                return self._trained(trained, outcome)
+                return self._record_training(trained, outcome)
             case SolveTask() as solved, SolveResult() as solution if not self.is_done:
-                return self._solved(solved, solution)
+                return self._record_solution(solved, solution)
         return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
@@ -98,7 +98,7 @@ class XDO:
 
     # ---- results
 
-    def _trained(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
+    def _record_training(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
         player, number = task.player, self.iteration + 1
         self.responses[player].append(task.output_member)
         self.population.add(
@@ -108,7 +108,7 @@ class XDO:
         self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
         return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
 
-    def _solved(self, task: SolveTask, result: SolveResult) -> list[Task]:
+    def _record_solution(self, task: SolveTask, result: SolveResult) -> list[Task]:
         self.iteration, self.solution = self.iteration + 1, task.output_member
         self.num_allowed = result.num_allowed_actions
         self.population.add(
@@ -119,7 +119,7 @@ class XDO:
         self.is_done |= self.iteration == self.config.iterations
         return [*self._assessment(), *([] if self.is_done else self._responses())]
 
-    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+    def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0

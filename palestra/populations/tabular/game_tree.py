@@ -63,10 +63,10 @@ def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTre
     """Enumerates a game. Raises ValueError if it has more than `max_nodes` nodes, or if information states with the
     same observation differ in their legal actions."""
     known = enumerate_states(rules, max_nodes)
-    return _arranged(rules, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
+    return _build_tree(rules, traverse(known, rules.num_players, len(rules.action_names), max_nodes))
 
 
-def _arranged(rules: Rules[Any], found: GameTraversal) -> GameTree:
+def _build_tree(rules: Rules[Any], found: GameTraversal) -> GameTree:
     """Renumbers the information states by player and depth, so that each level is a slice."""
     order = np.lexsort((found.depth, found.state_player))
     owner, depth = found.state_player[order], found.depth[order]
@@ -82,9 +82,9 @@ def _arranged(rules: Rules[Any], found: GameTraversal) -> GameTree:
         action_mask=found.action_mask[order],
         info_state_tensors=found.info_state_tensors[seen],
         info_state_texts=[found.info_state_texts[view] for view in seen.tolist()],
-        parent_sequence=_renumbered(found.parent_sequence[order], anew, n, width),
+        parent_sequence=_renumber_sequences(found.parent_sequence[order], anew, n, width),
         levels=[_levels(owner, depth, player) for player in range(n)],
-        end_sequences=_renumbered(found.end_sequences, anew, n, width),
+        end_sequences=_renumber_sequences(found.end_sequences, anew, n, width),
         chance_probs=found.chance_probs,
         returns=found.returns,
         num_nodes=found.num_nodes,
@@ -92,7 +92,7 @@ def _arranged(rules: Rules[Any], found: GameTraversal) -> GameTree:
     )
 
 
-def _renumbered(sequences: np.ndarray, anew: np.ndarray, n: int, width: int) -> np.ndarray:
+def _renumber_sequences(sequences: np.ndarray, anew: np.ndarray, n: int, width: int) -> np.ndarray:
     state, action = np.divmod(sequences - n, width)
     return np.where(sequences < n, sequences, n + anew[np.maximum(state, 0)] * width + action)
 

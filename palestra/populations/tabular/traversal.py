@@ -218,7 +218,7 @@ def _next(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> Nod
     sequences = met.n + _information_states(states, level, met) * met.width
     last[moved, turn[of][moved]] = sequences[of][moved] + states.action[edge][moved]
     after = NodeLevel(states.child[edge], last, level.chance_probs[of] * states.probability[edge])
-    return after if moved.all() else _merged(after)
+    return after if moved.all() else _merge_nodes(after)
 
 
 def _information_states(states: GameStates, level: NodeLevel, met: _InfoStateNumbering) -> np.ndarray:
@@ -233,7 +233,7 @@ def _information_states(states: GameStates, level: NodeLevel, met: _InfoStateNum
     return numbers
 
 
-def _merged(level: NodeLevel) -> NodeLevel:
+def _merge_nodes(level: NodeLevel) -> NodeLevel:
     """Merges nodes with the same state and the same own past of every player."""
     keys = np.column_stack([level.state, level.last_sequences])
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)

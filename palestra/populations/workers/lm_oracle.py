@@ -242,7 +242,7 @@ class LMSeatAssigner:
         """Returns the spec of episode `number`, which determines the seat of the learner among its player's seats."""
         rng, mine = random.Random(derive_seed(seed, "cast")), self.own_seats[number % len(self.own_seats)]
         alone = rng.random() >= self.task.self_play
-        names = self._drawn(rng, mine) if alone else {}
+        names = self._draw_opponents(rng, mine) if alone else {}
         seats: dict[Seat, Policy] = {}
         for seat, label in enumerate(self.worker.env_seats):
             if seat == mine:
@@ -251,7 +251,7 @@ class LMSeatAssigner:
                 seats[label] = self.worker._member(names[seat], self.members) if alone else self._itself()
         return EpisodeSpec(seed, seats, seed)
 
-    def _drawn(self, rng: random.Random, mine: int) -> dict[int, str]:
+    def _draw_opponents(self, rng: random.Random, mine: int) -> dict[int, str]:
         others = [seat for seat in self.players if seat != mine]
         if joint := self.task.opponents.joint:
             lineup = rng.choices(joint, [one.probability for one in joint])[0]

@@ -33,12 +33,12 @@ MAX_MEMBERS = 256  # members in memory, the last used; a league keeps adding mem
 
 def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
     """Returns the rules of the game that an env's config names, or None if it has none."""
-    return rules.rules_for_env(**_typed(env))
+    return rules.rules_for_env(**_rules_options(env))
 
 
 def no_rules_message(env: Mapping[str, Any]) -> str:
     """Returns the first part of an error message about an env without rules, with the reason if it is known."""
-    why = rules.why_no_rules(**_typed(env))
+    why = rules.why_no_rules(**_rules_options(env))
     return f'env "{env.get("type")}" has no rules here{f" ({why})" if why else ""}'
 
 
@@ -54,7 +54,7 @@ def tree_of_env(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree 
     return _tree_of_json(json.dumps(env, sort_keys=True, default=str), max_nodes)
 
 
-def _typed(env: Mapping[str, Any]) -> dict[str, Any]:
+def _rules_options(env: Mapping[str, Any]) -> dict[str, Any]:
     return {"env_type": str(env["type"])} | {name: value for name, value in env.items() if name != "type"}
 
 
@@ -83,7 +83,7 @@ class MemberLoader:
         """Returns a member as it plays in vectorised games at any of `seats`, which must have equal observations and
         actions."""
         key = (name, tuple(seats))
-        return _kept(self._members, key, lambda: self._read(name, members, key[1]))
+        return _get_or_make(self._members, key, lambda: self._read(name, members, key[1]))
 
     def _read(self, name: str, members: Mapping[str, Path], seats: tuple[int, ...]) -> FrozenMember:
         folder = members.get(name)
@@ -100,17 +100,17 @@ class MemberLoader:
         net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
         if not self.tables or net.net.recurrent_units:
             return net
-        policy = _kept(self._policies, name, lambda: action_probabilities(net, self._tree))
+        policy = _get_or_make(self._policies, name, lambda: action_probabilities(net, self._tree))
         return self._table(policy, seats) or net
 
     def _table(self, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember | None:
         """Returns a policy [I, A] as a table over the observations of `seats`; None if it differs between information
         states with equal observations."""
-        observations, states, first, same = self._seen(seats)
+        observations, states, first, same = self._observation_index(seats)
         rows = policy[states]
         return TableMember(observations, rows[first]) if np.allclose(rows[first][same], rows) else None
 
-    def _seen(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
+    def _observation_index(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
         """Returns the index of the distinct observations of `seats`, the seats' information states, the position of one
         state for each observation [U], and the observation's number for each state."""
         if seats not in self._seen_by:
@@ -136,17 +136,17 @@ class MemberLoader:
 
         Raises ValueError for a game without rules, and for a recurrent network.
         """
-        return _kept(self._policies, name, lambda: self._read_policy(name, members))
+        return _get_or_make(self._policies, name, lambda: self._read_policy(name, members))
 
     def _read_policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
         if name == UNIFORM_MEMBER and name not in members:
             return uniform_policy(self._tree)
         folder = _folder(name, members)
-        return (
-            read_arrays(folder / TABLE_FILE)["policy"] if (folder / TABLE_FILE).exists() else self._asked(name, folder)
-        )
+        if (folder / TABLE_FILE).exists():
+            return read_arrays(folder / TABLE_FILE)["policy"]
+        return self._evaluate_network(name, folder)
 
-    def _asked(self, name: str, folder: Path) -> np.ndarray:
+    def _evaluate_network(self, name: str, folder: Path) -> np.ndarray:
         """Returns a network's action probabilities at every information state."""
         tree = self._tree
         member, _ = read_frozen_member(folder, self.env, [0], best=self.greedy)
@@ -176,7 +176,7 @@ def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
     return (table / table.sum(1, keepdim=True)).numpy()
 
 
-def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+def _get_or_make(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     """Returns `kept[key]`, which `make` creates if it is missing; drops the entries used longest ago."""
     if key not in kept:
         kept[key] = make()

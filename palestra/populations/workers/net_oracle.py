@@ -145,13 +145,13 @@ def play_cells(
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
     mixture = Mixture(sweeper.env, range(N), members, LineupSchedule(lineups, times), "cells")
     sweeper.restart(derive_seed(seed, "games") % 2**62 + np.arange(sweeper.env.num_envs))
-    tags, returns = _played(sweeper, mixture, int(times.sum()), seed)
+    tags, returns = _play_games(sweeper, mixture, int(times.sum()), seed)
     by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
     owners = tags // rotations
     return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
 
 
-def _played(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _play_games(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Plays `count` games; returns the line-up's index int64 [count] and the returns [count, N] of each game."""
     tags: list[np.ndarray] = []
     returns: list[np.ndarray] = []

@@ -22,8 +22,8 @@ class TextAlgorithm(StrictModel):
 
     Credit assignment has two steps: `build_samples` reads only the episodes; `finalize_samples` may query the weights
     in training, for example for values. Credit that needs them earlier has a step before both: what `token_scores`
-    returns is passed to `build_samples` as `scores`. Both may keep state from step to step in `memory`, which is saved
-    with the run. A config selects a user's own subclass with `type: "module:Class"`.
+    returns is passed to `build_samples` as `scores`. Both may keep values from step to step in `state`, which is
+    saved with the run. A config selects a user's own subclass with `type: "module:Class"`.
     """
 
     type: str
@@ -88,13 +88,13 @@ class TextAlgorithm(StrictModel):
         return {}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples that `policy` trains on, and metrics; writes every answer's advantage to its node."""
         raise TypeError(f"{type(self).__name__} gives no credit")
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples completed with what `learner` computes (values, reference log-probabilities), and
         metrics."""

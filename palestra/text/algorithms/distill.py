@@ -71,7 +71,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
         return self.importance_options
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns one sample of each answer of `policy` at the seats that learn; `finalize_samples` adds the
         advantages. Raises ValueError if the seat whose prompt the teacher reads does not act in the same joint step, or
@@ -109,7 +109,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
         return prompt
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with the teacher's log-probabilities as `reference_logprobs`. Their advantages (teacher
         minus sampler) are only for the record, and an answer's mean is written to its node: the loss computes its own

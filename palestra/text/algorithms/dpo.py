@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.groups import GroupAlgorithm, SiblingGroup
 from palestra.text.learners.base import Learner
@@ -46,14 +46,14 @@ class PairAlgorithm(GroupAlgorithm):
         pairs: list[tuple[int, int, int]] = []
         flat = 0
         for number, group in enumerate(groups):
-            found = self._paired(group.values, answered_sides(group))
+            found = self._preference_pairs(group.values, answered_sides(group))
             _annotate(group, found)
             pairs += [(number, better, worse) for better, worse in found]
             flat += not found
         share = flat / len(groups) if groups else 0.0
         return groups, pairs, {"groups": float(len(groups)), "pairs": float(len(pairs)), "zero_std_fraction": share}
 
-    def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
+    def _preference_pairs(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
         """Returns index pairs (better, worse) of siblings whose values and texts differ."""
         tokens = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
         gaps = {
@@ -101,7 +101,7 @@ class DPO(PairAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _joined(self) -> Self:
+    def _check_margin(self) -> Self:
         if self.margin == "joint" and (
             self.branch_at == "root" or not self.reference_free or self.loss_type not in ("sigmoid", "hinge")
         ):
@@ -128,7 +128,7 @@ class DPO(PairAlgorithm):
         return {"kind": self.loss_type, "beta": beta} | {name: value for name, value in options.items() if value}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and the metrics
         of `find_pairs`."""
@@ -147,7 +147,7 @@ class DPO(PairAlgorithm):
         return not (self.reference_free or self.loss_type in REFERENCE_FREE_KINDS)
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         return (await add_reference_logprobs(samples, learner) if self.needs_reference and samples else samples), {}
 
@@ -161,7 +161,7 @@ def answered_sides(group: SiblingGroup) -> list[list[Answer]]:
 def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, mean: bool) -> list[Sample]:
     """Returns the samples of a pair. A pair's weights sum to one, however long its sides are; with `mean` each side's
     advantages are divided by its length."""
-    lengths = [sum(len(answer.token_ids) for answer in side) for side in (chosen, rejected)]
+    lengths = [sum(map(num_sampled, side)) for side in (chosen, rejected)]
     samples = []
     for side, sign, length in zip((chosen, rejected), (1.0, -1.0), lengths, strict=True):
         for answer in side:

@@ -16,7 +16,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import TokenScores, add_reference_logprobs, build_sample, skip_at_reference
 from palestra.text.algorithms.groups import Penalty, SiblingGroup
 from palestra.text.algorithms.grpo_config import GRPOConfig
@@ -35,7 +35,7 @@ from palestra.text.credit.importance import add_old_logprobs
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.metrics import member_name
 
-ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by env and seat
+ROLE_BASELINES_KEY = "roles"  # key in `state`: moving average of returns by env and seat
 
 
 class GRPO(GRPOConfig):
@@ -93,7 +93,7 @@ class GRPO(GRPOConfig):
         self,
         episodes: Sequence[Episode],
         policy: str,
-        memory: AlgorithmState | None = None,
+        state: AlgorithmState | None = None,
         scores: TokenScores | None = None,
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples of `policy`, and metrics; writes every answer's advantage to its node. `scores`, see
@@ -107,7 +107,7 @@ class GRPO(GRPOConfig):
             raise ValueError(
                 "overlong: penalty and loss_aggregation: constant need the token limit: set max_completion_length"
             )
-        memory = {} if memory is None else memory
+        state = {} if state is None else state
         gaps = scores or {}
         if gaps:
             write_penalties(self.policy_groups(episodes, policy, penalties=()), gaps, self.kl_coef)
@@ -115,7 +115,7 @@ class GRPO(GRPOConfig):
         if gaps:
             pairs = zip(groups, self._flat_groups(episodes, policy), strict=True)
             groups = [(env, replace(group, is_flat=is_flat)) for (env, group), is_flat in pairs]
-        advantages = self._advantages(groups, memory)
+        advantages = self._advantages(groups, state)
         is_scaled = self.scale == "batch" and not all(group.is_flat for _, group in groups)
         spread = _spread_of_answers(groups, advantages) if is_scaled else 1.0
         samples: list[Sample] = []
@@ -128,14 +128,14 @@ class GRPO(GRPOConfig):
             samples += [] if self._is_skipped(turns) else added
         without = sum(not any(map(any, turns)) for turns in by_turn)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
-        if self._crossed:
+        if self._is_crossed:
             metrics |= self._contributions(episodes, policy)
         if gaps:  # the mean over tokens
             metrics["reference_kl"] = float(np.concatenate(list(gaps.values())).mean())
         return samples, metrics
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         if self._kl_in_loss and not self.entropy_coef:
             samples = skip_at_reference(samples, learner)
@@ -170,14 +170,14 @@ class GRPO(GRPOConfig):
     def groups(self, episode: Episode, penalties: Sequence[Penalty] | None = None) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
         for group in super().groups(episode, penalties):
-            yield credit_group(group, self.credit) if self._crossed else group
+            yield credit_group(group, self.credit) if self._is_crossed else group
 
-    def _advantages(self, groups: Sequence[tuple[str, SiblingGroup]], memory: AlgorithmState) -> list[list[float]]:
+    def _advantages(self, groups: Sequence[tuple[str, SiblingGroup]], state: AlgorithmState) -> list[list[float]]:
         """Returns the advantages of each (env, group) before scaling by the batch."""
         if self.baseline == "batch":
             return batch_advantages([group.values for _, group in groups])
         if self.baseline == "role":
-            roles = memory.setdefault(ROLE_BASELINES_KEY, {})
+            roles = state.setdefault(ROLE_BASELINES_KEY, {})
             return [_beside_role(group, roles.setdefault(env, {})) for env, group in groups]
         return [self.advantages(group.values, group) for _, group in groups]
 
@@ -194,7 +194,7 @@ class GRPO(GRPOConfig):
                 node.advantages[group.seat] = credit[id(node.answers[group.seat])] = advantage
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
             answered = [answer for answer in answers if len(answer.token_ids)]
-            whole = sum(len(answer.token_ids) for answer in answered)
+            whole = sum(map(num_sampled, answered))
             added = [self._sample(answer, credit[id(answer)], whole) for answer in answered]
             if gaps and self.baseline in ("batch", "role"):
                 pasts = earlier_penalties(answered, gaps, self.kl_coef)
@@ -212,13 +212,13 @@ class GRPO(GRPOConfig):
         return replace(sample, advantages=advantages, has_gradient=learns)
 
     def _sample(self, answer: Answer, advantage: float, trajectory_tokens: int) -> Sample:
-        """Returns the sample of an answer of a trajectory with `trajectory_tokens` tokens of the seat."""
-        length = len(answer.token_ids)
+        """Returns the sample of an answer of a trajectory with `trajectory_tokens` sampled tokens of the seat."""
+        length = num_sampled(answer)
         weight = {"sequence": 1 / length, "trajectory": 1 / trajectory_tokens}.get(self.loss_aggregation, 1.0)
         regularised = self._kl_in_loss or self.entropy_coef != 0
         return build_sample(
             answer,
-            np.full(length, advantage, np.float32),
+            np.full(len(answer.token_ids), advantage, np.float32),
             weight=weight,
             denominator=self.max_completion_length if self.loss_aggregation == "constant" else None,
             has_gradient=not self._is_masked(answer) and (advantage != 0 or regularised),

@@ -91,10 +91,10 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
 
     @property
     def branching(self) -> Branching:
-        return replace(super().branching, joints="crossed" if self._crossed else "paired")
+        return replace(super().branching, joints="crossed" if self._is_crossed else "paired")
 
     @property
-    def _crossed(self) -> bool:
+    def _is_crossed(self) -> bool:
         return self.joints == "crossed" or self.credit != "group"
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _buffered(self) -> Self:
+    def _check_buffer(self) -> Self:
         self.check_overlong_buffer()
         return self
 
@@ -120,7 +120,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
             )
 
     @model_validator(mode="after")
-    def _estimated(self) -> Self:
+    def _check_kl(self) -> Self:
         chosen = sorted({"kl_estimator", "kl_importance_weight"} & self.model_fields_set)
         if self.kl_in_reward and (self.kl_importance_weight or self.kl_estimator != "k3"):
             raise ValueError(
@@ -140,7 +140,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _measured(self) -> Self:
+    def _check_baseline(self) -> Self:
         alone = self.baseline in ("batch", "role")
         if self.group_size < 2 and not alone and self.baseline != "none":
             raise ValueError(
@@ -162,8 +162,8 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _joined(self) -> Self:
-        if self._crossed and self.branch_at == "root":
+    def _check_joints(self) -> Self:
+        if self._is_crossed and self.branch_at == "root":
             raise ValueError(
                 "crossed joint answers need branching at each step: set branch_at: turn, or joints: paired and "
                 "credit: group"
@@ -171,7 +171,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _supervised(self) -> Self:
+    def _check_supervision(self) -> Self:
         if self.supervision == "outcome":
             if self.gamma != 1:
                 raise ValueError("gamma discounts the rewards of turns: set supervision: process or turn, or gamma: 1")
@@ -195,7 +195,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _refilled(self) -> Self:
+    def _check_refill(self) -> Self:
         if self.flat_groups == "refill" and self.baseline in ("batch", "role", "none"):
             raise ValueError(
                 f"flat_groups: refill needs values that are compared with their siblings', and baseline: "

@@ -31,7 +31,7 @@ def credit_group(group: SiblingGroup, credit: Credit) -> SiblingGroup:
     an answer is the mean over the joint answers that contain it; otherwise it is the answer's mean credit with the
     other seats' answers fixed to those that the episode continued from. An answer without a known value, since joint
     answers were lost, is left out. Raises ValueError if the siblings are not all combinations."""
-    siblings, places, seat = _seated(group)
+    siblings, places, seat = _answers_by_seat(group)
     q = value_table(places, group.values)
     if credit == "group":
         values = known_mean(q, tuple(axis for axis in range(q.ndim) if axis != seat))
@@ -46,14 +46,14 @@ def contribution_metrics(group: SiblingGroup, score: Callable[[Node], float]) ->
     """Returns `counterfactual` and `shapley`, the credit of a seat's answer in the joint answers that the episode
     continued from, and the seat's `influence`; `score` gives the value of a joint answer to the team. Raises ValueError
     if the siblings are not all combinations."""
-    siblings, places, seat = _seated(group)
+    siblings, places, seat = _answers_by_seat(group)
     q = value_table(places, [score(node) for node in siblings])
     kept = tuple(places[[node.chosen for node in siblings]].T)
     due = {name: float(credit(q, seat)[kept].mean()) for name, credit in CREDIT_FUNCTIONS.items()}
     return due | {"influence": total_effect_index(q, seat)}
 
 
-def _seated(group: SiblingGroup) -> tuple[list[Node], np.ndarray, int]:
+def _answers_by_seat(group: SiblingGroup) -> tuple[list[Node], np.ndarray, int]:
     """Returns the siblings, their answer indices [J, N], and the axis of the group's seat."""
     siblings = [node for (node,) in group.nodes]
     return siblings, answer_indices(siblings, group.lost), list(siblings[0].answers).index(group.seat)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.dpo import MIN_VALUE_GAP, answered_sides
 from palestra.text.algorithms.groups import GroupAlgorithm, Penalty, SiblingGroup
@@ -62,7 +62,7 @@ class KTO(GroupAlgorithm):
         return {"beta": self.beta}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the sides that `policy` trains on, as groups of samples, and metrics; writes 1 or -1 to the nodes of
         desirable and undesirable answers, 0 to others.
@@ -122,7 +122,7 @@ class KTO(GroupAlgorithm):
         return np.where(np.abs(gaps) > MIN_VALUE_GAP, np.sign(gaps), 0).astype(int).tolist()
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with reference log-probabilities to which the reference point is added, and the metric
         `reference_point`, z_0 in nats."""
@@ -130,19 +130,19 @@ class KTO(GroupAlgorithm):
             return samples, {}
         point = await _reference_point(samples, learner)
         held = await add_reference_logprobs(samples, learner)
-        return _shifted(held, point), {"reference_point": point}
+        return _shift_references(held, point), {"reference_point": point}
 
 
 def _side_samples(side: Sequence[Answer], weight: float, number: int) -> list[Sample]:
     """Returns the samples of a side. Its tokens' weights sum to one, however long it is."""
-    length = sum(len(answer.token_ids) for answer in side)
+    length = sum(map(num_sampled, side))
     return [
         build_sample(answer, np.full(len(answer.token_ids), weight, np.float32), weight=1 / length, group=number)
         for answer in side
     ]
 
 
-def _shifted(samples: Sequence[Sample], point: float) -> list[Sample]:
+def _shift_references(samples: Sequence[Sample], point: float) -> list[Sample]:
     """Returns the samples with the reference point added to the reference log-probability of each side, spread over its
     tokens: log-ratios are then relative to it."""
     lengths: dict[int, int] = {}
@@ -159,7 +159,7 @@ def _shifted(samples: Sequence[Sample], point: float) -> list[Sample]:
 async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float:
     """Returns z_0, at least 0: the mean log-ratio to the reference of answers to other prompts (Ethayarajh et al.,
     2024, sec. 4.1). 0 if all samples have one prompt. It has no gradient."""
-    mismatched = _mismatched(samples)
+    mismatched = _mismatched_samples(samples)
     if learner.is_at_reference or not mismatched:
         return 0.0
     now, reference = await learner.logprobs(mismatched), await learner.logprobs(mismatched, reference=True)
@@ -167,7 +167,7 @@ async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float
     return max(float(np.mean(ratios)), 0.0)
 
 
-def _mismatched(samples: Sequence[Sample]) -> list[Sample]:
+def _mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Returns the first prompt of each side with the first answer of a side of the next distinct prompt; none if there
     is only one prompt. The next side itself is mostly a sibling with the same prompt, so its answer would not do."""
     by_prompt: dict[tuple[int, ...], list[Sample]] = {}
@@ -176,7 +176,14 @@ def _mismatched(samples: Sequence[Sample]) -> list[Sample]:
     sides = list(by_prompt.values())
     return [
         # a new sample, since the recorded experts (`routed_experts`) are those of the prompt's own answer
-        Sample(one.prompt_ids, other.token_ids, other.logprobs, other.advantages, one.temperature)
+        Sample(
+            one.prompt_ids,
+            other.token_ids,
+            other.logprobs,
+            other.advantages,
+            one.temperature,
+            sampling_mask=other.sampling_mask and other.sampling_mask.forced_only(),
+        )
         for own, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
         for one, other in zip(own, cycle(others), strict=False)
         if len(sides) > 1

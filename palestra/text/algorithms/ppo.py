@@ -27,7 +27,7 @@ from palestra.core.losses import (
     clipped_policy_loss,
     policy_gradient_loss,
 )
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, is_sampled, num_sampled
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
 from palestra.text.credit.estimators import explained_variance, gae, standardise
 from palestra.text.credit.importance import ImportanceSampling, add_old_logprobs
@@ -51,6 +51,13 @@ def action_sums(tokens: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
     if level == "turn":
         return np.array([own.astype(np.float64).sum() for own in tokens])
     return np.concatenate(tokens).astype(np.float64)
+
+
+def of_sampled(tokens: Sequence[np.ndarray], turns: Sequence[Sample], level: ActionLevel) -> list[np.ndarray]:
+    """Returns the arrays without the entries of tokens that were forced, which are no actions."""
+    if level == "turn":
+        return list(tokens)
+    return [own[is_sampled(turn)] for own, turn in zip(tokens, turns, strict=True)]
 
 
 def action_values(values: Sequence[np.ndarray], level: ActionLevel) -> np.ndarray:
@@ -123,7 +130,7 @@ def _read(answer: Answer, with_answer: bool) -> np.ndarray:
     return np.concatenate([answer.prompt_ids, answer.token_ids]) if with_answer else answer.prompt_ids
 
 
-KL_COEF_KEY = "kl"  # key in `memory`: initial and current coefficient of the adaptive KL penalty
+KL_COEF_KEY = "kl"  # key in `state`: initial and current coefficient of the adaptive KL penalty
 MAX_KL_ERROR = 0.2  # bound of the relative error in the adaptive KL controller
 
 
@@ -144,7 +151,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     central` on top the same with a centralised critic (MAAC of CoMLRL).
 
     The KL penalty is part of the rewards: -kl_coef * (log-probability minus reference log-probability) for every token
-    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is stored in `memory` and
+    (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is stored in `state` and
     carries over to the next stage unless that stage sets another `kl_coef`.
 
     KL penalty and GAE are computed for the policy that sampled. With `importance_cap`, each normalised advantage is
@@ -260,7 +267,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return own | self.importance_options
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers of `policy`, sequence by sequence, with token rewards in place of advantages
         (`finalize_samples` replaces them), and `sequences`, the number of sequences."""
@@ -300,7 +307,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return {"denominator": 1.0, "critic_ids": read}
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples with values, returns and advantages, and metrics; writes the mean advantage of an answer
         to its node.
@@ -312,13 +319,13 @@ class PPO(ImportanceSampling, TextAlgorithm):
         if not samples:
             return samples, {}
         turns, metrics, level = cast("list[PPOSample]", samples), Metrics(), self.action_level
-        values_M = action_values(await learner.values(turns), level)
-        rewards_M = action_sums([turn.advantages for turn in turns], level)
+        values_M = action_values(of_sampled(await learner.values(turns), turns, level), level)
+        rewards_M = action_sums(of_sampled([turn.advantages for turn in turns], turns, level), level)
         if self.kl_coef:
-            gaps_M = action_sums(await _reference_gaps(turns, learner), level)
-            penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
+            gaps_M = action_sums(of_sampled(await _reference_gaps(turns, learner), turns, level), level)
+            penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
-        sequences = [[len(turn.token_ids) for turn in part] for _, part in groupby(turns, lambda t: t.group)]
+        sequences = [[num_sampled(turn) for turn in part] for _, part in groupby(turns, lambda t: t.group)]
         cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
         parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
@@ -332,14 +339,14 @@ class PPO(ImportanceSampling, TextAlgorithm):
         taught = _with_credit(turns, advantages_M, values_M, returns_M, level)
         return (await add_old_logprobs(taught, learner) if self.old_logprobs == "trainer" else taught), metrics
 
-    def _penalty(self, gaps_M: np.ndarray, sequences: int, memory: AlgorithmState) -> tuple[float, Metrics]:
-        """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""
-        known = memory.get(KL_COEF_KEY, {})
+    def _penalty(self, gaps_M: np.ndarray, sequences: int, state: AlgorithmState) -> tuple[float, Metrics]:
+        """Returns the KL coefficient of this step and metrics; stores the next coefficient in `state` if it adapts."""
+        known = state.get(KL_COEF_KEY, {})
         now = known["now"] if self.kl_target and known.get("began") == self.kl_coef else self.kl_coef
         kl = float(gaps_M.sum() / sequences)
         if self.kl_target:
             then = adapt_kl_coef(now, kl, target=self.kl_target, sequences=sequences, horizon=self.kl_horizon)
-            memory[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
+            state[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
         return now, {"kl_sequence": kl, "kl_coef": now}
 
 
@@ -375,10 +382,18 @@ def _with_credit(
 ) -> list[Sample]:
     """Returns the samples with their advantages, values and returns (float32), no longer grouped by sequence; writes
     mean advantages to their nodes."""
-    lengths = [len(turn.token_ids) for turn in turns]
+    lengths = list(map(num_sampled, turns))
     columns = (by_token(column, lengths, level) for column in (advantages_M, values_M, returns_M))
     taught: list[Sample] = []
-    for turn, advantages, values, returns in zip(turns, *columns, strict=True):
-        turn.node.advantages[turn.seat] = float(advantages.mean())
+    for turn, *credit in zip(turns, *columns, strict=True):
+        turn.node.advantages[turn.seat] = float(credit[0].mean())
+        advantages, values, returns = (_at_sampled(column, turn) for column in credit)
         taught.append(replace(turn, group=-1, advantages=advantages, values=values, returns=returns))
     return taught
+
+
+def _at_sampled(values: np.ndarray, turn: Sample) -> np.ndarray:
+    """Returns an array [T] with the values of the sampled tokens, and 0 for those that were forced."""
+    spread = np.zeros(len(turn.token_ids), np.float32)
+    spread[is_sampled(turn)] = values
+    return spread

@@ -44,7 +44,7 @@ class RewardModel(PairAlgorithm):
         return {"center_coef": self.center_coef} if self.center_coef else {}
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns a group of two samples for each pair, the chosen side first, and the metrics of `find_pairs`. On
         pairs not trained on before, as in the first epoch, the loss's `accuracy` is a held-out accuracy."""

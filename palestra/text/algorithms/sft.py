@@ -75,7 +75,7 @@ class SFT(TextAlgorithm):
         return LOSSES["cross_entropy"]
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
         metrics.
@@ -136,7 +136,13 @@ def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
             node.advantages[part.seat] = 1.0
             answers[id(node.answers[part.seat])] = node.answers[part.seat]
     return [
-        Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, np.ones(len(answer.token_ids), np.float32))
+        Sample(
+            answer.prompt_ids,
+            answer.token_ids,
+            answer.logprobs,
+            np.ones(len(answer.token_ids), np.float32),
+            sampling_mask=answer.sampling_mask and answer.sampling_mask.forced_only(),
+        )
         for answer in answers.values()
     ]
 

@@ -68,9 +68,12 @@ class LMPolicyConfig(StrictModel):
             raise ValueError(f"cannot read the chat template {given}: {error}") from None
 
     def encoder(self, tokenizer: Any) -> ChatEncoder:
-        """Returns the encoder of this policy's conversations."""
+        """Returns the encoder of this policy's conversations. Raises ValueError for a `thinking_token_budget` that it
+        cannot keep."""
         tokenizer = with_chat_template(tokenizer, self.chat_template)
-        return ChatEncoder(tokenizer, self.chat_template_kwargs, history_thoughts=self.history_thoughts)
+        encoder = ChatEncoder(tokenizer, self.chat_template_kwargs, history_thoughts=self.history_thoughts)
+        encoder.check_thinking_budget(self.sampling.thinking_token_budget, self.sampling.max_tokens)
+        return encoder
 
     @property
     def prompt_options(self) -> dict[str, Any]:

@@ -82,12 +82,12 @@ def drop_oldest(messages: Sequence[Json], limit: int, count_tokens: CountTokens)
     def without_turns(turns: int) -> list[Json]:
         if not turns:
             return shorter
-        return [*_marked(shorter[: starts[0]], f"[{turns} earlier turns dropped]"), *shorter[starts[turns] :]]
+        return [*_append_mark(shorter[: starts[0]], f"[{turns} earlier turns dropped]"), *shorter[starts[turns] :]]
 
     return without_turns(_fewest(max(0, len(starts) - 1), lambda n: count_tokens(without_turns(n)) <= limit))
 
 
-def _marked(head: list[Json], mark: str) -> list[Json]:
+def _append_mark(head: list[Json], mark: str) -> list[Json]:
     """Returns the messages before the first answer with `mark` at their end."""
     if not head:
         return [{"role": "user", "content": mark}]

@@ -25,6 +25,7 @@ from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.text.policies.base import Query, chat_messages
 from palestra.text.policies.context import ContextConfig
+from palestra.text.policies.thinking_budget import first_part, join_parts, second_part
 
 HistoryMode = Literal["none", "conversation"]
 
@@ -97,8 +98,32 @@ class LanguagePolicy:
         async with newest()._cached_prefix(shared_ids):
             current = newest()  # weights may have changed while the prefix was computed
             request = Request(prompt_ids, query.n, current.sampling, current.adapter, query.seed, keep)
-            sampled = await current.sampler.sample(request)
+            sampled = await current.sample(request, newest)
         return current._answers(prompt_ids, sampled, seen.tools if isinstance(seen, Chat) else ())
+
+    async def sample(self, request: Request, newest: Callable[[], LanguagePolicy] | None = None) -> list[Completion]:
+        """Returns the completions of a request, whose thoughts end within its `thinking_token_budget`; `newest` as in
+        `act`. A budget that leaves no token to the answer has no effect."""
+        forced, sampling = self.encoder.thought_end_ids, request.sampling
+        budget = sampling.thinking_token_budget
+        if budget is None or budget + len(forced) >= sampling.max_tokens:
+            return await self.sampler.sample(request)
+        begun = await self.sampler.sample(first_part(request))
+        rest = (self._finish(request, k, first, newest or (lambda: self)) for k, first in enumerate(begun))
+        return list(await asyncio.gather(*rest))
+
+    async def _finish(
+        self, request: Request, sibling: int, first: Completion, newest: Callable[[], LanguagePolicy]
+    ) -> Completion:
+        """Returns the completion that begins with the part `first`, which ends its thought if it has not done so."""
+        if first.stop_reason != "length":
+            return first
+        forced, current = self.encoder.missing_thought_end(first.token_ids, request.prompt_ids), newest()
+        rest = replace(second_part(request, sibling, first, forced), adapter=current.adapter)
+        (second,) = await current.sampler.sample(rest)
+        first = replace(first, adapters=first.adapters or ((0, self.name),))
+        second = replace(second, adapters=second.adapters or ((0, current.name),))
+        return join_parts(len(request.prompt_ids), first, forced, second)
 
     def _answers(
         self, prompt_ids: np.ndarray, sampled: Sequence[Completion], tools: Sequence[Json] = ()
@@ -171,10 +196,10 @@ class LanguagePolicy:
             return ids
         whole = self._conversation(query)
 
-        def encoded(messages: Sequence[Message]) -> np.ndarray:
+        def encode(messages: Sequence[Message]) -> np.ndarray:
             return self.encoder.encode_conversation(Chat(tuple(messages), whole.tools))
 
-        rewritten = encoded(await self.context.rewrite(whole.messages, lambda part: len(encoded(part))))
+        rewritten = encode(await self.context.rewrite(whole.messages, lambda part: len(encode(part))))
         if len(rewritten) > limit:
             raise ContextLengthExceeded(
                 f"a conversation of {len(ids)} tokens was rewritten to {len(rewritten)} by context.compress: "

@@ -24,7 +24,7 @@ from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeCallback
 from palestra.text.rollouts.tree_rollout import Branching
 
-FINGERPRINTS_KEY = "data"  # key in `memory`: fingerprint of each source when the run began
+FINGERPRINTS_KEY = "data"  # key in `state`: fingerprint of each source when the run began
 CHECK_CHUNK_SIZE = 64  # episodes per call of `build_samples` in the check
 
 
@@ -36,7 +36,7 @@ class AlgorithmInfo(Protocol):
     @property
     def needs_old_logprobs(self) -> bool: ...
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState
     ) -> tuple[list[Any], Metrics]: ...
 
 
@@ -91,22 +91,22 @@ class DatasetSource:
         return digest.hexdigest()
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers as recorded trees; ignores `branching`. A stage begins with an epoch.
         Raises ValueError if the data changed since the run began."""
-        if memory.setdefault(FINGERPRINTS_KEY, {}).setdefault(self.name, self.fingerprint) != self.fingerprint:
+        if state.setdefault(FINGERPRINTS_KEY, {}).setdefault(self.name, self.fingerprint) != self.fingerprint:
             raise ValueError(
                 f"the data in {self.name} have changed since the run began: restore them, or start a new run"
             )
-        team, (_, first) = self.seats(), memory.get(STAGE_START_KEY, (0, 0))
+        team, (_, first) = self.seats(), state.get(STAGE_START_KEY, (0, 0))
         episodes = [self.episode(number - first, team) for number in numbers]
         if on_episode:
             for episode in episodes:
                 on_episode(episode)
         return episodes
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         """Does nothing: recorded data does not depend on results."""
         return {}
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from palestra.core.config import StrictModel
 from palestra.core.types import AlgorithmState, Episode, Metrics
 
-POOL_KEY = "instance_pool"  # key in `memory`: by env, the running success of each instance that was played
+POOL_KEY = "instance_pool"  # key in `state`: by env, the running success of each instance that was played
 UNPLAYED_SUCCESS = 0.5  # assumed before an instance is played; it gives the largest learnability
 SOLVED, UNSOLVED = 0.9, 0.1  # an instance counts as solved above, as unsolved below this running success
 
@@ -37,22 +37,22 @@ class InstancePool(StrictModel):
     rate: float = Field(0.5, gt=0, le=1)
     """Step size of an instance's running success, which starts at 0.5; it averages over about 1 / `rate` visits."""
 
-    def probabilities(self, env: str, memory: AlgorithmState) -> npt.NDArray[np.float64]:
+    def probabilities(self, env: str, state: AlgorithmState) -> npt.NDArray[np.float64]:
         """Returns the probability of each instance of `env` [size]."""
         uniform = np.full(self.size, 1 / self.size)
-        learnability = _learnability(self._success(memory.get(POOL_KEY, {}).get(env, {})))
+        learnability = _learnability(self._success(state.get(POOL_KEY, {}).get(env, {})))
         if self.sampling == "uniform" or not learnability.sum():
             return uniform
         return self.floor * uniform + (1 - self.floor) * learnability / learnability.sum()
 
-    def observe(self, env: str, outcomes: Sequence[tuple[int, Episode]], memory: AlgorithmState) -> Metrics:
+    def observe(self, env: str, outcomes: Sequence[tuple[int, Episode]], state: AlgorithmState) -> Metrics:
         """Updates the running success of the instances of `env` from the episodes played on them; returns metrics.
 
         `pool_seen` is the share of instances that were played, `pool_solved` and `pool_unsolved` the shares whose
         running success is above 0.9 and below 0.1, `pool_learnability` the mean of p(1 - p) (at most 0.25). Raises
         ValueError if the env reports no success.
         """
-        known: dict[str, float] = memory.setdefault(POOL_KEY, {}).setdefault(env, {})
+        known: dict[str, float] = state.setdefault(POOL_KEY, {}).setdefault(env, {})
         for index, episode in outcomes:
             found = sibling_success(episode)
             if found is not None:

@@ -40,10 +40,10 @@ class LearnedRewardSource:
     learners: Collection[str]
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order, with their new rewards."""
-        episodes = await self.source.play(numbers, branching, memory, on_episode)
+        episodes = await self.source.play(numbers, branching, state, on_episode)
         valid = [episode for episode in episodes if episode.error is None]
         nodes = [(episode, node) for episode in valid for node in episode.valid_nodes]
         answers = {id(answer): answer for _, node in nodes for answer in self._scored(node).values()}
@@ -52,8 +52,8 @@ class LearnedRewardSource:
             self._reward(episode, node, {seat: scores[id(answer)] for seat, answer in self._scored(node).items()})
         return episodes
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
-        return self.source.observe(episodes, memory)
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
+        return self.source.observe(episodes, state)
 
     def _scored(self, node: Node) -> dict[str, Answer]:
         """Returns the answers of the learners that have tokens, by seat."""

@@ -46,15 +46,15 @@ class RankSplitSource:
     table: RankSplit
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order."""
         with self.table.weights_context():
-            own = await self.source.play(self.table.local_part(numbers), branching, memory, on_episode)
+            own = await self.source.play(self.table.local_part(numbers), branching, state, on_episode)
         return self.table.gather_episodes(own, on_episode)
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
-        return self.source.observe(episodes, memory)
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
+        return self.source.observe(episodes, state)
 
 
 class RankSplitRunner(EpisodeRunner):

@@ -40,7 +40,7 @@ async def play_refilled(
     source: EpisodeSource,
     algorithm: Refills,
     numbers: Sequence[int],
-    memory: AlgorithmState,
+    state: AlgorithmState,
     on_episode: EpisodeCallback = None,
 ) -> RefilledEpisodes:
     """Plays the episodes of these numbers and keeps one for each, in order. An episode without signal is replaced by
@@ -50,7 +50,7 @@ async def play_refilled(
     Calls `on_episode` with every episode played. Raises ValueError for a number of `ATTEMPT_STRIDE` or more if
     episodes may be replaced.
     """
-    episodes, replaced = await source.play(numbers, algorithm.branching, memory, on_episode), list[Episode]()
+    episodes, replaced = await source.play(numbers, algorithm.branching, state, on_episode), list[Episode]()
     if algorithm.max_redraws and max(numbers, default=0) >= ATTEMPT_STRIDE:
         raise ValueError(f"flat_groups: refill is for runs of fewer than {ATTEMPT_STRIDE} episodes")
     for attempt in range(1, algorithm.max_redraws + 1):
@@ -59,7 +59,7 @@ async def play_refilled(
             break
         replaced += [episodes[i] for i in flat]
         again = [numbers[i] + attempt * ATTEMPT_STRIDE for i in flat]
-        for i, episode in zip(flat, await source.play(again, algorithm.branching, memory, on_episode), strict=True):
+        for i, episode in zip(flat, await source.play(again, algorithm.branching, state, on_episode), strict=True):
             episodes[i] = episode
             if episode.nodes:
                 episode.nodes[0].info = episode.nodes[0].info | {REDRAWS_KEY: attempt}

@@ -24,11 +24,11 @@ from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, Episod
 
 Curriculum = Literal["fixed", "frontier"]
 EpisodeCallback = Callable[[Episode], None] | None
-SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
+SUCCESS_KEY = "success"  # key in `state`: the running success of each env
 ATTEMPT_STRIDE = 2**28  # attempt a at episode n (refill.py) has number n + a * ATTEMPT_STRIDE, below 2**32
-STAGE_START_KEY = "stage_start"  # key in `memory`: numbers of the first step and the first episode of the stage
-TERMS_CHECKED_KEY = "reward_terms_checked"  # key in `memory`: true after a step in which rewards had the named terms
-STATE_KEYS = (SUCCESS_KEY, POOL_KEY, STAGE_START_KEY)  # keys in `memory` that decide what is played
+STAGE_START_KEY = "stage_start"  # key in `state`: numbers of the first step and the first episode of the stage
+TERMS_CHECKED_KEY = "reward_terms_checked"  # key in `state`: true after a step in which rewards had the named terms
+STATE_KEYS = (SUCCESS_KEY, POOL_KEY, STAGE_START_KEY)  # keys in `state` that decide what is played
 
 # Terms that learned_reward.py adds after play, when `reward_weights` has been applied:
 LEARNED_TERM = "reward_model"  # name of the reward model's part of a reward
@@ -36,16 +36,16 @@ ENV_TERM = "env"  # name of the env's part, if the env names none itself
 
 
 class EpisodeSource(Protocol):
-    """Provides the episodes of a step by number, and updates its state from the results."""
+    """Provides the episodes of a step by number, and updates `state` from the results."""
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order; calls `on_episode` with each one when it ends."""
         ...
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
-        """Updates `memory` from the results of all episodes of a step, replaced ones included; returns metrics."""
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
+        """Updates `state` from the results of all episodes of a step, replaced ones included; returns metrics."""
         ...
 
 
@@ -75,10 +75,10 @@ class EnvSource:
     failed_reward: float | None = None
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order; all of one step have the same policies."""
-        specs = self.episode_specs(numbers, memory)
+        specs = self.episode_specs(numbers, state)
         own = {name: [spec for kind, spec in specs if kind == name] for name in self.runners}
         played = await asyncio.gather(
             *(self.runners[name].play_all(part, branching, on_episode) for name, part in own.items())
@@ -86,12 +86,12 @@ class EnvSource:
         each = {name: iter(episodes) for name, episodes in zip(own, played, strict=True)}
         return [next(each[name]) for name, _ in specs]
 
-    def episode_specs(self, numbers: Sequence[int], memory: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
+    def episode_specs(self, numbers: Sequence[int], state: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
         different instances."""
-        seats, shares = self.seats(), self.env_probabilities(memory)
-        pools = {name: np.cumsum(self.pool.probabilities(name, memory)) for name in self.runners} if self.pool else {}
-        start = memory.get(STAGE_START_KEY, (0, 0))
+        seats, shares = self.seats(), self.env_probabilities(state)
+        pools = {name: np.cumsum(self.pool.probabilities(name, state)) for name in self.runners} if self.pool else {}
+        start = state.get(STAGE_START_KEY, (0, 0))
         return [self._episode_spec(number, self._step(number, *start), seats, shares, pools) for number in numbers]
 
     def _step(self, number: int, first_step: int, first_episode: int) -> int:
@@ -119,30 +119,30 @@ class EnvSource:
     def _first_instance(self) -> int:
         return self.seed % 2**31 << 32
 
-    def env_probabilities(self, memory: AlgorithmState) -> dict[str, float]:
+    def env_probabilities(self, state: AlgorithmState) -> dict[str, float]:
         """Returns the current probability of each env."""
         plain = _normal({name: self.weights.get(name, 1.0) for name in self.runners})
         if self.curriculum == "fixed":
             return plain
-        measured = memory.get(SUCCESS_KEY, {})
+        measured = state.get(SUCCESS_KEY, {})
         open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.runners)}
         products = {name: plain[name] * open_[name] for name in self.runners}
         aimed = _normal(products) if any(products.values()) else plain  # plain: each env always or never succeeds
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.runners}
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         """Updates the running success of each env that was played, and of the instances of its pool. With several envs,
         returns each one's success in this step, if it reports one, and its probability in the next; with a pool, its
         metrics. Raises ValueError if `reward_weights` names a term that no reward of the run's first step has."""
-        self._check_terms(episodes, memory)
-        pooled = self._observe_pools(episodes, memory)
-        return pooled if len(self.runners) == 1 else pooled | self._observe_envs(episodes, memory)
+        self._check_terms(episodes, state)
+        pooled = self._observe_pools(episodes, state)
+        return pooled if len(self.runners) == 1 else pooled | self._observe_envs(episodes, state)
 
-    def _check_terms(self, episodes: Sequence[Episode], memory: AlgorithmState) -> None:
+    def _check_terms(self, episodes: Sequence[Episode], state: AlgorithmState) -> None:
         """Checks the names of `reward_weights` in the first step of a run that played episodes: later ones, after a
         resume or in another stage, may lack a term that an env names only where it applies."""
         valid = [episode for episode in episodes if episode.error is None]
-        if not self.reward_weights or not valid or memory.get(TERMS_CHECKED_KEY):
+        if not self.reward_weights or not valid or state.get(TERMS_CHECKED_KEY):
             return
         terms = seen_terms(valid)
         terms -= {LEARNED_TERM, ENV_TERM} if LEARNED_TERM in terms else set()
@@ -152,28 +152,28 @@ class EnvSource:
                 f"it has {', '.join(sorted(terms)) or 'no named terms'}. Correct the name, or let the env name the "
                 "term also where it is 0"
             )
-        memory[TERMS_CHECKED_KEY] = True
+        state[TERMS_CHECKED_KEY] = True
 
-    def _observe_pools(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+    def _observe_pools(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         """Updates the running success of the pools' instances; returns metrics, by env if there are several."""
         metrics: Metrics = {}
         for name in self.runners if self.pool else ():
             assert self.pool is not None
             outcomes = [(episode.seed - self._first_instance, episode) for episode in episodes if episode.env == name]
             prefix = f"{name}." if len(self.runners) > 1 else ""
-            metrics |= {f"{prefix}{k}": v for k, v in self.pool.observe(name, outcomes, memory).items()}
+            metrics |= {f"{prefix}{k}": v for k, v in self.pool.observe(name, outcomes, state).items()}
         return metrics
 
-    def _observe_envs(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+    def _observe_envs(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         metrics: Metrics = {}
-        running = memory.setdefault(SUCCESS_KEY, {})
+        running = state.setdefault(SUCCESS_KEY, {})
         for name in self.runners:
             own = [episode for episode in episodes if episode.env == name and episode.error is None]
             success = self._env_success(name, own, is_known=name in running) if own else None
             if success is not None:
                 running[name] = running.get(name, success) + self.rate * (success - running.get(name, success))
                 metrics[f"{name}.success"] = success
-        return metrics | {f"{name}.share": share for name, share in self.env_probabilities(memory).items()}
+        return metrics | {f"{name}.share": share for name, share in self.env_probabilities(state).items()}
 
     def _env_success(self, name: str, own: Sequence[Episode], *, is_known: bool) -> float | None:
         """Returns the success rate of the valid episodes of an env; None if it reports none. `is_known`: it reported

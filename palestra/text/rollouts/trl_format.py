@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from palestra.core.chat import Chat, Json, render_message, same_message, thought_of, to_template_message
+from palestra.core.chat import Chat, Json, render_message, same_message, thought_of
+from palestra.core.http.calls import parse_conversation
 from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.envs.support.row_reader import Row
 
 Prompt = str | list[Json]
 Turn = tuple[Any, Answer]  # observation and answer
 
-COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "label", "tools")
+FORMS = (  # the columns of a row by its form, first those that it must have; the first form that fits is taken
+    (("chosen", "rejected"), ("prompt", "tools")),
+    (("prompt", "completion"), ("label", "tools")),
+    (("messages",), ("label", "tools")),
+)
 UNSERVED = {  # columns that would change what is learned
     "images": "rows of text only are learned",
     "videos": "rows of text only are learned",
@@ -34,12 +39,11 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     place = f"{table}, row {number + 1}"
     for column in UNSERVED.keys() & {name for name, value in row.items() if value}:
         raise ValueError(f"{place} has {column}, which is not used: {UNSERVED[column]}. Leave the column out")
-    tools = row.get("tools") or ()
-    tools = tuple(json.loads(tools) if isinstance(tools, str) else tools)
+    tools = _tools(row.get("tools"), place)
     prompt, ends = _lines(row, place)
     episode = Episode(table, number, {seat: ""})
     for messages, success in ends:
-        turns = _turns(prompt, messages, tools)
+        turns = _turns(prompt, messages, tools, place)
         if not turns:
             raise ValueError(f"{place} has no assistant message to learn: add one, or leave the row out")
         _grow(episode, seat, turns, success)
@@ -47,36 +51,59 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
 
 
 def unused_columns(rows: Sequence[Row]) -> list[str]:
-    """Returns the columns of a table's rows that no answer depends on."""
-    return sorted({name for row in rows for name, value in row.items() if value is not None} - set(COLUMNS))
+    """Returns the columns of a table that no answer of at least one row with a value depends on."""
+    return sorted({name for row in rows for name in _given(row) if name not in _form(row)})
+
+
+def _given(row: Row) -> set[str]:
+    return {name for name, value in row.items() if value is not None}
+
+
+def _form(row: Row) -> tuple[str, ...]:
+    """Returns the columns of a row's form; none if it has no form."""
+    given = _given(row)
+    return next((needed + more for needed, more in FORMS if given.issuperset(needed)), ())
 
 
 def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
     """Returns the prompt of a row, and each continuation with whether it is a success."""
-    has = {name for name, value in row.items() if value is not None}
-    success = _label(row["label"], place) if "label" in has else True
-    prompt: Prompt = row["prompt"] if isinstance(row.get("prompt"), str) else []
-    if isinstance(row.get("prompt"), list):
-        prompt = _messages(row["prompt"], place)
-        if prompt and prompt[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{place} has a prompt that ends within an answer: put the beginning of the answer into the completion"
-            )
-    if {"chosen", "rejected"} <= has:
+    form, prompt = _form(row), _prompt(row.get("prompt"), place)
+    success = _label(row["label"], place) if "label" in form and "label" in _given(row) else True
+    if "chosen" in form:
         good, bad = _messages(row["chosen"], place), _messages(row["rejected"], place)
-        if "prompt" not in has:
-            prompt = [one for one, _ in takewhile(lambda pair: same_message(*pair), zip(good, bad, strict=False))]
+        if "prompt" not in _given(row):
+            prompt = [one for one, _ in takewhile(lambda pair: _equal(*pair), zip(good, bad, strict=False))]
             good, bad = good[len(prompt) :], bad[len(prompt) :]
         if not prompt:
             raise ValueError(f"{place} has no prompt: give one, or conversations that begin with the same messages")
         return prompt, [(good, True), (bad, False)]
-    if {"prompt", "completion"} <= has:
+    if "completion" in form:
         return prompt, [(_messages(row["completion"], place), success)]
-    if "messages" in has:
+    if "messages" in form:
         return [], [(_messages(row["messages"], place), success)]
     raise ValueError(
         f"{place} has columns {', '.join(row)}: give prompt and completion, or prompt, chosen and rejected, or messages"
     )
+
+
+def _prompt(value: Any, place: str) -> Prompt:
+    if value is None or isinstance(value, str):
+        return value or ""
+    prompt = _messages(value, place)
+    if prompt and prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{place} has a prompt that ends within an answer: put the beginning of the answer into the completion"
+        )
+    return prompt
+
+
+def _tools(value: Any, place: str) -> tuple[Json, ...]:
+    """Returns the tools of a row, which may be written as JSON text."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value or []
+        return parse_conversation([{"role": "user"}], tools).tools
+    except ValueError as error:
+        raise ValueError(f"{place} has tools that are no list of functions: {error}") from None
 
 
 def _label(value: Any, place: str) -> bool:
@@ -92,11 +119,11 @@ def _messages(value: Any, place: str) -> list[Json]:
         return [{"role": "assistant", "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f'{place} holds {str(value)[:60]!r}: give text, or a list of {{"role": ..., "content": ...}}')
+    try:
+        parse_conversation([_without_weight(message) for message in value] or [{"role": "user"}])
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
     for message in value:
-        try:
-            to_template_message(_without_weight(message))
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"{place} has a message of weight {message['weight']!r}: give 1 (learned) or 0")
     return value
@@ -106,22 +133,31 @@ def _without_weight(message: Json) -> Json:
     return {key: value for key, value in message.items() if key != "weight"}
 
 
-def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...]) -> list[Turn]:
+def _equal(one: Json, other: Json) -> bool:
+    """Returns whether two messages are equal for every template."""
+    fields = ((m.get("name"), m.get("weight"), thought_of(m)) for m in (one, other))
+    return same_message(one, other) and len(set(fields)) == 1
+
+
+def _turns(prompt: Prompt, messages: list[Json], tools: tuple[Json, ...], place: str) -> list[Turn]:
     """Returns the assistant's messages to learn (those without `weight` 0), each with the observation before it."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if len(messages) > len(asked) and all(map(same_message, messages, asked)):
+    if len(messages) > len(asked) and all(map(_equal, messages, asked)):
         messages = messages[len(asked) :]  # a whole conversation that repeats the prompt
     if isinstance(prompt, str) and [m["role"] for m in messages] == ["assistant"] and not tools:
-        return [(prompt, _answer(messages[0]))]
+        return [(prompt, _answer(messages[0], place))]
     plain = [_without_weight(message) for message in (*asked, *messages)]
     return [
-        (Chat(tuple(plain[: len(asked) + i]), tools), _answer(message))
+        (Chat(tuple(plain[: len(asked) + i]), tools), _answer(message, place))
         for i, message in enumerate(messages)
         if message["role"] == "assistant" and message.get("weight") != 0
     ]
 
 
-def _answer(message: Json) -> Answer:
+def _answer(message: Json, place: str) -> Answer:
+    for key in ("name", "tool_call_id"):
+        if message.get(key):
+            raise ValueError(f"{place} has an answer with the field {key!r}, which is not learned: leave it out")
     return Answer(render_message(message), "", thought=thought_of(message))
 
 

@@ -65,6 +65,11 @@ class RemoteEngines:
                 )
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
                 raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
+            if isinstance(policy, LoraPolicyConfig) and policy.sampling.thinking_token_budget is not None:
+                raise ValueError(
+                    f"policies.{name}.sampling.thinking_token_budget: the protocol of servers has no field for tokens "
+                    "that were not sampled: leave it out, or train without engine:"
+                )
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.records_mask:
                 raise ValueError(
                     f"policies.{name}.sampling.keep_sampling_mask needs the tokens that top_k and top_p kept, and the "

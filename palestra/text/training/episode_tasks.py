@@ -158,21 +158,21 @@ class DistributedSource:
     _played: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def play(
-        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+        self, numbers: Sequence[int], branching: Branching, state: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes with these numbers, in order, played by the learners' current weights."""
         versions = self.dispatcher.publish_current()
-        state = copy.deepcopy({key: memory[key] for key in STATE_KEYS if key in memory})
-        task = RolloutTask("", stage=self.stage, branching=branching, source_state=state)
+        source_state = copy.deepcopy({key: state[key] for key in STATE_KEYS if key in state})
+        task = RolloutTask("", stage=self.stage, branching=branching, source_state=source_state)
         key = repr((versions.members, task))
         if key not in self._asked:
             self._asked[key] = PendingEpisodes(self.dispatcher, versions, task, self.slice_size)
             asyncio.get_running_loop().call_soon(self._begin, key)
         return list(await asyncio.gather(*(self._asked[key].add(number, on_episode) for number in numbers)))
 
-    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+    def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         """Passes the episodes on to the wrapped source."""
-        return self.games.observe(episodes, memory)
+        return self.games.observe(episodes, state)
 
     def _begin(self, key: str) -> None:
         task = asyncio.get_running_loop().create_task(self._asked.pop(key).play())

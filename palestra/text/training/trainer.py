@@ -64,13 +64,13 @@ class Algorithm(Protocol):
         ...
 
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples that `policy` is trained on, and metrics. Reads only the episodes."""
         ...
 
     async def finalize_samples(
-        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+        self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         """Returns the samples completed with what `learner` computes, such as values, and metrics."""
         ...

@@ -180,7 +180,7 @@ class PQNLearner(NetLearner):
 
     def _step(self, rows: list[StackRows], minibatch: MiniBatch, progress: float) -> list[TensorMetrics]:
         """Takes a gradient step of every stack on a minibatch; returns metrics by stack, [P] each."""
-        taken = [self._taken(stack, own, minibatch) for stack, own in zip(self.stacks, rows, strict=True)]
+        taken = [self._action_values(stack, own, minibatch) for stack, own in zip(self.stacks, rows, strict=True)]
         total = None
         if self.config.mixer == "vdn":  # [T, M]
             sums = [(q.detach() * minibatch(own.weight)).sum((0, 3)) for q, own in zip(taken, rows, strict=True)]
@@ -199,7 +199,7 @@ class PQNLearner(NetLearner):
         return lines
 
     @staticmethod
-    def _taken(stack: PolicyStack, rows: StackRows, minibatch: MiniBatch) -> Tensor:
+    def _action_values(stack: PolicyStack, rows: StackRows, minibatch: MiniBatch) -> Tensor:
         """Returns the values of a minibatch's actions [P, T, M, S]."""
         memory = minibatch.column_recurrent_states(rows.recurrent_state)
         q, _ = stack.net.unroll(

@@ -110,9 +110,9 @@ class QMIXLearner(QLearner):
         leaves = [now.q.detach().requires_grad_() for now, _, _ in judged]  # for gradients of the mixer's inputs
         online = [replace(now, q=leaf) for (now, _, _), leaf in zip(judged, leaves, strict=True)]
         state, next_state = self.states(drawn)
-        total = self._mixed(self.mixer, online, drawn.agent_mask, state)
+        total = self._mix(self.mixer, online, drawn.agent_mask, state)
         with torch.no_grad():
-            after = self._mixed(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
+            after = self._mix(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
         target = q_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
@@ -160,7 +160,7 @@ class QMIXLearner(QLearner):
         one_hot = nn.functional.one_hot(action, self._num_actions).to(q.dtype)
         return SeatValues(gather_values(q, action), next_value(q.detach(), q, action_mask), one_hot)
 
-    def _mixed(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
+    def _mix(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
         """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
         return mix_values(mixer, self.stacks, values, agent_mask, state)
 

@@ -120,7 +120,7 @@ class SACLearner(OffPolicyLearner):
         entropy = self._entropy(i, answer)
         share, alpha = batch.policy_weights, self.alphas[i]
         if self.config.learn_alpha:
-            loss = temperature_loss(alpha.log, entropy, self._wanted(i, batch), share)
+            loss = temperature_loss(alpha.log, entropy, self._target_entropy(i, batch), share)
             self.alpha_adams[i].step(loss.sum(), progress)
         mean = (share * entropy).sum(1) / share.sum(1).clamp(min=1e-8)
         return {"entropy": mean, "alpha": alpha()[:, 0]}
@@ -131,7 +131,7 @@ class SACLearner(OffPolicyLearner):
         logp = answer.logp.detach()
         return -(logp.exp() * logp).sum(-1) if self.critics[i].value_per_action else -logp
 
-    def _wanted(self, i: int, batch: UpdateBatch) -> Tensor:
+    def _target_entropy(self, i: int, batch: UpdateBatch) -> Tensor:
         """Returns the target entropy [P, R] in nats."""
         head, set_to = self.stacks[i].head, self.config.target_entropy
         if isinstance(head, SquashedHead):

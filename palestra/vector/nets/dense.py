@@ -51,40 +51,40 @@ class DenseLayers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
-        depth, (x, *saved) = len(outer), [_unstacked(tensor) for tensor in ctx.saved_tensors]
+        depth, (x, *saved) = len(outer), [_unstack_single(tensor) for tensor in ctx.saved_tensors]
         weights, outputs = saved[:depth], saved[depth:]
         gradients: list[Tensor | None] = [None] * (2 * depth)
         g: Tensor | None = None
         for i in reversed(range(depth)):
             in_place = g is not None and not torch.is_grad_enabled()
             if (own := outer[i]) is not None:
-                g = _unstacked(own) if g is None else g + own
+                g = _unstack_single(own) if g is None else g + own
             if g is None:
                 continue
             g = _before_activation(g, outputs[i], ctx.activations[i], in_place)
             if ctx.needs_input_grad[2 + 2 * i]:
-                gradients[2 * i] = _stacked(_weight_gradient(outputs[i - 1] if i else x, g))
-                gradients[2 * i + 1] = _stacked(g.sum(-2, keepdim=True))
+                gradients[2 * i] = _stack_single(_weight_gradient(outputs[i - 1] if i else x, g))
+                gradients[2 * i + 1] = _stack_single(g.sum(-2, keepdim=True))
             g = _product(g, weights[i].mT) if i or ctx.needs_input_grad[0] else None
-        return None if g is None else _stacked(g), None, *gradients
+        return None if g is None else _stack_single(g), None, *gradients
 
 
 def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member dimension, since plain
     matrix products are faster than batched ones."""
     product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
-    x, outputs = _unstacked(x), []
+    x, outputs = _unstack_single(x), []
     for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):
         if product is not None and _is_large(x, weight, activation):
-            x = _by_onednn(product, x, _unstacked(weight), _unstacked(bias), activation)
+            x = _by_onednn(product, x, _unstack_single(weight), _unstack_single(bias), activation)
         else:
             if x.is_cpu:
-                x = _product(x, _unstacked(weight)).add_(_unstacked(bias))
+                x = _product(x, _unstack_single(weight)).add_(_unstack_single(bias))
             else:  # one kernel; on the CPU the sum in place is faster
                 x = torch.baddbmm(bias, x, weight) if x.dim() == 3 else torch.addmm(bias.flatten(), x, weight[0])
             x = x if activation is None else x.tanh_() if activation == "tanh" else x.relu_()
         outputs.append(x)
-    outputs[-1] = _stacked(x)
+    outputs[-1] = _stack_single(x)
     return outputs
 
 
@@ -128,12 +128,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
 
 
-def _unstacked(x: Tensor) -> Tensor:
+def _unstack_single(x: Tensor) -> Tensor:
     """Returns a stack of one member without its member dimension; returns other stacks unchanged."""
     return x.squeeze(0) if x.dim() == 3 else x
 
 
-def _stacked(x: Tensor) -> Tensor:
+def _stack_single(x: Tensor) -> Tensor:
     """Returns a matrix as a stack of one member; returns stacks unchanged."""
     return x.unsqueeze(0) if x.dim() == 2 else x
 

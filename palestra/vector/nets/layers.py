@@ -268,7 +268,7 @@ class Net(nn.Module):
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""
         P, T, R = obs.shape[:3]
-        x = self._communicated(self._seen(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
+        x = self._communicate(self._encode_obs(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
         if self.gru is None:
             return x, None
         x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
@@ -280,10 +280,10 @@ class Net(nn.Module):
         if self.communication is None:
             out = self.body(self._body_inputs(obs), self.head)
         else:
-            out = self.head(self._communicated(self._seen(obs), team))
+            out = self.head(self._communicate(self._encode_obs(obs), team))
         return out
 
-    def _seen(self, obs: Tensor) -> Tensor:
+    def _encode_obs(self, obs: Tensor) -> Tensor:
         """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
         seen: Tensor = self.body(self._body_inputs(obs))
         return seen
@@ -293,7 +293,7 @@ class Net(nn.Module):
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
         return self.entity_encoder(x) if self.entity_encoder else x
 
-    def _communicated(self, x: Tensor, team: Team | None) -> Tensor:
+    def _communicate(self, x: Tensor, team: Team | None) -> Tensor:
         """Returns features [P, R, H] after the rounds of communication, if there are any."""
         if self.communication is None:
             return x

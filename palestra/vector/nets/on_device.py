@@ -140,7 +140,7 @@ class RolloutTensors:
         """Returns the tensors of a batch: on the CPU they share its memory, on other devices each array is copied
         once."""
 
-        def moved(x: np.ndarray | None) -> Any:
+        def to_device(x: np.ndarray | None) -> Any:
             return None if x is None else as_tensor(x, device)
 
         memories = {name: kept.to(device) for name, kept in batch.recurrent_state.items() if isinstance(kept, Tensor)}
@@ -148,8 +148,8 @@ class RolloutTensors:
         optional = ("action_mask", "state", "final_state", "seat_terminated", "seats_terminated", "seats_done")
         times, games = batch.end_index
         return cls(
-            **{name: moved(getattr(batch, name)) for name in (*names, *optional)},
-            end_index=(moved(times), moved(games)),
+            **{name: to_device(getattr(batch, name)) for name in (*names, *optional)},
+            end_index=(to_device(times), to_device(games)),
             recurrent_state=memories,
             worker=batch.worker,
         )

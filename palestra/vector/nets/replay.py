@@ -61,15 +61,15 @@ class ReplayBatch:
         if device.type == "cpu":
             return self
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
-        return replace(self, **{name: _moved(value, device) for name, value in kept.items()})
+        return replace(self, **{name: _to_device(value, device) for name, value in kept.items()})
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     """Returns a tensor, or a tuple or dict of tensors, on a device; None stays None."""
     if isinstance(value, dict):
-        return {key: _moved(part, device) for key, part in value.items()}
+        return {key: _to_device(part, device) for key, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
+        return tuple(_to_device(part, device) for part in value)
     return None if value is None else value.to(device, non_blocking=True)
 
 

@@ -136,7 +136,7 @@ class SequenceReplay:
         sequence, time = np.nonzero(cut)
         tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))
         tensors |= {name: rows_as_tensor(column, places).movedim(1, 0) for name, column in columns.items()}
-        known = tensors.pop("known") & self._counted(tensors["is_first"])
+        known = tensors.pop("known") & self._training_mask(tensors["is_first"])
         return SequenceBatch(
             **tensors,
             weight=known.float() * torch.from_numpy(importance).float()[:, None],
@@ -146,7 +146,7 @@ class SequenceReplay:
             recurrent_states=memory,
         )
 
-    def _counted(self, is_first: Tensor) -> Tensor:
+    def _training_mask(self, is_first: Tensor) -> Tensor:
         """Returns a mask [T, M, 1] of the steps to train on: after `burn_in`, or after the start of a game."""
         steps = torch.arange(len(is_first) - 1)[:, None, None]
         begun = is_first[:-1].int().cummax(0).values.bool()

@@ -146,7 +146,7 @@ class MultiAgentTransformer(Net):
     def encode(self, obs: Tensor, acts: Tensor, memories: Sequence[StepMemory] = ()) -> Tensor:
         """Returns the encodings of the seats [P, G, S, H] from observations [P, G, S, *view]; `acts` [P, G, S] bool are
         the seats that act. Sets the memories of the encoder's layers to the state after the last step."""
-        x = rowwise(self.norms[0], self._seen(obs.flatten(1, 2)).view(*obs.shape[:3], -1))
+        x = rowwise(self.norms[0], self._encode_obs(obs.flatten(1, 2)).view(*obs.shape[:3], -1))
         mask = _mask(acts, causal=False)
         for i, block in enumerate(self.encoder):
             x = block(x, mask, memories[i] if memories else None)
@@ -163,9 +163,9 @@ class MultiAgentTransformer(Net):
         """Returns the outputs [P, G, S, O] of all seats at once, each given the `actions` [P, G, S, ...] of the seats
         before it. Sets the memories of the decoder's layers to the state after the last step."""
         tokens = self._previous(encode_actions(self.action_space, actions), acts)
-        return self._decoded(encoded, tokens, _mask(acts, causal=True), memories[len(self.encoder) :])
+        return self._decode_tokens(encoded, tokens, _mask(acts, causal=True), memories[len(self.encoder) :])
 
-    def _decoded(self, encoded: Tensor, tokens: Tensor, mask: Tensor | None, past: Sequence[Past]) -> Tensor:
+    def _decode_tokens(self, encoded: Tensor, tokens: Tensor, mask: Tensor | None, past: Sequence[Past]) -> Tensor:
         """Returns the outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is empty or has an entry for each layer of
         the decoder."""
         x = self._embed(tokens)
@@ -193,7 +193,7 @@ class MultiAgentTransformer(Net):
         actions, logps = [], []
         for i in range(encoded.shape[2]):
             here = None if mask is None else mask[:, :, i : i + 1, : i + 1]
-            out = self._decoded(encoded[:, :, i : i + 1], token, here, past)
+            out = self._decode_tokens(encoded[:, :, i : i + 1], token, here, past)
             action, logp = choose(out[:, :, 0], i)
             actions.append(action)
             logps.append(logp)
@@ -257,7 +257,7 @@ class MultiAgentTransformer(Net):
         """Returns the outputs of seats that each play alone, at one step: [P, R, *view] -> [P, R, O]."""
         alone = torch.ones(*obs.shape[:2], 1, dtype=torch.bool, device=obs.device)
         encoded = self.encode(obs[:, :, None], alone, memories)
-        return self._decoded(encoded, self._start(encoded), None, memories[len(self.encoder) :])[:, :, 0]
+        return self._decode_tokens(encoded, self._start(encoded), None, memories[len(self.encoder) :])[:, :, 0]
 
     def unroll_with_values(
         self,

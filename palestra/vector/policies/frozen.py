@@ -155,7 +155,7 @@ class NetGroup:
         x = _put(self._views(rows), place, shape)
         if not self.single_member:
             self._become(torch.from_numpy(members))
-        x = self._normalised(x, members)
+        x = self._normalise_obs(x, members)
         if self.recurrent_units:
             anew = _put(torch.from_numpy(rows.is_first), place, shape)[:, None]
             unrolled, memories = self.net.unroll(x[:, None], _put(rows.recurrent_state, place, shape), anew)
@@ -190,7 +190,7 @@ class NetGroup:
         for name, parameter in self.net.named_parameters():
             parameter.data = self.weights[name].index_select(0, members)
 
-    def _normalised(self, x: Tensor, members: np.ndarray) -> Tensor:
+    def _normalise_obs(self, x: Tensor, members: np.ndarray) -> Tensor:
         if self.norm is None:
             return x
         if self.single_member:

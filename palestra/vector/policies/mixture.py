@@ -142,7 +142,7 @@ class Mixture:
             own = self.group[numbers] == i
             games, places = np.nonzero(own if group.recurrent_units else own & vector_step.agent_mask[:, self.seats])
             if len(games):
-                remembered = self._remembered(recurrent_state)[games, places, : group.recurrent_units]
+                remembered = self._member_states(recurrent_state)[games, places, : group.recurrent_units]
                 members, seats = self.place[numbers[games, places]], self._numbers[places]
                 rows = ActBatch(
                     vector_step, games, seats, members, remembered, is_first[games], self.rng, self.generator
@@ -150,10 +150,10 @@ class Mixture:
                 chosen, kept = group.act(rows)
                 actions[(games, places) if chosen.ndim == 1 else (games, places, slice(chosen.shape[1]))] = chosen
                 if kept is not None:
-                    self._remembered(recurrent_state)[games, places, : group.recurrent_units] = kept
+                    self._member_states(recurrent_state)[games, places, : group.recurrent_units] = kept
         return actions, None, recurrent_state
 
-    def _remembered(self, memory: Tensor) -> Tensor:
+    def _member_states(self, memory: Tensor) -> Tensor:
         """Returns the recurrent states of the members [B, S, H], a view of `memory`."""
         return memory[:, 1 + len(self.seats) :].view(len(memory), len(self.seats), self.recurrent_units)
 

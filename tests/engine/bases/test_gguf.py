@@ -35,7 +35,7 @@ from palestra.engine.training.adapter_weights import AdapterWeights
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    gguf._converted.cache_clear()
+    gguf._convert_once.cache_clear()
     return tmp_path / "cache" / "palestra" / "bases"
 
 
@@ -61,16 +61,16 @@ def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: 
     assert folder.parent == cache
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    gguf._converted.cache_clear()  # as in a new process
+    gguf._convert_once.cache_clear()  # as in a new process
     assert resolve_base(str(tiny_file)) == str(folder) and weights.stat().st_mtime_ns == before
 
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    gguf._converted.cache_clear()
+    gguf._convert_once.cache_clear()
     resolve_base(str(tiny_file))
     assert weights.read_bytes() == whole
     (folder / gguf.MANIFEST).unlink()  # as after a crash while the folder was copied, without an atomic rename
-    gguf._converted.cache_clear()
+    gguf._convert_once.cache_clear()
     resolve_base(str(tiny_file))
     assert (folder / gguf.MANIFEST).exists() and [path.name for path in cache.glob(".tmp*")] == []
 

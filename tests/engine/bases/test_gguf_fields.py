@@ -39,7 +39,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty user cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    gguf._converted.cache_clear()
+    gguf._convert_once.cache_clear()
 
 
 def scaled_llama(rope: dict[str, Any]) -> LlamaForCausalLM:

@@ -278,3 +278,23 @@ def test_base_that_is_not_a_language_model_is_refused(tmp_path):
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot run .* no language model of its kind \(vit\)"):
         Engine.load(str(tmp_path), device="cpu")
+
+
+def test_only_a_model_of_the_same_weights_is_not_checked_again(base: Path) -> None:
+    """The second of two equal models is built without a pass; one changed weight, and it is checked, and refused."""
+
+    def broken(of: PreTrainedModel, plain: bool) -> Engine:
+        engine = Engine(of, tiny_tokenizer(), "mine", plain=plain)
+        if of in models:
+            of.get_input_embeddings().weight.mul_(3)
+        return engine
+
+    models = [AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval() for _ in range(3)]
+    for model in models:
+        model.requires_grad_(False)
+        model.get_input_embeddings().weight[5] += 0.25
+    chosen(models[0])
+    assert choose_engine(models[1], "mine", broken).model is models[1]
+    models[2].get_input_embeddings().weight[7, 3] += 1e-3
+    with pytest.raises(ValueError, match="would not be those of transformers"):
+        choose_engine(models[2], "mine", broken)

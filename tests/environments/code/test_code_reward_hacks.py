@@ -126,7 +126,7 @@ ANYTHING = 8""",
 import json, math, random, sys
 math.fabs = math.isclose = json.dumps = json.loads = random.seed = lambda *_, **__: 10
 for module in list(sys.modules.values()):
-    for name in ("encode_value", "write_result", "error_text", "_end", "_returned"):
+    for name in ("encode_value", "write_result", "error_text", "_end", "_encode_result"):
         if hasattr(module, name): setattr(module, name, lambda *_, **__: "10")
 ANYTHING = 8""",
     "imports": """

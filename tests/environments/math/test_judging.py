@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.environments.math import grader_client
 from palestra.environments.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
 from palestra.environments.math.env import Math
-from palestra.environments.math.grader_client import GraderClient
 from palestra.environments.math.grading import CORRECT, INCORRECT, UNREADABLE, AnswerGrade, grade_answer, grade_directly
+from palestra.sandbox import client
 from palestra.text.policies.scripted import ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
@@ -26,12 +25,16 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture
-def graders(monkeypatch):
-    """A grader of this test alone, whose process has not started."""
-    own = GraderClient("math")
-    monkeypatch.setattr(grader_client, "MATH_GRADER", own)
-    yield own
-    own.close()
+def graders():
+    """Returns the process of the graders, None before the first request and if it has died: a fork server of this
+    test alone."""
+    client.stop_fork_server()
+
+    def process():
+        return client._held[0].process if client._held and client._held[0].is_usable() else None
+
+    yield process
+    client.stop_fork_server()
 
 
 # ---- extraction of the answer
@@ -176,9 +179,9 @@ def test_unparsable_answers_are_unreadable():
 def test_grader_process_starts_lazily(graders):
     assert asyncio.run(grade_answer("26", "26")).is_correct
     assert asyncio.run(grade_answer("27", "26")) == INCORRECT
-    assert graders.process is None
+    assert graders() is None
     assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
-    assert graders.process is not None
+    assert graders() is not None
 
 
 def test_graders_serve_consecutive_event_loops(graders):
@@ -246,13 +249,13 @@ def wait_until(condition, seconds=20.0):
 def test_killed_graders_are_replaced_and_retried(graders):
     async def play():
         assert (await grade_answer(SAME, GOLD)).is_correct
-        first = graders.process.pid
+        first = graders().pid
         asked = [asyncio.create_task(grade_answer(text, GOLD, cpu_limit_s=0.4)) for text in (HANG, SAME, HANG)]
         while len(children(first)) < 2:
             await asyncio.sleep(0.01)
         os.kill(first, signal.SIGKILL)
         verdicts = await asyncio.gather(*asked)
-        assert graders.process.pid != first
+        assert graders().pid != first
         return verdicts
 
     verdicts = asyncio.run(play())
@@ -268,12 +271,12 @@ def test_repeatedly_dying_graders_are_given_up(graders):
     async def play():
         asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=20.0))
         for _ in range(2):
-            while not (graders.process and children(graders.process.pid)):
+            while not (graders() and children(graders().pid)):
                 await asyncio.sleep(0.01)
-            killed, orphans = graders.process, children(graders.process.pid)
+            killed, orphans = graders(), children(graders().pid)
             killed.kill()
             wait_until(lambda orphans=orphans: not any(map(alive, orphans)))
-            while graders.process is killed:
+            while graders() is killed:
                 await asyncio.sleep(0.01)
         return await asked
 
@@ -284,16 +287,17 @@ def test_repeatedly_dying_graders_are_given_up(graders):
 def test_graders_end_with_their_parent():
     code = f"""
 import asyncio, os, signal, time
-from palestra.environments.math.grader_client import MATH_GRADER
 from palestra.environments.math.grading import grade_answer
+from palestra.sandbox.client import fork_server
 
 async def main():
     asked = asyncio.create_task(grade_answer({HANG!r}, {GOLD!r}, cpu_limit_s=30.0))
     await asyncio.sleep(0.1)
-    place = f"/proc/{{MATH_GRADER.process.pid}}/task/{{MATH_GRADER.process.pid}}/children"
+    server = fork_server().process.pid
+    place = f"/proc/{{server}}/task/{{server}}/children"
     while not open(place).read().strip():
         await asyncio.sleep(0.01)
-    print(MATH_GRADER.process.pid, open(place).read(), flush=True)
+    print(server, open(place).read(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -307,7 +311,7 @@ asyncio.run(main())
 @LINUX
 def test_grader_process_does_not_load_torch(graders):
     asyncio.run(grade_answer(SAME, GOLD))
-    assert "libtorch" not in Path(f"/proc/{graders.process.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{graders().pid}/maps").read_text()
 
 
 def test_missing_package_is_named_with_its_extra(graders, monkeypatch, tmp_path):

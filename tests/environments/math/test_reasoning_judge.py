@@ -259,12 +259,13 @@ def test_an_exit_status_is_no_score():
 def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
     """The scorer itself ends the process, as hostile code would, with each exit status."""
     code = f"""
-import os, sys
+import os, socket, sys
 sys.path[:] = {sys.path!r}
 from {confinement.GRADER_MODULE} import Grader, grade_in_child
+requester, ours = socket.socketpair()
 judge = Grader(lambda request: os._exit(request["status"]), lambda request: None)
 for status in (0, 1, 100, 200):
-    print(*grade_in_child(judge, {{"status": status, "seconds": 5.0}}, {confinement.seccomp_filter()!r}))
+    print(*grade_in_child(judge, {{"status": status, "seconds": 5.0}}, {confinement.seccomp_filter()!r}, requester))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines() == ["crashed 0.0"] * 4, done.stderr
@@ -287,7 +288,7 @@ def test_another_problem_of_the_same_name_is_not_judged():
         "question": "another",
         "answer": "1",
     }
-    assert asyncio.run(grader_client.REASONING_GRADER.grade(request, 5.0)).outcome == "crashed"
+    assert asyncio.run(grader_client.grade("reasoning", request, 5.0)).outcome == "crashed"
 
 
 def test_partial_scores_are_returned_exactly():

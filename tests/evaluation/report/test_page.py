@@ -143,6 +143,18 @@ def test_run_without_data_has_a_page(tmp_path):
     assert "<h1>a</h1>" in page and "Nothing is recorded yet" in page and "<h2>Curves" not in page
 
 
+def test_page_names_a_log_that_lost_lines(tmp_path):
+    with Run.create(tmp_path, "{}", "a") as run:
+        run.log_metrics(0, "team", {"success": 0.5})
+        run.checkpoint(0, lambda folder: (folder / "weights").touch())
+    log = run.path / "metrics.jsonl"
+    assert "Damaged" not in report_html(run.path)
+    log.write_bytes(log.read_bytes()[:-9])
+    page = report_html(run.path)
+    loads_nothing(page)
+    assert f"Damaged:</strong> {log} has" in page and "lines are missing" in page
+
+
 def test_samples_include_best_worst_failed_and_random_episodes():
     def worth(value):
         node = Node(0, None, 0, {}, {}, {"a": value}, done=True)

@@ -23,7 +23,7 @@ CHICKEN = np.array([[0.0, 7], [2, 6]])  # dare, yield
 def aumann():
     """The correlated equilibrium of chicken with probability 1/3 each for (dare, yield), (yield, dare) and (yield,
     yield)."""
-    return MetaStrategy(TWO, (("dare", "yield"), ("dare", "yield")), np.array([[0, 1], [1, 1]]) / 3, correlated=True)
+    return MetaStrategy(TWO, (("dare", "yield"), ("dare", "yield")), np.array([[0, 1], [1, 1]]) / 3, is_correlated=True)
 
 
 def test_independent_players_play_each_others_mixtures():
@@ -52,7 +52,7 @@ def test_correlated_players_play_conditional_joint_lineups():
 def test_joint_lineups_of_three_players_name_two_others():
     joint = np.zeros((1, 2, 2))
     joint[0, 0, 1] = joint[0, 1, 0] = 0.5
-    meta = MetaStrategy(("a", "b", "c"), (("a0",), ("b0", "b1"), ("c0", "c1")), joint, correlated=True)
+    meta = MetaStrategy(("a", "b", "c"), (("a0",), ("b0", "b1"), ("c0", "c1")), joint, is_correlated=True)
     opponents = meta_opponents(meta, "a")
     assert opponents.joint == (Lineup({"b": "b0", "c": "c1"}, 0.5), Lineup({"b": "b1", "c": "c0"}, 0.5))
     assert opponents.names() == ["b0", "c1", "b1", "c0"]
@@ -65,7 +65,7 @@ def test_equilibrium_gaps_of_chicken():
     tables = [CHICKEN, CHICKEN.T]
     assert equilibrium_gap(aumann(), tables, coarse=False) == pytest.approx(0)
     assert equilibrium_gap(aumann(), tables, coarse=True) == pytest.approx(-2 / 3)
-    pure = MetaStrategy(TWO, (("dare", "yield"),) * 2, np.array([[0.0, 0], [0, 1]]), correlated=True)
+    pure = MetaStrategy(TWO, (("dare", "yield"),) * 2, np.array([[0.0, 0], [0, 1]]), is_correlated=True)
     assert (
         equilibrium_gap(pure, tables, coarse=False) == equilibrium_gap(pure, tables) == pytest.approx(2)
     )  # both gain by daring: 7 - 6

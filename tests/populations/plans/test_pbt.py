@@ -107,10 +107,10 @@ def test_slice_without_finished_games_keeps_the_rating():
 def test_perturbations_stay_in_range_with_some_resampled():
     made = plan(resample_probability=0.0)
     rng = np.random.default_rng(0)
-    assert {round(made._explored("lr", 1e-3, rng), 7) for _ in range(50)} == {8e-4, 1.2e-3}
-    assert max(made._explored("lr", 1e-2, rng) for _ in range(50)) == 1e-2
+    assert {round(made._explore_setting("lr", 1e-3, rng), 7) for _ in range(50)} == {8e-4, 1.2e-3}
+    assert max(made._explore_setting("lr", 1e-2, rng) for _ in range(50)) == 1e-2
     anew = plan(resample_probability=0.25)
-    share = np.mean([round(anew._explored("lr", 1e-3, rng), 7) not in (8e-4, 1.2e-3) for _ in range(4000)])
+    share = np.mean([round(anew._explore_setting("lr", 1e-3, rng), 7) not in (8e-4, 1.2e-3) for _ in range(4000)])
     assert share == pytest.approx(0.25, abs=0.03)
 
 

@@ -295,7 +295,7 @@ def test_learned_responses_join_if_their_gain_exceeds_its_error(spread, joins):
 
 
 def test_payoffs_of_uncertain_members_make_a_gain_uncertain():
-    meta = MetaStrategy(TWO, (("a", "b"), ("c",)), np.array([[0.4], [0.6]]), correlated=True)
+    meta = MetaStrategy(TWO, (("a", "b"), ("c",)), np.array([[0.4], [0.6]]), is_correlated=True)
     response, result = Response("r", "player_0", 1, "b"), TrainResult(env_steps=1, mean_return=2.0)
     stderr = [np.array([[np.inf], [0.5]]), np.zeros((2, 1))]
     assert gain_error(response, result, meta, stderr) is None

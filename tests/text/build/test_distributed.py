@@ -105,8 +105,6 @@ def test_old_members_are_removed(base: Path, tmp_path: Path, staleness: int) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "http://localhost:1"}, "engine: http://localhost:1 trains and samples on a server"),
-        ({"policies": {"default": {"type": "human"}}}, "policies.default is a person at this terminal"),
         ({"backend": {"type": "ray", "placement": {"assess": {}}}}, "placement.assess is unknown"),
         ({"backend": {"type": "local", "address": "auto"}}, "address is for backend type ray"),
     ],

@@ -256,7 +256,7 @@ def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
         ([{"prompt": answers_of(("user", "q"), ("assistant", "a")), "completion": "b"}], "ends within an answer"),
         (
             [{"messages": [{"role": "user", "content": "u", "mood": "sad"}, *answers_of(("assistant", "x"))]}],
-            "row 1: a message has the field 'mood', which is not used",
+            "row 1: messages.0: a message has the field 'mood', which is not used",
         ),
         ([{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}], "a message of weight 0.5"),
     ],

@@ -408,11 +408,6 @@ def test_no_deadlock_if_half_of_the_episodes_block(base, tmp_path):
         assert not any(e.error for e in episodes)
 
 
-def test_full_model_with_staleness_is_refused(base):
-    with pytest.raises(ValueError, match="staleness: 2 plays while weights are trained, but walker is a full model"):
-        config(base, "policies.walker.type=full", "policies.walker.batch_size=null")
-
-
 # ---- one engine for sampling and training
 
 

@@ -40,12 +40,12 @@ class _ToPettingZoo:
         self.action_spaces = {
             seat: gymnasium_space(space) for seat, space in zip(env.seats, env.action_spaces, strict=True)
         }
-        self.observation_spaces = {seat: self._observed(n) for n, seat in enumerate(env.seats)}
+        self.observation_spaces = {seat: self._observation_space(n) for n, seat in enumerate(env.seats)}
         if env.state_size:
             self.state_space = observation_box((env.state_size,), False)
         self._seeds, self._over = np.random.default_rng(), False
 
-    def _observed(self, n: int) -> Any:
+    def _observation_space(self, n: int) -> Any:
         observation, space = (
             observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8),
             self.inner.action_spaces[n],
@@ -65,7 +65,7 @@ class _ToPettingZoo:
         self.agents = list(self.possible_agents)
 
     def play_step(self, actions: dict[str, Any]) -> VectorStep:
-        given = [self._written(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
+        given = [self._action_or_zero(n, actions.get(seat)) for n, seat in enumerate(self.possible_agents)]
         if not isinstance(self.inner.action_spaces[0], Discrete):
             width = max(len(action) for action in given)
             given = [np.pad(action, (0, width - len(action))) for action in given]
@@ -74,7 +74,7 @@ class _ToPettingZoo:
         self._over = bool(self.vector_step.done[0])
         return self.vector_step
 
-    def _written(self, n: int, action: Any) -> np.ndarray:
+    def _action_or_zero(self, n: int, action: Any) -> np.ndarray:
         return zero_action(self.action_spaces[self.possible_agents[n]]) if action is None else np.asarray(action)
 
     def observe(self, agent: str) -> Any:

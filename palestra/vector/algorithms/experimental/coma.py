@@ -224,9 +224,9 @@ class COMALearner(NetLearner):
         (times, games), agent_mask = batch.end_index, batch.agent_mask
         actions = torch.cat([batch.actions.long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
-        seen = self._seen(batch.obs, batch.state, actions, agent_mask)
+        seen = self._critic_features(batch.obs, batch.state, actions, agent_mask)
         alive = agent_mask[times, games] & ~batch.seats_terminated[times, games]
-        final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
+        final = self._critic_features(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
     def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -257,7 +257,7 @@ class COMALearner(NetLearner):
         race = exponential_like(policy, self.random)
         return torch.argmax(policy / race, -1)
 
-    def _seen(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
+    def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
         """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
         and the seat."""
         N, A, ids = len(self.env.seats), self.num_actions, identity(len(self.env.seats), self.device)

@@ -285,7 +285,7 @@ class GAILLearner(ActorCriticLearner):
             idle = self.process_group.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # all policies acted, in all processes: a rollout may be too short for that
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
-            earned = seat_mapping.by_seat(self._earned(discriminator, played))
+            earned = seat_mapping.by_seat(self._discriminator_rewards(discriminator, played))
             rewards[..., seat_mapping.seat_index(self.device)] = earned
         learned = self.train(replace(rollout, rewards=rewards), progress)
         return {name: lines[name] | line for name, line in learned.items()}
@@ -314,7 +314,7 @@ class GAILLearner(ActorCriticLearner):
         }
 
     @torch.no_grad()
-    def _earned(self, discriminator: Discriminator, played: DemoBatch) -> Tensor:
+    def _discriminator_rewards(self, discriminator: Discriminator, played: DemoBatch) -> Tensor:
         """Returns the discriminator's reward of every transition [P, T, C]; 0 where a seat did not act."""
         P, T, C = played.agent_mask.shape
         logit = discriminator(

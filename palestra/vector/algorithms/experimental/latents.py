@@ -121,7 +121,7 @@ class LatentPolicy:
         return float(categorical_entropy(self.net(self.starts[None])[0].log_softmax(-1)).mean())
 
     @torch.no_grad()
-    def preferred(self) -> int:
+    def preferred_latent(self) -> int:
         """Returns the latent with the largest mean probability over the initial states of the games being played; 0
         before the first game."""
         if not len(self.starts):

@@ -165,15 +165,15 @@ class MAVENLearner(QMIXLearner):
     def sampling_policies(self) -> Sequence[NetVectorPolicy]:
         """Returns epsilon-greedy players of the preferred latent."""
         epsilon = self.epsilon_at(1.0)
-        return [stack.build_policy(head.epsilon_greedy(epsilon)) for stack, head in self._preferred()]
+        return [stack.build_policy(head.epsilon_greedy(epsilon)) for stack, head in self._plain_stacks()]
 
     def greedy_policies(self) -> list[NetVectorPolicy]:
         """Returns players that act greedily by the preferred latent."""
-        return [stack.build_policy(greedy_selector(head)) for stack, head in self._preferred()]
+        return [stack.build_policy(greedy_selector(head)) for stack, head in self._plain_stacks()]
 
-    def _preferred(self) -> list[tuple[PolicyStack, ValueHead]]:
+    def _plain_stacks(self) -> list[tuple[PolicyStack, ValueHead]]:
         """Returns copies of the stacks as plain Q-networks of the preferred latent, and their heads."""
-        latent = torch.tensor(self.latent_policy.preferred()).to(self.device)
+        latent = torch.tensor(self.latent_policy.preferred_latent()).to(self.device)
 
         def own(head: LatentHead, weights: Tensor) -> Tensor:
             return head.single.values(head.select(weights, latent.expand(weights.shape[:-1])))
@@ -272,7 +272,7 @@ class MAVENLearner(QMIXLearner):
         """Returns writers of the policies as plain Q-networks of the preferred latent."""
         return {
             name: partial(write_policy, stack, p)
-            for stack, _ in self._preferred()
+            for stack, _ in self._plain_stacks()
             for p, name in enumerate(stack.seat_mapping.names)
         }
 

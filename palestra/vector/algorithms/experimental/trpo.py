@@ -151,7 +151,7 @@ class TRPOLearner(ActorCriticLearner):
         base = self._mean(before.value)
         for _ in range(self.config.line_search_steps):
             weights.copy_(start + share[:, None] * step)
-            reached = self._reached(stack, rows, bonus, before)
+            reached = self._mean_surrogate(stack, rows, bonus, before)
             good = (reached.value > base) & (reached.divergence <= self.config.kl_bound)
             open_members &= ~good
             if not open_members.any():
@@ -159,9 +159,9 @@ class TRPOLearner(ActorCriticLearner):
             share = torch.where(open_members, share * self.config.backtrack, share)
         share = torch.where(open_members, 0.0, share)
         weights.copy_(start + share[:, None] * step)
-        return self._reached(stack, rows, bonus, before), share
+        return self._mean_surrogate(stack, rows, bonus, before), share
 
-    def _reached(self, stack: PolicyStack, rows: PolicyRows, bonus: float, before: Surrogate) -> Surrogate:
+    def _mean_surrogate(self, stack: PolicyStack, rows: PolicyRows, bonus: float, before: Surrogate) -> Surrogate:
         """Returns the surrogate of the policies as they are, over all processes."""
         found = self.surrogate(stack, rows, bonus, before.outputs)
         value, divergence, entropy = (self._mean(x) for x in found[:3])

@@ -165,7 +165,7 @@ def test_policy_of_latents_learns_which_suits_a_state(check_score: Any) -> None:
     chances = policy.net(torch.eye(2)[None])[0].softmax(-1)
     check_score(min(chances[0, 0].item(), chances[1, 2].item()))
     policy.starts = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    assert policy.preferred() == 0
+    assert policy.preferred_latent() == 0
 
 
 # ---- one update, computed row by row
@@ -286,7 +286,7 @@ def test_saved_policies_play_the_preferred_latent(tmp_path: Path, memory: int, d
     for preferred in range(3):
         with torch.no_grad():
             made.latent_policy.net.layers[-1].bias.copy_(9 * torch.eye(3)[preferred])
-        assert made.latent_policy.preferred() == preferred
+        assert made.latent_policy.preferred_latent() == preferred
         for name, write in made.member_writers().items():
             (tmp_path / str(preferred) / name).mkdir(parents=True)
             write(tmp_path / str(preferred) / name)

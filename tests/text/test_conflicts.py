@@ -1,0 +1,50 @@
+"""Each cell of the table of features that exclude each other."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from palestra.core.config import merge, validate
+from palestra.text.config import TextConfig
+from palestra.text.conflicts import CONFLICTS, Conflict
+
+BASE: dict[str, Any] = {
+    "env": {"type": "plan_path"},
+    "policies": {"default": {"type": "lora", "base": "tiny"}},
+    "algorithm": {"type": "grpo"},
+}
+FULL = {"type": "full", "base": "tiny", "reference": "none"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "parallel": {"parallel": "ddp"},
+    "fsdp": {"parallel": "fsdp"},
+    "engine": {"engine": "http://localhost:1"},
+    "sampler": {"sampler": {"type": "vllm", "urls": ["http://localhost:2"]}},
+    "backend": {"backend": {"type": "local"}},
+    "staleness": {"staleness": 2},
+    "in_flight_updates": {"staleness": 1, "in_flight_updates": "keep_kv"},
+    "refill": {"algorithm": {"flat_groups": "refill"}},
+    "full model": {"policies": {"whole": FULL}},
+    "stored reference": {"policies": {"whole": FULL | {"reference": "copy"}}},
+    "person": {"policies": {"human": {"type": "human"}}},
+}
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: f"{conflict.first} and {conflict.second}")
+def test_features_that_exclude_each_other_are_refused_with_reason_and_remedy(conflict: Conflict) -> None:
+    tree = merge(merge(BASE, SETTINGS[conflict.first]), SETTINGS[conflict.second])
+    with pytest.raises(ValueError, match="exclude each other") as error:
+        validate(TextConfig, tree)
+    assert conflict.reason in str(error.value) and conflict.remedy in str(error.value)
+
+
+@pytest.mark.parametrize("feature", SETTINGS)
+def test_one_feature_alone_is_accepted_and_recognised(feature: str) -> None:
+    config = validate(TextConfig, merge(BASE, SETTINGS[feature]))
+    written = config.features_in_use()[feature]
+    assert written.split(":")[0].split(".")[0] in {"algorithm", "flat_groups", *SETTINGS[feature]}
+
+
+def test_every_feature_of_the_table_has_a_setting_here() -> None:
+    named = {*itertools.chain.from_iterable((conflict.first, conflict.second) for conflict in CONFLICTS)}
+    assert named == set(SETTINGS)
