@@ -36,7 +36,7 @@ from peak import peak_of
 from rich.console import Console
 from rich.table import Table
 
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 
 sys.path.append(str(Path(__file__).parents[1]))
 from results.ledger import absent, finish
@@ -69,7 +69,7 @@ class OnGpu:
     def __init__(self, folder: str, device: str = "cuda") -> None:
         self.ours = Ours(folder, RANK, device=device)
         (adapter,) = self.ours.adapters(1)
-        self.adapter, self.trainer = adapter, Trainer(self.ours.engine, adapter)
+        self.adapter, self.trainer = adapter, AdapterWeights(self.ours.engine, adapter)
         self.prompts = ids(GROUPS, PROMPT)
 
     def sample(self, new: int = NEW) -> list[list]:

@@ -52,7 +52,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
 
 sys.path.append(str(Path(__file__).parents[1]))
 from results.ledger import absent, finish
@@ -82,12 +82,12 @@ class Ours:
         ]
         return self.sampler.sample_all(requests)
 
-    def step(self, trainer: Trainer, prompts: Sequence[np.ndarray], new: int = NEW) -> None:
+    def step(self, trainer: AdapterWeights, prompts: Sequence[np.ndarray], new: int = NEW) -> None:
         """Makes one GRPO step: samples and trains."""
         assert trainer.adapter is not None
         self.train(trainer, prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]))
 
-    def train(self, trainer: Trainer, prompts: Sequence[np.ndarray], groups: Sequence[list]) -> None:
+    def train(self, trainer: AdapterWeights, prompts: Sequence[np.ndarray], groups: Sequence[list]) -> None:
         """Updates the adapter from sampled `groups`. The reward of an answer is its share of even tokens, so that
         rewards differ in every group."""
         samples = []
@@ -137,7 +137,7 @@ def install_trl() -> None:
 def whole_steps(ours: Ours, path: str, folder: Path, *, quick: bool) -> dict[str, float]:
     """Figures of whole GRPO steps: palestra and TRL run alternately, and the best of each counts."""
     (adapter,) = ours.adapters(1)
-    trainer, prompts = Trainer(ours.engine, adapter), ids(GROUPS, PROMPT)
+    trainer, prompts = AdapterWeights(ours.engine, adapter), ids(GROUPS, PROMPT)
     flops = shared_prefix_step_flops(tiny_config(), PROMPT, NEW, K, GROUPS, RANK).total
     rates, shares, peers = [], [], []
     for _ in range(1 if quick else 3):

@@ -45,11 +45,11 @@ def run_ours(spec: dict) -> None:
     import numpy as np
     from lm import Ours
 
-    from palestra.engine.training.trainer import Trainer
+    from palestra.engine.training.adapter_weights import AdapterWeights
 
     ours = Ours(spec["model"], cache_bytes=KV_CACHE_BYTES)
     (adapter,) = ours.adapters(1)
-    trainer = Trainer(ours.engine, adapter, pack_tokens=MICRO_BATCH_TOKENS, checkpointing=True)
+    trainer = AdapterWeights(ours.engine, adapter, pack_tokens=MICRO_BATCH_TOKENS, checkpointing=True)
     prompts = [np.array(prompt, np.int32) for prompt in json.loads(Path(spec["prompts"]).read_text())]
     groups = ours.sample(prompts, K, spec["new_tokens"], [adapter.snapshot()])
     sampled = peak_mib()

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from palestra.core.accel.onednn import onednn_product
 from palestra.engine.bases.names import resolve_base
 from palestra.engine.bases.pretrained import load_config
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 32, 8, 16, 4
 TARGETS = {"sample_of_limit_135m": 0.7, "step_of_limit_135m": 0.7, "step_vs_trl_135m": 3.5}
@@ -102,7 +102,7 @@ def real_model_figures(
     ours, repeats = engine_of(folder, rank=RANK), 2 if quick else 3
     (adapter,) = ours.adapters(1)
     known = prompts_of(ours.engine.tokenizer, GROUPS)
-    prompts, trainer = [np.array(prompt, np.int32) for prompt in known], Trainer(ours.engine, adapter)
+    prompts, trainer = [np.array(prompt, np.int32) for prompt in known], AdapterWeights(ours.engine, adapter)
     limits: dict[str, list[tuple[float, float]]] = {"PyTorch": [], "oneDNN": []}
     sampled, stepped, peers = [], [], []
     for _ in range(1 if quick else 2):  # alternately, so that other load on the machine slows all of them

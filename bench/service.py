@@ -47,9 +47,9 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import AdamConfig
+from palestra.engine.training.adapter_weights import AdamConfig
 from palestra.service.server.api_keys import add_key
-from palestra.text.learners.lm import LocalWeights, Weights
+from palestra.text.learners.lm import Weights, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.tinker.connection import ServiceConnection
@@ -105,7 +105,7 @@ def credited(prompts: Sequence[np.ndarray], answers: Sequence[list]) -> Iterator
 
 def in_process() -> Client:
     engine = Engine.load("tiny", device="cpu")
-    return Client(LocalWeights(CONFIG, engine, seed=0), Sampler(engine), {})
+    return Client(build_weights(CONFIG, engine, seed=0), Sampler(engine), {})
 
 
 def remote(url: str, seed: int) -> Client:

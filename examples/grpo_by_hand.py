@@ -36,7 +36,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
 from palestra.envs.text.grid.plan_path import PlanPath
 
 SEATS = ("planner", "executor")
@@ -64,7 +64,12 @@ class Group:
 
 
 def play(
-    sampler: Sampler, trainers: Mapping[str, Trainer], instances: Sequence[int], split: Any, group_size: int, seed: int
+    sampler: Sampler,
+    trainers: Mapping[str, AdapterWeights],
+    instances: Sequence[int],
+    split: Any,
+    group_size: int,
+    seed: int,
 ) -> tuple[list[Group], float]:
     """Plays a game of each instance, all in one batch; returns the groups, and the share of games that were solved.
 
@@ -138,7 +143,7 @@ def grpo_loss(tokens: LossInputs, *, entropy: float) -> tuple[Tensor, dict[str, 
     return loss, {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
 
 
-def update(trainer: Trainer, samples: Sequence[Sample], lr: float) -> float:
+def update(trainer: AdapterWeights, samples: Sequence[Sample], lr: float) -> float:
     """Trains one agent on its samples, with an optimizer step per batch; returns the entropy per token, in nats."""
     count = -(-len(samples) // BATCH_SIZE)
     entropies, tokens = [], []
@@ -154,9 +159,11 @@ def update(trainer: Trainer, samples: Sequence[Sample], lr: float) -> float:
 # ---- the loop
 
 
-def make_trainers(engine: Engine, seed: int) -> dict[str, Trainer]:
+def make_trainers(engine: Engine, seed: int) -> dict[str, AdapterWeights]:
     """Returns a trainer for each agent: two adapters on one base."""
-    return {seat: Trainer(engine, Adapter(engine.linear_layers, LORA, seed=seed + i)) for i, seat in enumerate(SEATS)}
+    return {
+        seat: AdapterWeights(engine, Adapter(engine.linear_layers, LORA, seed=seed + i)) for i, seat in enumerate(SEATS)
+    }
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.peft_format import MISREAD, save_adapter
-from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -287,7 +287,7 @@ def measure(kind: str, **changes: Any) -> Row:
         with with_adapter(plain, hooks if with_it else None):
             own.append(own_logprobs(adapted_model if with_it else plain, sample))
     sampled = max(_gap(s.logprobs, logp) for s, logp in zip(samples, own, strict=True))
-    trainer = Trainer(engine, adapter)
+    trainer = AdapterWeights(engine, adapter)
     mine = [s for s, with_it in zip(samples, adapted, strict=True) if with_it]
     own = [logp for logp, with_it in zip(own, adapted, strict=True) if with_it]
     trained = max(_gap(logp, expected) for logp, expected in zip(trainer.logprobs(mine), own, strict=True))

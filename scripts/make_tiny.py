@@ -31,7 +31,7 @@ from palestra.core.accel.malloc import keep_freed_memory
 from palestra.core.losses import cross_entropy_loss
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Reader:
 def train(engine: Engine, reader: Reader, steps: int) -> None:
     """Trains the model: with Muon for the matrices of the layers, which needs a third of AdamW's steps here, and with
     AdamW for the rest."""
-    trainer = Trainer(engine, None, pack_tokens=10**9)
+    trainer = AdapterWeights(engine, None, pack_tokens=10**9)
     named = list(engine.model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed" in name]

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from palestra.api.console import console, print_line
 from palestra.api.extend import length_setting
-from palestra.api.run import STOPPING, open_run, resumed_tree, run_request
+from palestra.api.interrupt import STOPPING
+from palestra.api.run import open_run, resumed_tree, run_request
 from palestra.api.trained_run import TrainedRun, call_outside_loop
 from palestra.core.config import Tree, load, override
 from palestra.core.failures import RunFailed

@@ -104,7 +104,7 @@ def _run(
 ) -> None:
     """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
     from palestra.api.experiments.schedule import LOGS, run_cells
-    from palestra.api.run import StopOnInterrupt
+    from palestra.api.interrupt import StopOnInterrupt
     from palestra.core.failures import RunFailed
 
     ended: list[CellResult] = []

@@ -67,7 +67,7 @@ def tune(
 def _run(search: Search, workers: int) -> None:
     """Runs the search and writes its results. Raises RunFailed if no trial has a score."""
     from palestra.api.experiments.schedule import LOGS
-    from palestra.api.run import StopOnInterrupt
+    from palestra.api.interrupt import StopOnInterrupt
     from palestra.core.failures import RunFailed
 
     def on_end(result: CellResult) -> None:

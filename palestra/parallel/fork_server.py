@@ -20,7 +20,7 @@ PRELOADED = (
     "torch",
     "palestra.engine.bases.model",
     "palestra.service.worker.worker",
-    "palestra.text.training.ranks",
+    "palestra.parallel.torch_group",
     "palestra.vector.rollouts.actors",
 )
 MAX_TEMP_DIR = 80  # bytes: the server's socket lies in it, and the address of a socket has 107

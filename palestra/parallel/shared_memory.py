@@ -15,11 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from palestra.core.failures import RunFailed, is_out_of_memory
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import ProcessGroup
 from palestra.parallel.processes import exit_reason, join_or_kill, leave_signals_to_parent, start_process
+
+T = TypeVar("T")
 
 CHUNK_ELEMENTS = 1 << 18  # elements summed at a time
 COUNTER_STRIDE = 8  # int64 elements between two counters, so that no two processes write to the same cache line
@@ -80,15 +82,15 @@ class SharedMemoryAllReduce:
                     raise RuntimeError("another training process has ended")
 
 
-@dataclass(frozen=True)
-class ProcessRank:
-    """One process of a group: its rank, the number of processes, the rendezvous file, and the shared-memory
+@dataclass(frozen=True, kw_only=True)
+class SharedMemoryGroup(ProcessGroup):
+    """Processes of one machine: this one's rank, the number of processes, the rendezvous file, and the shared-memory
     all-reduce."""
 
     rank: int
     world_size: int
     rendezvous_file: str
-    all_reducer: SharedMemoryAllReduce | None = None
+    all_reducer: SharedMemoryAllReduce
 
     def join(self) -> None:
         """Joins the torch.distributed group (gloo); blocks until all processes have joined. Raises RuntimeError if
@@ -99,25 +101,25 @@ class ProcessRank:
             "gloo", init_method=f"file://{self.rendezvous_file}", rank=self.rank, world_size=self.world_size
         )
 
-    def gradient_sync(self) -> GradientSync:
-        """Returns the gradient synchronisation for learners."""
-        return GradientSync(self.all_reduce, self.world_size, self.rank)
-
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of `x` over all processes, of the same shape and dtype."""
-        assert self.all_reducer is not None
         return self.all_reducer.all_reduce(x, self.rank)
 
+    def all_gather(self, item: T) -> list[T]:
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item)
+        return items
 
-def all_gather(item: Any) -> list[Any]:
-    """Returns every process's `item`, in rank order. All processes must call it; `item` must be picklable. Raises
-    RuntimeError if another process died, which `explain_dead_process` explains."""
-    things: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(things, item)
-    return things
+    def all_ranks(self, flag: bool) -> bool:
+        return bool(self.all_reduce(torch.tensor([float(flag)])) == self.world_size)  # called before every update
+
+    def explain_lost_rank(self, resume: str) -> AbstractContextManager[None]:
+        return explain_dead_process(resume)
+
+    def leave(self) -> None:
+        stop_processes()
 
 
-def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> ProcessRank:
+def start_processes(processes: int, run_rank: Callable[[ProcessGroup], None]) -> ProcessGroup:
     """Starts the processes of rank 1 and above and returns rank 0, which is this process.
 
     Each new process calls `run_rank` with its rank. They end when this process ends. Raises RunFailed if one of them
@@ -125,7 +127,12 @@ def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> 
     """
     folder = tempfile.mkdtemp(prefix="palestra-")
     all_reducer = SharedMemoryAllReduce(processes)
-    ranks = [ProcessRank(rank, processes, f"{folder}/rendezvous", all_reducer) for rank in range(processes)]
+    ranks = [
+        SharedMemoryGroup(
+            rank=rank, world_size=processes, rendezvous_file=f"{folder}/rendezvous", all_reducer=all_reducer
+        )
+        for rank in range(processes)
+    ]
     weakref.finalize(ranks[0], shutil.rmtree, folder, ignore_errors=True)
     for rank in ranks[1:]:
         CHILD_PROCESSES.append(start_process(_run, (rank, run_rank, torch.get_num_threads()), daemon=True))
@@ -137,7 +144,7 @@ def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> 
 CHILD_PROCESSES: list[BaseProcess] = []
 
 
-def _run(rank: ProcessRank, run_rank: Callable[[ProcessRank], None], threads: int) -> None:
+def _run(rank: SharedMemoryGroup, run_rank: Callable[[ProcessGroup], None], threads: int) -> None:
     leave_signals_to_parent()
     torch.set_num_threads(threads)
     try:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from palestra.core.tracing import end_shared_span, shared_span, span
 from palestra.core.types import Episode, Metrics
+from palestra.parallel.process_group import ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.replays import GameReplay, ReplayHeader
 
@@ -92,6 +93,21 @@ class Trainer(Protocol[Collected, Update]):
     """
 
     @property
+    def ranks(self) -> ProcessGroup:
+        """The processes that run this loop on the same run."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the user about the run, to be printed before it starts."""
+        ...
+
+    @property
+    def resume_notes(self) -> Sequence[str]:
+        """Lines for the user about the checkpoint that `load` read."""
+        ...
+
+    @property
     def policy_names(self) -> Sequence[str]:
         """Names of the policies that are trained."""
         ...
@@ -157,10 +173,6 @@ class Trainer(Protocol[Collected, Update]):
         """Restores the state that `save` wrote."""
         ...
 
-    def all_gather(self, item: Any, /) -> list[Any]:
-        """Returns the `item` of every process that runs this loop, by rank; [item] if there is only this one."""
-        ...
-
 
 def run_training(
     trainer: Trainer[Collected, Update],
@@ -168,24 +180,23 @@ def run_training(
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     *,
-    any_rank: Callable[[bool], bool] | None = None,
     checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
 ) -> bool:
     """Trains from `run.next_step` on, inside the trainer's context. `should_stop` is called after each logged step and
     requests an early end.
 
     A checkpoint is written after every `checkpoint_every` and `keep_every` steps, and after a logged step that ends
-    `checkpoint_interval_s` seconds or more after the last checkpoint. `any_rank` returns True in every process if its
-    argument is True in one of them.
+    `checkpoint_interval_s` seconds or more after the last checkpoint. All ranks stop after the step in which
+    `should_stop` returns True on one of them.
 
     Returns True if all steps are done, False if `should_stop` returned True; the run then has a checkpoint of its last
     step. Raises RunFailed if training cannot continue.
     """
     callback = callback or Callback()
-    any_rank = any_rank or (lambda flag: any(trainer.all_gather(flag)))
+    any_rank = trainer.ranks.any_rank
     saved_at = time.monotonic()
     updates: list[Update] = []  # since the last logged step
-    with trainer.open(run, callback):
+    with trainer.open(run, callback), trainer.ranks.explain_lost_rank(resume_command(run)):
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
         for step in range(run.next_step, trainer.steps):
@@ -247,16 +258,28 @@ def save_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol, step: int, *, 
 
 
 def restore_checkpoint(trainer: Trainer[Any, Any], run: RunProtocol) -> int:
-    """Restores the run and the trainer from the newest intact checkpoint. Returns the next step to train.
+    """Restores the run and the trainer from the newest intact checkpoint, on every rank. Returns the next step to
+    train.
 
-    Raises ValueError if the run has checkpoints and none can be loaded.
+    Raises ValueError if the run has checkpoints and none can be loaded, or if a rank does not have the checkpoint.
     """
-    checkpoint = run.resume()
-    run.next_step, checkpoint = trainer.all_gather((run.next_step, checkpoint))[0]
-    if checkpoint:
-        with checkpoint.explain_load_errors():
-            trainer.load(checkpoint)
+    ranks = trainer.ranks
+    with ranks.explain_lost_rank(resume_command(run)):
+        checkpoint = run.resume()
+        run.next_step, checkpoint = ranks.broadcast((run.next_step, checkpoint))
+        if checkpoint and not ranks.all_ranks(checkpoint.path.exists()):
+            raise ValueError(
+                f"{checkpoint.path} is not on the machine of every rank: keep runs in a folder that all machines share"
+            )
+        if checkpoint:
+            with checkpoint.explain_load_errors():
+                trainer.load(checkpoint)
     return run.next_step
+
+
+def resume_command(run: RunProtocol) -> str:
+    """Returns the command that continues `run`."""
+    return f"palestra train --resume {run.path}"
 
 
 @dataclass

@@ -1,31 +1,42 @@
-"""No-op replacements of `Run` for ranks other than 0."""
+"""The run as ranks see it: rank 0 writes it, the others have a no-op replacement."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from palestra.runs import Checkpoint, list_checkpoints
+from palestra.parallel.process_group import ProcessGroup
+from palestra.runs import Checkpoint, Run
 
 
 class NullRun:
-    """Replacement of `Run` that writes nothing, for processes other than the first."""
+    """Replacement of the run at `path` that writes nothing, for ranks other than 0."""
 
-    path = Path()
     next_step = num_discarded_steps = 0
     skipped_checkpoints: Sequence[str] = ()
 
+    def __init__(self, path: Path = Path()) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Does nothing: there is nothing to close."""
+
     def resume(self) -> Checkpoint | None:
-        """Returns None: the first process sends the checkpoint."""
+        """Returns None: rank 0 sends the checkpoint."""
         return None
 
     def checkpoint(
         self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
     ) -> None:
-        """Calls `write` without a folder and advances `next_step`."""
-        write(Path())  # the first process sends the real folder
+        """Calls `write`, which may contain collective operations, with a temporary folder that is then deleted."""
+        with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
+            write(Path(folder))
         self.next_step = step + 1
 
     def log_metrics(self, *_: Any) -> None:
@@ -37,29 +48,13 @@ class NullRun:
         """Does nothing."""
 
 
-class ReadOnlyRun(NullRun):
-    """Replacement of `Run` that reads the run at `path`, writes nothing, and resumes from the newest checkpoint
-    there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing: there is nothing to close."""
-
-    def resume(self) -> Checkpoint | None:
-        """Returns the newest checkpoint, or None, and sets `next_step` to the step after it."""
-        newest = next(iter(list_checkpoints(self.path)[::-1]), None)
-        self.next_step = newest.step + 1 if newest else 0
-        return newest
-
-    def checkpoint(
-        self, step: int, write: Callable[[Path], None], info: Mapping[str, Any] | None = None, keep: bool = False
-    ) -> None:
-        """Calls `write`, which may contain collective operations, with a temporary folder that is then deleted."""
-        with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
-            write(Path(folder))
-        self.next_step = step + 1
+@contextmanager
+def run_on_rank_zero(ranks: ProcessGroup, open_run: Callable[[], Run]) -> Iterator[Run | NullRun]:
+    """Context with this rank's view of the run: on rank 0 the run that `open_run` opens, on others a `NullRun`. The
+    group is left if the block ends without an error."""
+    run = open_run() if ranks.is_rank_zero else None
+    with ranks.explain_lost_rank("palestra train --resume RUN"):
+        path = ranks.broadcast(run.path if run else Path())
+    with run or NullRun(path) as view:
+        yield view
+    ranks.leave()

@@ -16,7 +16,7 @@ from palestra.core.files import read_arrays, write_arrays
 from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics, RolloutBatch, Seat
 from palestra.envs.vector_base import GamesDiffer, VectorEnv
-from palestra.parallel.shared_memory import explain_dead_process, stop_processes
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.headline import DEV_EVAL
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks
@@ -94,18 +94,13 @@ class CollectedRollout(NamedTuple):
 FIRST_DEV_SEED = 1 << 31  # first env seed of an evaluation called "dev"; others begin at 0
 
 
-def gather_single(item: Any) -> list[Any]:
-    """All-gather for a single process: a list with `item` alone."""
-    return [item]
-
-
 @dataclass
 class VectorTrainer:
     """All components of a run of networks (a `Trainer`, see loop.py).
 
     A step is one rollout of `rollout_length` joint steps in every env copy, and one update on it. `fixed_players` play
-    the seats that are not trained; `seats` and `teams` name the policy and the team of each seat. This is process
-    `rank` of `num_processes`; `all_gather` all-gathers one object per process.
+    the seats that are not trained; `seats` and `teams` name the policy and the team of each seat. `ranks` are the
+    processes that train the same networks.
     """
 
     rollout: VectorRollout | ActorPool
@@ -120,9 +115,7 @@ class VectorTrainer:
     log_every: int = 1
     checkpoint_every: int = 100
     keep_every: int = 0
-    rank: int = 0
-    num_processes: int = 1
-    all_gather: Callable[[Any], list[Any]] = gather_single
+    ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()  # about the env, to be printed before training
     resume_notes: list[str] = field(default_factory=list)  # about the checkpoint, likewise; set by `load`
 
@@ -146,20 +139,18 @@ class VectorTrainer:
     def env_seeds(self, *key: object) -> np.ndarray:
         """Seeds of this process's env copies, int64 [B], derived from `key`. They are at least 2**33; evaluations use
         seeds below 2**32."""
-        first = derive_seed(self.seed, "games", self.rank, *key) >> 1 | 1 << 33
+        first = derive_seed(self.seed, "games", self.ranks.rank, *key) >> 1 | 1 << 33
         return first + np.arange(self.num_envs)
 
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
-        """Context in which the run is trained; ends the envs and the other processes. Raises RunFailed if one of the
-        processes died."""
+        """Context in which the run is trained; ends the envs and the other processes."""
         self.run = run
         try:
-            with explain_dead_process(f"palestra train --resume {run.path}"):
-                yield
+            yield
         finally:
             self.close()
-            stop_processes()
+            self.ranks.leave()
 
     def close(self) -> None:
         """Closes the envs."""
@@ -172,7 +163,7 @@ class VectorTrainer:
         timer = PhaseTimer()
         start = read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
-        seed = derive_seed(self.seed, "sweep", step, self.rank)
+        seed = derive_seed(self.seed, "sweep", step, self.ranks.rank)
         batch = self.rollout.collect(players, self.rollout_length, seed)
         timer.add_since("rollout", start)
         return CollectedRollout(batch, timer)
@@ -193,8 +184,8 @@ class VectorTrainer:
     def log(self, step: int, updates: Sequence[VectorUpdate]) -> dict[str, Metrics]:
         """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
         by policy."""
-        env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.num_processes)
-        everywhere = [update for process in self.all_gather(updates) for update in process]
+        env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.ranks.world_size)
+        everywhere = [update for process in self.ranks.all_gather(updates) for update in process]
         metrics = training_metrics(everywhere, self.learner.names, self.seats, self.teams)
         lines = {name: {"env_steps": env_steps} | line for name, line in metrics.items()}
         for name, line in lines.items():
@@ -226,26 +217,24 @@ class VectorTrainer:
         env_state = self.rollout.save()
         if env_state is None:
             self.rollout.restart(self.env_seeds(step))
-        folder = Path(self.all_gather(str(folder))[0])
-        if self.rank == 0:
+        folder = self.ranks.broadcast(folder)
+        if self.ranks.is_rank_zero:
             for name, write_member in self.learner.member_writers().items():
                 write_member(folder / name)
-        self.learner.write_state(folder / f"training-{self.rank}")
+        self.learner.write_state(folder / f"training-{self.ranks.rank}")
         if env_state is not None:
-            write_arrays(folder / f"training-{self.rank}" / ENV_STATE_FILE, env_state)
-        self.all_gather(None)  # the folder is complete when all have written
+            write_arrays(folder / f"training-{self.ranks.rank}" / ENV_STATE_FILE, env_state)
+        self.ranks.broadcast(None)  # the folder is complete when all have written
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restores learner and env state. If the env's games are not those that were saved, they begin anew, and
         `resume_notes` says so."""
-        folder = checkpoint.path / f"training-{self.rank}"
+        folder = checkpoint.path / f"training-{self.ranks.rank}"
         self.learner.read_state(folder)
         why = self._load_games(folder / ENV_STATE_FILE)
         if why is not None:
             self.rollout.restart(self.env_seeds(checkpoint.step))
-        with explain_dead_process():
-            reasons = [reason for reason in self.all_gather(why) if reason]
-        if reasons:
+        if reasons := [reason for reason in self.ranks.all_gather(why) if reason]:
             self.resume_notes.append(
                 f'env "{self.rollout.env.label}" is not a function of its seeds, so its games begin anew: the saved '
                 f"ones could not be played again ({reasons[0]})"

@@ -17,7 +17,7 @@ from palestra.core.config import Tree
 from palestra.core.config.tree import to_yaml
 from palestra.core.types import Episode, Sample
 from palestra.engine.bases.model import Engine
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.evaluation.evaluate import evaluate
 from palestra.runs import list_checkpoints, read_lines
 from palestra.text.rollouts.metrics import member_name
@@ -190,7 +190,7 @@ def score(task: Task, run: Path, place: Place) -> dict[str, float]:
             scored = evaluate(run, {}, seats, episodes=min(100, episodes), sampling={"temperature": 1.0})
         answers += samples(scored.episodes, task.learners)
     device = place.device if task.on_device else "cpu"
-    base = Trainer(Engine.load(task.base, device=device, dtype="float32"), None).logprobs(answers)
+    base = AdapterWeights(Engine.load(task.base, device=device, dtype="float32"), None).logprobs(answers)
     own = np.concatenate([sample.logprobs for sample in answers])
     kl, entropy = float((own - np.concatenate(base)).mean()), -float(own.mean())
     return {"score": float(np.mean(scores)), "kl": kl, "entropy": entropy}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.api.run import StopOnInterrupt, open_run, resumed_tree, run_request
+from palestra.api.interrupt import StopOnInterrupt
+from palestra.api.run import open_run, resumed_tree, run_request
 
 
 def test_a_second_interrupt_ends_a_pass_that_does_not_yield() -> None:
@@ -32,7 +33,7 @@ def test_a_second_interrupt_ends_a_pass_that_does_not_yield() -> None:
 
 INTERRUPTED_TWICE = """
 import asyncio, os, signal
-from palestra.api.run import StopOnInterrupt
+from palestra.api.interrupt import StopOnInterrupt
 
 async def sample():
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 from helpers.command_line import palestra, refused
 from helpers.terminal_text import plain
 
-from palestra.api.run import run_kind
+from palestra.api.run_kinds import run_kind
 from palestra.core.config import load, validate
 from palestra.core.config.shipped import DATA_DIR, find_config, templates
 
@@ -43,7 +43,7 @@ def test_init_writes_a_config_that_trains(tmp_path, monkeypatch):
     palestra("init", "kuhn_psro", "--out", "mine.yaml")
     for name in ("demo.yaml", "mine.yaml"):
         tree = load(name)
-        validate(run_kind(tree).config, tree)
+        validate(run_kind(tree).config_type, tree)
     assert "demo.yaml exists already" in refused("init", "demo")
     assert "did you mean demo?" in refused("init", "demmo")
     assert "cannot write nowhere/a.yaml" in refused("init", "demo", "--out", "nowhere/a.yaml")

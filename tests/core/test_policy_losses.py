@@ -23,8 +23,8 @@ from palestra.core.losses import (
 from palestra.core.types import Sample
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.micro_batch import micro_batches
-from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
 
 
@@ -383,7 +383,7 @@ def test_micro_batches_sum_to_the_full_batch(loss, options):
         with torch.no_grad():
             for _, b in adapter.weights.values():
                 b.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
-        trainer = Trainer(engine, adapter, pack_tokens=pack_tokens)
+        trainer = AdapterWeights(engine, adapter, pack_tokens=pack_tokens)
         metrics = trainer.forward_backward(with_reference(trainer, batch), loss, **options)
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
@@ -409,7 +409,7 @@ def distance(trainer, batch):
 
 def test_reference_is_the_base_until_anchored():
     engine = tiny_lm(6)
-    trainer = Trainer(
+    trainer = AdapterWeights(
         engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)
     )  # B = 0: equals the base, so the distance is 0
     batch = samples([4, 4])
@@ -421,13 +421,13 @@ def test_reference_is_the_base_until_anchored():
     disturb(trainer.adapter, seed=2)
     assert distance(trainer, batch) > 1e-4
     with pytest.raises(ValueError, match="this full model has no reference"):
-        Trainer(engine, None).logprobs(batch, reference=True)
+        AdapterWeights(engine, None).logprobs(batch, reference=True)
 
 
 def test_token_mean_weights_all_tokens_equally():
     """A mean over tokens, not over samples: three tokens of 1 and one of 5 make (3 + 5) / 4."""
     engine = tiny_lm(6)
-    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
+    trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     long, short = samples([3, 1])
     long.advantages[:], short.advantages[:] = 1.0, 5.0
     for sample, logprobs in zip((long, short), trainer.logprobs([long, short]), strict=True):

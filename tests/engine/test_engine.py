@@ -19,8 +19,8 @@ from palestra.engine.lora.routes import SingleAdapterRoute
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig, counter_uniform, sample_tokens
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.micro_batch import pack_samples
-from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
 
 
@@ -58,7 +58,7 @@ def test_packed_logprobs_equal_transformers():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).tolist() for n in (9, 5, 17)]
     samples = [sample(p, rng.integers(5, 250, int(n)).tolist()) for p in prompts for n in rng.integers(1, 7, 4)]
-    packed = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs(samples)
+    packed = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs(samples)
     for s, logp in zip(samples, packed, strict=True):
         ids = [*s.prompt_ids.tolist(), *s.token_ids.tolist()]
         expected = torch.log_softmax(plain_logits(engine, ids[:-1]), -1)[len(s.prompt_ids) - 1 :]
@@ -93,7 +93,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
         ]
         samples = [sample(r.prompt_ids, a.token_ids, a.logprobs) for r, a in mine]
         # B = 0: equals the base
-        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
+        trainer = AdapterWeights(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
         for (_, a), logp in zip(mine, trainer.logprobs(samples), strict=True):
             np.testing.assert_allclose(a.logprobs, logp, atol=1e-4)
     assert [len(r) for r in results] == [r.n for r in requests]
@@ -139,7 +139,7 @@ def test_next_turn_reuses_the_cache_with_equal_samples():
 
 
 def gradients(engine, adapter, samples, **options):
-    trainer = Trainer(engine, adapter, pack_tokens=options.pop("pack_tokens", 8192))
+    trainer = AdapterWeights(engine, adapter, pack_tokens=options.pop("pack_tokens", 8192))
     if options.get("kl"):
         references = trainer.logprobs(samples, reference=True)
         samples = [replace(s, reference_logprobs=logprobs) for s, logprobs in zip(samples, references, strict=True)]
@@ -180,7 +180,7 @@ def test_samples_without_gradient_count_in_the_mean_without_a_pass():
     marked = [replace(s, has_gradient=bool(s.advantages.any())) for s in samples]
     found = []
     for batch in (samples, marked, [marked[0], marked[2]]):
-        trainer = Trainer(engine := tiny_lm(3), random_adapter(engine, LoraConfig(), 1))
+        trainer = AdapterWeights(engine := tiny_lm(3), random_adapter(engine, LoraConfig(), 1))
         metrics = trainer.forward_backward(batch, clipped_policy_loss)
         found.append((torch.cat([p.grad.flatten() for p in trainer.parameters]), metrics))
     (whole, one), (skipped, other), (alone, third) = found
@@ -196,7 +196,7 @@ def test_packed_gradient_equals_plain_transformers():
     rng = np.random.default_rng(6)
     prompt = rng.integers(5, 250, 12).tolist()
     samples = [sample(prompt, rng.integers(5, 250, 4).tolist()) for _ in range(3)]
-    trainer = Trainer(engine, None)
+    trainer = AdapterWeights(engine, None)
     trainer.forward_backward(samples, cross_entropy_loss)
     packed = [w.grad.clone() for w in trainer.parameters]
     for w in trainer.parameters:
@@ -221,9 +221,9 @@ def test_target_rows_precede_their_tokens():
 def test_training_raises_the_probability_of_rewarded_answers(check_score):
     engine = tiny_lm(8)
     adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
-    trainer = Trainer(engine, adapter)
+    trainer = AdapterWeights(engine, adapter)
     good, bad = sample([10, 11, 12], [20, 4]), sample([10, 11, 12], [30, 4], advantage=-1.0)
-    from palestra.engine.training.trainer import AdamConfig
+    from palestra.engine.training.adapter_weights import AdamConfig
 
     before = trainer.logprobs([good, bad])
     for _ in range(20):

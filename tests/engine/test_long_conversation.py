@@ -16,10 +16,10 @@ from palestra.core.losses import clipped_policy_loss
 from palestra.core.types import Answer, Episode, Node
 from palestra.engine.forward.tree_attention import TreeLayout, build_forest
 from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm
 from palestra.text.algorithms.grpo import GRPO
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.training.trainer import update_learner
 
@@ -68,7 +68,7 @@ def test_update_equals_a_plain_computation_of_each_turn_alone() -> None:
     total.backward()
     engine = tiny_lm(1)
     engine.model.requires_grad_(True)
-    metrics = Trainer(engine, None, pack_tokens=10**6).forward_backward(samples, clipped_policy_loss)
+    metrics = AdapterWeights(engine, None, pack_tokens=10**6).forward_backward(samples, clipped_policy_loss)
     assert metrics["loss"] == pytest.approx(total.item(), abs=1e-5)
     for ours, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=1e-3)
@@ -95,12 +95,12 @@ def measure_update(turns: int, tokens: int) -> None:
     """Prints the metrics of a GRPO update, and its peak memory in MiB."""
     engine = tiny_lm(1, max_position_embeddings=40_000, vocab_size=32_768)
     config = LoraPolicyConfig(lr=1e-3, rank=4, micro_batch_tokens=10**8)
-    learner = LanguageLearner("agent", config, LocalWeights(config, engine, seed=1), Sampler(engine), engine.tokenizer)
+    learner = LanguageLearner("agent", config, build_weights(config, engine, seed=1), Sampler(engine), engine.tokenizer)
     episode = conversation(turns, tokens, logp=-10.4)
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     metrics = asyncio.run(update_learner(ALGORITHM, learner, [episode], 0.0))
-    moved = sum(float(b.detach().abs().sum()) for _, b in learner.weights.trainer.adapter.weights.values())
+    moved = sum(float(b.detach().abs().sum()) for _, b in learner.weights.adapter.weights.values())
     print(json.dumps(metrics | {"peak_mib": memory("VmHWM") - before, "moved": moved}))
 
 

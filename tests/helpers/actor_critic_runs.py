@@ -17,6 +17,7 @@ SEATS = {"a": "p", "b": "q"}
 class FixedValuesLearner:
     """A learner that returns fixed values and reference log-probabilities, one list per sample, in order."""
 
+    name = "p"
     is_at_reference = False
 
     def __init__(self, values, logprobs=(), reference=()):
@@ -53,7 +54,8 @@ def play(*lines, seats=SEATS, error=None):
 
 
 def credit_samples(algorithm, episodes, learner, policy="p", memory=None):
-    samples, figures = algorithm.build_samples(episodes, policy)
+    scores = asyncio.run(algorithm.token_scores(episodes, learner))
+    samples, figures = algorithm.build_samples(episodes, policy, **({"scores": scores} if scores else {}))
     samples, more = asyncio.run(algorithm.finalize_samples(samples, learner, {} if memory is None else memory))
     return samples, figures | more
 

@@ -11,7 +11,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from palestra.api.run import run_kind
+from palestra.api.run_kinds import run_kind
 from palestra.cli.main import app
 from palestra.core.config import load, override, validate
 from palestra.core.config.shipped import find_config
@@ -69,4 +69,4 @@ def check_command(words: list[str]) -> None:
     given = command.make_context(name, words, parent=context).params
     if name == "train" and given["config"] and given["config"].parts[0] in ("configs", "results"):
         tree = override(load(find_config(given["config"])), given["settings"] or [])
-        validate(run_kind(tree).config, tree)
+        validate(run_kind(tree).config_type, tree)

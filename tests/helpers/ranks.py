@@ -15,10 +15,11 @@ from palestra.engine.bases.fsdp import full_tensor, local_shard, shard_engine
 from palestra.engine.forward import logits
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.head import LMHead
-from palestra.engine.training.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
-from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
+from palestra.parallel.process_group import ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
@@ -72,7 +73,7 @@ def batch(seed: int, groups: int = 5) -> list[Sample]:
 
 def trainer(
     kind: str, mode: str, ranks: ProcessGroup, *, precision="auto", checkpointing=False, tied=True, **shape
-) -> Trainer:
+) -> AdapterWeights:
     """A trainer with a critic on a small model whose sizes do not divide by the number of ranks."""
     engine = tiny_lm(1, initializer_range=0.2, intermediate_size=101, vocab_size=271, tie_word_embeddings=tied, **shape)
     if mode == "fsdp" and ranks.world_size > 1:
@@ -84,12 +85,12 @@ def trainer(
             autocast_dtype=AUTOCAST_DTYPES.get(precision) if kind == "full" else None,
         )
     adapter = None if kind == "full" else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=3)
-    return Trainer(
+    return AdapterWeights(
         engine, adapter, pack_tokens=60, precision=precision, checkpointing=checkpointing, critic=True, group=ranks
     )
 
 
-def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, float]]:
+def train(learner: AdapterWeights, steps: range, groups: int = 5) -> list[dict[str, float]]:
     """The metrics of each of `steps`: a batch in several micro-batches, and an optimizer step."""
     figures = []
     for step in steps:
@@ -100,7 +101,7 @@ def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, flo
     return figures
 
 
-def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.ndarray]:
+def state(learner: AdapterWeights, figures: list[dict[str, float]]) -> dict[str, np.ndarray]:
     """The result of training: the weights, their outputs for other samples, and the metrics of all steps."""
     weights = {f"weight {i}": full_tensor(local_shard(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
     logps, values = learner.logprobs(batch(99)), learner.values(batch(99))
@@ -108,7 +109,7 @@ def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.nda
     return weights | metrics | {"logps": np.concatenate(logps), "values": np.concatenate(values)}
 
 
-def kept_bytes(learner: Trainer) -> int:
+def kept_bytes(learner: AdapterWeights) -> int:
     """Bytes of all weights (the base's too) and of the optimizer's state on this rank."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
@@ -169,7 +170,7 @@ def save(folder: str, *cases: str) -> None:
         kind, mode = case.split(",")
         learner = trainer(kind, mode, join_process_group())
         train(learner, range(3))
-        save_trainer(Path(folder) / f"{kind}-{mode}", learner)
+        save_training_state(Path(folder) / f"{kind}-{mode}", learner)
 
 
 def go_on(folder: str, out: str, *cases: str) -> None:
@@ -178,7 +179,7 @@ def go_on(folder: str, out: str, *cases: str) -> None:
     for case in cases:
         kind, mode, saved = case.split(",")
         learner = trainer(kind, mode, ranks)
-        load_trainer(Path(folder) / f"{kind}-{saved}", learner)
+        load_training_state(Path(folder) / f"{kind}-{saved}", learner)
         found = state(learner, train(learner, range(3, 5)))
         if ranks.is_rank_zero:
             np.savez(Path(out) / f"{case}.npz", **found)
@@ -197,4 +198,4 @@ def memory(*kinds: str) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    leave_process_group()
+    join_process_group().leave()

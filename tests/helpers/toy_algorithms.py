@@ -1,11 +1,11 @@
-"""An algorithm as a user writes one: every answer has the advantage of its team's final return minus a fixed
-baseline."""
+"""Algorithms as a user writes them: one of their own, and a credit rule of their own."""
 
 import numpy as np
 from pydantic import Field
 
 from palestra.core.losses import importance_sampling_loss
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
+from palestra.text.algorithms.grpo import GRPO
 from palestra.text.rollouts.metrics import member_name
 
 
@@ -29,6 +29,15 @@ class Reinforce(TextAlgorithm):
                         node.advantages[seat] = worth
                         found.append(build_sample(answer, np.full(len(answer.token_ids), worth, np.float32)))
         return found, {"worth": float(np.mean([sample.advantages[0] for sample in found]))}
+
+
+class Median(GRPO):
+    """GRPO with a credit rule of one's own."""
+
+    type: str = "helpers.toy_algorithms:Median"
+
+    def advantages(self, values, group):
+        return (np.array(values) - np.median(values)).tolist()
 
 
 class Stranger:

@@ -86,4 +86,4 @@ def run_inline(root: Path, asked: TextConfig) -> Path:
 
 
 def actor_of(made: TextTrainer, learner: str) -> Any:
-    return made.learners[learner].weights.trainer._holder._actor  # type: ignore[attr-defined]
+    return made.learners[learner].weights.remote._holder._actor  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 IMPORTS = (
     "palestra.testing",
     "palestra.text.build.distributed",
-    "palestra.text.training.ranks",
+    "palestra.parallel.torch_group",
     "palestra.service.serve",
     "palestra.service.worker.worker",
     "palestra.text.tinker.client",

@@ -97,9 +97,9 @@ def as_groups(episodes: Sequence[Episode]) -> list[Any]:
 
 def trainers_like(learners: dict[str, LanguageLearner]) -> dict[str, Any]:
     """The script's trainers, on the same base, with the learners' weights."""
-    trainers = grpo.make_trainers(learners["planner"].weights.trainer.engine, seed=9)
+    trainers = grpo.make_trainers(learners["planner"].weights.engine, seed=9)
     for seat, learner in learners.items():
-        trainers[seat].adapter.copy_from(learner.weights.trainer.adapter)
+        trainers[seat].adapter.copy_from(learner.weights.adapter)
     return trainers
 
 
@@ -143,7 +143,7 @@ def test_grpo_by_hand_builds_the_trees_of_the_library(learners: dict[str, Langua
 def test_grpo_by_hand_has_the_librarys_gradients(learners: dict[str, LanguageLearner], seat: str) -> None:
     episodes = play({name: learner.policy() for name, learner in learners.items()}, range(3))
     learner = learners[seat]
-    shift(learner.weights.trainer.parameters, 0.05)
+    shift(learner.weights.parameters, 0.05)
     trainer = trainers_like(learners)[seat]
 
     expected, _ = ALGORITHM.build_samples(episodes, seat)
@@ -159,7 +159,7 @@ def test_grpo_by_hand_has_the_librarys_gradients(learners: dict[str, LanguageLea
     assert wanted["clip_fraction"] > 0.02
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
     assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
-    for ours, theirs in zip(trainer.parameters, learner.weights.trainer.parameters, strict=True):
+    for ours, theirs in zip(trainer.parameters, learner.weights.parameters, strict=True):
         assert theirs.grad.abs().max() > 0
         torch.testing.assert_close(ours.grad, theirs.grad, **GRADIENTS)
 
@@ -175,7 +175,7 @@ def test_grpo_by_hand_makes_the_updates_of_the_library(
     entropy = grpo.update(trainer, grpo.build_samples(as_groups(episodes), "planner"), grpo.LEARNING_RATE)
     assert wanted["updates"] > 1
     assert entropy == pytest.approx(wanted["entropy"], rel=1e-4)
-    ours, theirs = (joined(t.parameters) - before for t in (trainer, learner.weights.trainer))
+    ours, theirs = (joined(t.parameters) - before for t in (trainer, learner.weights))
     assert theirs.norm() > 0
     # Adam divides by small gradients, so entries are not compared one by one
     assert (ours - theirs).norm() < 1e-3 * theirs.norm()

@@ -12,6 +12,7 @@ import pytest
 
 from palestra.core.failures import RunFailed
 from palestra.core.types import TEAM, Metrics
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint, Run, list_checkpoints, read_lines
 from palestra.runs.loop import Callback, Evaluation, RunProtocol, play_evals, restore_checkpoint, run_training
 
@@ -28,6 +29,7 @@ class Counter:
     evals: list[Evaluation] = field(default_factory=lambda: [Evaluation(name="dev", episodes=1, every=4)])
     policy_names: tuple[str, ...] = ("counter",)
     can_save_any_time: bool = True
+    ranks: ProcessGroup = SINGLE_PROCESS
     total: int = 0
     events: list[str] = field(default_factory=list)
     logged: list[list[int]] = field(default_factory=list)  # the updates of each logged step
@@ -64,9 +66,6 @@ class Counter:
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.total = int((checkpoint.path / "counter" / "total").read_text())
-
-    def all_gather(self, item: Any) -> list[Any]:
-        return [item]
 
 
 class StopAfter(Callback):
@@ -128,12 +127,13 @@ def test_stop_after_the_last_step_counts_as_finished(tmp_path: Path) -> None:
         assert run_training(Counter(), run, seen, lambda: seen.stop_requested)
 
 
-class RankCounter(Counter):
+class Threads(ProcessGroup):
     """One of two ranks, which are threads. `items` and `barrier` are theirs together."""
 
-    rank: int
-    items: list[Any]
-    barrier: threading.Barrier
+    world_size = 2
+
+    def __init__(self, rank: int, items: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.items, self.barrier = rank, items, barrier
 
     def all_gather(self, item: Any) -> list[Any]:
         self.items[self.rank] = item
@@ -144,19 +144,20 @@ class RankCounter(Counter):
 
 
 def test_the_clock_saves_only_if_every_rank_can_save(tmp_path: Path) -> None:
-    ranks = [RankCounter(steps=4, can_save_any_time=can) for can in (True, False)]
     items: list[Any] = [None] * 2
     barrier = threading.Barrier(2)
-    for number, rank in enumerate(ranks):
-        rank.rank, rank.items, rank.barrier = number, items, barrier
+    trainers = [
+        Counter(steps=4, can_save_any_time=can, ranks=Threads(rank, items, barrier))
+        for rank, can in enumerate((True, False))
+    ]
 
-    def train_rank(rank: RankCounter) -> list[int]:
+    def train_rank(rank: Counter) -> list[int]:
         with Run.create(tmp_path, "") as run:
             run_training(rank, run, checkpoint_interval_s=0.0)
             return [checkpoint.step for checkpoint in list_checkpoints(run.path)]
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(train_rank, ranks)) == [[3], [3]]
+        assert list(pool.map(train_rank, trainers)) == [[3], [3]]
 
 
 def test_exception_closes_the_trainer_without_checkpoint(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from palestra.core.losses import LossInputs
 from palestra.core.types import Sample
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
 from palestra.engine.training.micro_batch import micro_batches
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
 from palestra.text.losses import kto_loss, preference_loss
 
@@ -272,7 +272,7 @@ def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
     batch = some_pairs([(1, 4), (3, 3), (5, 2), (2, 2)], mean=kind == "ipo")
     results = []
     for pack_tokens, parts in ((10_000, 1), (45, 2), (1, 4)):
-        trainer = Trainer(engine, moved_adapter(engine), pack_tokens=pack_tokens)
+        trainer = AdapterWeights(engine, moved_adapter(engine), pack_tokens=pack_tokens)
         assert len(micro_batches(batch, pack_tokens)) == parts
         metrics = trainer.forward_backward(with_reference(trainer, batch), preference_loss, kind=kind, beta=0.7)
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
@@ -284,7 +284,7 @@ def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
 def test_gradient_equals_plain_transformers_without_prompt_tokens():
     """Full weights: palestra's packed forest against DPO computed one sequence at a time, without prompt tokens."""
     engine = tiny_lm(7)
-    trainer = Trainer(engine, None)
+    trainer = AdapterWeights(engine, None)
     batch = some_pairs([(2, 3), (4, 1)])
     references = [np.full(len(s.token_ids), -5.5, np.float32) for s in batch]
     batch = [replace(s, reference_logprobs=ref) for s, ref in zip(batch, references, strict=True)]
@@ -307,7 +307,7 @@ def test_gradient_equals_plain_transformers_without_prompt_tokens():
 
 def test_training_widens_the_margin_with_a_fixed_reference(check_score):
     engine = tiny_lm(6)
-    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
+    trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     batch = with_reference(trainer, some_pairs([(2, 3), (4, 1)]))
     seen = []
     for _ in range(8):

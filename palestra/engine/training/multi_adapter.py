@@ -29,8 +29,8 @@ from palestra.engine.forward.logits import fits_at_once, widen
 from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, concat_forests
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.routes import SingleAdapterRoute, count_kept_rows
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.head import LMHead, ScoredTokens, score_tokens
-from palestra.engine.training.trainer import Trainer
 
 ReadLogits = Callable[[Tensor, slice], Tensor]
 
@@ -56,7 +56,7 @@ class Job:
     `weighted_only`, targets of weight 0 (such as those of a prompt) are not computed; their log-probabilities are
     returned as 0."""
 
-    trainer: Trainer
+    trainer: AdapterWeights
     data: Sequence[Datum]
     loss: JobLossFunction
     backward: bool = True

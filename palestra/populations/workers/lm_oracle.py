@@ -24,6 +24,7 @@ from palestra.core.failures import RunFailed
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
 from palestra.engine.lora.adapters import Adapter
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.parallel.tasks import Result, Task
@@ -37,7 +38,7 @@ from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.sft import SFT
 from palestra.text.build.build import make_episode_runner
 from palestra.text.build.engines import Engines
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
@@ -325,8 +326,8 @@ def branch_returns(episode: Episode) -> list[list[float]]:
 
 def _adapter(learner: LanguageLearner) -> Adapter:
     """Returns the adapter in training, which is in this process."""
-    assert isinstance(learner.weights, LocalWeights) and learner.weights.trainer.adapter is not None
-    return learner.weights.trainer.adapter
+    assert isinstance(learner.weights, AdapterWeights) and learner.weights.adapter is not None
+    return learner.weights.adapter
 
 
 def _by_odds(seed: int, odds: float, query: Query, rng: random.Random) -> str:

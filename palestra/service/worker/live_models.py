@@ -24,9 +24,9 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
-from palestra.engine.training.trainer import Trainer
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import RowUpdate, models
 from palestra.service.storage.weight_store import WeightStore
@@ -60,7 +60,7 @@ class LiveModel:
 
     id: str
     base: LoadedBase
-    trainer: Trainer
+    trainer: AdapterWeights
     next_seq: int
     changed_seq: int
     saved_seq: int
@@ -148,10 +148,10 @@ class LiveModels:
         otherwise. Raises ValueError if the shape differs, and then leaves the model unchanged."""
         path, old = self.weight_store.read(folder), live_model.trainer
         assert old.adapter is not None
-        trainer = Trainer(old.engine, Adapter(old.engine.linear_layers, old.adapter.config, seed=0))
+        trainer = AdapterWeights(old.engine, Adapter(old.engine.linear_layers, old.adapter.config, seed=0))
         assert trainer.adapter is not None
         if optimizer:
-            load_trainer(path, trainer)
+            load_training_state(path, trainer)
         else:
             trainer.adapter.copy_from(load_adapter(path, trainer.engine))
         live_model.has_gradients = load_gradients(path, trainer)
@@ -202,13 +202,13 @@ class LiveModels:
             self._snapshots.popitem(last=False)
 
 
-def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> Trainer:
+def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> AdapterWeights:
     """Returns a trainer with a new adapter for the client's settings. A missing seed is derived from the model's id."""
     seed = (
         int.from_bytes(hashlib.blake2b(id.encode(), digest_size=7).digest(), "big") if lora.seed is None else lora.seed
     )
     config = LoraConfig(rank=lora.rank, alpha=lora.alpha, target_modules=lora_targets(engine, lora))
-    return Trainer(engine, Adapter(engine.linear_layers, config, seed=seed))
+    return AdapterWeights(engine, Adapter(engine.linear_layers, config, seed=seed))
 
 
 def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
@@ -224,13 +224,13 @@ def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
 
 def save_state(folder: Path, live_model: LiveModel) -> None:
     """Writes the complete state of a model: weights, optimizer, and accumulated gradients."""
-    save_trainer(folder, live_model.trainer)
+    save_training_state(folder, live_model.trainer)
     if live_model.has_gradients:
         gradients = {f"{i}": w.grad for i, w in enumerate(live_model.trainer.parameters) if w.grad is not None}
         save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, folder / GRADIENTS_FILE)
 
 
-def load_gradients(folder: Path, trainer: Trainer) -> bool:
+def load_gradients(folder: Path, trainer: AdapterWeights) -> bool:
     """Loads the accumulated gradients written by `save_state`. Returns False if there are none."""
     if not (folder / GRADIENTS_FILE).exists():
         return False
@@ -242,7 +242,7 @@ def load_gradients(folder: Path, trainer: Trainer) -> bool:
 def save_weights(folder: Path, live_model: LiveModel, *, optimizer: bool) -> None:
     """Writes the adapter, with the optimizer state if `optimizer` is true."""
     if optimizer:
-        save_trainer(folder, live_model.trainer)
+        save_training_state(folder, live_model.trainer)
     else:
         trainer = live_model.trainer
         assert trainer.adapter is not None

@@ -24,9 +24,9 @@ from palestra.core.accel.malloc import release_freed_memory
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
 from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.training.adapter_weights import AdamConfig
 from palestra.engine.training.distill import DistillExample, ReverseKL
 from palestra.engine.training.multi_adapter import Job, JobResult
-from palestra.engine.training.trainer import AdamConfig
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import Store, StoredAnswer

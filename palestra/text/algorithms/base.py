@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from palestra.core.config import StrictModel
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.tree_rollout import Branching
 
+TokenScores = Mapping[int, npt.NDArray[np.float64]]  # a number for each token [T] of answers, by id of the answer
+
 
 class TextAlgorithm(StrictModel):
     """Base config of an algorithm for language agents.
 
     Credit assignment has two steps: `build_samples` reads only the episodes; `finalize_samples` may query the weights
-    in training, for example for values. Both may keep values from step to step in `state`, which is saved with the run.
-    A config selects a user's own subclass with `type: "module:Class"`.
+    in training, for example for values. Credit that needs them earlier has a step before both: what `token_scores`
+    returns is passed to `build_samples` as `scores`. Both may keep values from step to step in `state`, which is
+    saved with the run. A config selects a user's own subclass with `type: "module:Class"`.
     """
 
     type: str
@@ -78,6 +82,10 @@ class TextAlgorithm(StrictModel):
     def has_signal(self, episode: Episode) -> bool:
         """True if an episode is kept: it gives some policy a gradient, or it failed."""
         return True
+
+    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> TokenScores:
+        """Returns what credit needs of `learner`'s answers in the weights in training; nothing by default."""
+        return {}
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None

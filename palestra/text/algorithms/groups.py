@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -20,13 +20,19 @@ from palestra.text.rollouts.tree_rollout import Branching, Keep
 class SiblingGroup:
     """Siblings of one seat: `values` [K], and for each sibling the nodes that receive its advantage (none for a
     trajectory in which the seat did not act). With `branch_at: root`, `turn_rewards` has the reward of each of these
-    nodes, counted until the seat's next one. Lost siblings are left out; `lost` is their number."""
+    nodes, counted until the seat's next one. Lost siblings are left out; `lost` is their number. `is_flat`: the values
+    differ by a KL penalty only."""
 
     seat: Seat
     values: list[float]
     nodes: list[list[Node]]
     turn_rewards: list[list[float]] = field(default_factory=list)
     lost: int = 0
+    is_flat: bool = False
+
+
+Reward = Callable[[Node, Seat], float]  # of a seat at a node
+Penalty = Callable[[Node, Seat], float]  # of a seat's answer at a node, in units of reward
 
 
 class GroupAlgorithm(TextAlgorithm):
@@ -69,30 +75,43 @@ class GroupAlgorithm(TextAlgorithm):
         """Returns the node's part of the value of a seat's answers: team_weight * team reward + the seat's own."""
         return node.reward(seat, self.team_weight)
 
-    def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
+    @property
+    def penalties(self) -> list[Penalty]:
+        """What is subtracted from the rewards of answers."""
+        return []
+
+    def policy_groups(
+        self, episodes: Sequence[Episode], policy: str, penalties: Sequence[Penalty] | None = None
+    ) -> list[SiblingGroup]:
         """Returns the groups of `policy`'s answers in all episodes."""
         return [
             group
             for episode in episodes
-            for group in self.groups(episode)
+            for group in self.groups(episode, penalties)
             if any(member_name(node.answers[group.seat].policy) == policy for nodes in group.nodes for node in nodes)
         ]
 
-    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
-        """Yields the groups of an episode; none if it failed."""
+    def groups(self, episode: Episode, penalties: Sequence[Penalty] | None = None) -> Iterator[SiblingGroup]:
+        """Yields the groups of an episode; none if it failed. `penalties` are subtracted from the rewards (None: those
+        of the config)."""
         if episode.error is not None:
             return
-        if self.branch_at == "root":
-            yield from self._trajectories(episode)
-        else:
-            yield from self._turns(episode)
+        subtracted = self.penalties if penalties is None else penalties
+
+        def reward(node: Node, seat: Seat) -> float:
+            value = self.reward(node, seat)
+            for penalty in subtracted:
+                value -= penalty(node, seat)
+            return value
+
+        yield from self._trajectories(episode, reward) if self.branch_at == "root" else self._turns(episode, reward)
 
     @property
     def compares_trajectories(self) -> bool:
         """True if the siblings of a group are compared by one value for each whole trajectory."""
         return True
 
-    def _trajectories(self, episode: Episode) -> Iterator[SiblingGroup]:
+    def _trajectories(self, episode: Episode, reward: Reward) -> Iterator[SiblingGroup]:
         """Yields one group per seat: the trajectories in which it acted, with their returns (the sum of `reward` over
         the nodes).
 
@@ -107,22 +126,11 @@ class GroupAlgorithm(TextAlgorithm):
             with_all = self.compares_trajectories and players[member_name(policy)] > 1
             compared = [i for i, seat_nodes in enumerate(nodes) if seat_nodes or with_all]
             if any(nodes):
-                values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in compared]
-                rewards = [self._turn_rewards(trajectories[i], seat) for i in compared]
+                values = [sum(reward(node, seat) for node in trajectories[i]) for i in compared]
+                rewards = [_turn_rewards(trajectories[i], seat, reward) for i in compared]
                 yield SiblingGroup(seat, values, [nodes[i] for i in compared], rewards, lost)
 
-    def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
-        """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are
-        dropped, since none of its answers caused them."""
-        rewards: list[float] = []
-        for node in trajectory:
-            if seat in node.answers:
-                rewards.append(0.0)
-            if rewards:
-                rewards[-1] += self.reward(node, seat)
-        return rewards
-
-    def _turns(self, episode: Episode) -> Iterator[SiblingGroup]:
+    def _turns(self, episode: Episode, reward: Reward) -> Iterator[SiblingGroup]:
         """Yields one group per branching point and seat. In full trees (`continue_from: all`) a sibling's value
         includes its subtree; otherwise only one sibling has a continuation, so values are the step's own rewards."""
         families: dict[int | None, list[Node]] = {}
@@ -131,11 +139,23 @@ class GroupAlgorithm(TextAlgorithm):
         for parent, siblings in families.items():
             lost = len(episode.children(parent)) - len(siblings)
             for seat in siblings[0].answers:
-                values = [self._value(node, seat, families) for node in siblings]
+                values = [self._value(node, seat, families, reward) for node in siblings]
                 yield SiblingGroup(seat, values, [[node] for node in siblings], lost=lost)
 
-    def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]]) -> float:
-        value = self.reward(node, seat)
+    def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]], reward: Reward) -> float:
+        value = reward(node, seat)
         if self.continue_from == "all" and node.id in families:
-            value += float(np.mean([self._value(child, seat, families) for child in families[node.id]]))
+            value += float(np.mean([self._value(child, seat, families, reward) for child in families[node.id]]))
         return value
+
+
+def _turn_rewards(trajectory: Sequence[Node], seat: Seat, reward: Reward) -> list[float]:
+    """Returns the reward of each of a seat's turns, counted until its next turn. Rewards before its first turn are
+    dropped, since none of its answers caused them."""
+    rewards: list[float] = []
+    for node in trajectory:
+        if seat in node.answers:
+            rewards.append(0.0)
+        if rewards:
+            rewards[-1] += reward(node, seat)
+    return rewards

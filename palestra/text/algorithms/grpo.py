@@ -9,16 +9,16 @@ observations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, num_sampled
-from palestra.text.algorithms.base import add_reference_logprobs, build_sample, skip_at_reference
-from palestra.text.algorithms.groups import SiblingGroup
+from palestra.text.algorithms.base import TokenScores, add_reference_logprobs, build_sample, skip_at_reference
+from palestra.text.algorithms.groups import Penalty, SiblingGroup
 from palestra.text.algorithms.grpo_config import GRPOConfig
 from palestra.text.algorithms.joint_credit import contribution_metrics, credit_group
 from palestra.text.credit.estimators import (
@@ -52,31 +52,52 @@ class GRPO(GRPOConfig):
     def has_signal(self, episode: Episode) -> bool:
         """True if the siblings of some group of a policy in training differ in reward (without the overlong penalty),
         or have advantages by their turns, or the episode failed."""
-        plain = self.model_copy(update={"overlong": "keep"})
-        groups = (group for group in plain.groups(episode) if _is_trained(group))
-        return episode.error is not None or any(plain._differs(group) for group in groups)
+        groups = (group for group in self.groups(episode, penalties=()) if _is_trained(group))
+        return episode.error is not None or any(self._differs(group) for group in groups)
 
     def _differs(self, group: SiblingGroup) -> bool:
         if self.supervision == "outcome":
             return bool(np.std(group.values) >= FLAT)
         return any(map(any, self._by_turn(group, group.values)))
 
-    def reward(self, node: Node, seat: Seat) -> float:
-        """Returns the node's part of the value of a seat's answers, minus the penalties of `overlong: penalty` and
-        `kl_in_reward`."""
-        penalty = penalty_of(node, seat) if self._penalises else 0.0
-        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - penalty
+    @property
+    def penalties(self) -> list[Penalty]:
+        """The penalties of `overlong: penalty` and `kl_in_reward`."""
+        return [*self._length_penalties, *([penalty_of] if self._penalises else [])]
 
-    def _length_penalty(self, answer: Answer | None) -> float:
-        limit = self.max_completion_length
-        if answer is None or self.overlong != "penalty" or limit is None:
+    @property
+    def _length_penalties(self) -> list[Penalty]:
+        return [self._length_penalty] if self.overlong == "penalty" else []
+
+    def _length_penalty(self, node: Node, seat: Seat) -> float:
+        answer, limit = node.answers.get(seat), self.max_completion_length
+        if answer is None or limit is None:
             return 0.0
         return overlong_penalty(len(answer.token_ids), limit, self.overlong_buffer or max(1, limit // 5))
 
+    def advantages(self, values: Sequence[float], group: SiblingGroup) -> list[float]:
+        """Returns the advantage of each sibling of `group` from their values [K]. A subclass with a credit rule of its
+        own overrides this. Not called with `baseline: batch` or `role`, which compare values of all groups, nor for
+        `supervision: process` or `turn`, whose advantages come from the rewards of turns."""
+        scaled = self.scale == "std" and not group.is_flat
+        baseline = cast("GroupBaseline", self.baseline)
+        return group_advantages(values, baseline=baseline, scale="std" if scaled else "none")
+
+    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> TokenScores:
+        """Returns the log-ratios to the reference [T] of the learner's answers, for a KL penalty in the rewards."""
+        if not self._penalises:
+            return {}
+        return await reference_gaps(self.policy_groups(episodes, learner.name, penalties=()), learner)
+
     def build_samples(
-        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState | None = None
+        self,
+        episodes: Sequence[Episode],
+        policy: str,
+        state: AlgorithmState | None = None,
+        scores: TokenScores | None = None,
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples of `policy`, and metrics; writes every answer's advantage to its node.
+        """Returns the samples of `policy`, and metrics; writes every answer's advantage to its node. `scores`, see
+        `token_scores`, are penalties, which are written to the nodes too.
 
         An answer with advantage 0 has a gradient only from a KL penalty or an entropy bonus; it counts in the mean
         either way. `groups` counts groups, `zero_std_fraction` is the share of them without advantages. With crossed
@@ -86,21 +107,17 @@ class GRPO(GRPOConfig):
             raise ValueError(
                 "overlong: penalty and loss_aggregation: constant need the token limit: set max_completion_length"
             )
-        if self._penalises:
-            pending: list[Sample] = [*uncredited_samples(self.policy_groups(episodes, policy), episodes, policy)]
-            if pending:
-                return pending, {}
-        return self._credit(episodes, policy, {} if state is None else state, {})
-
-    def _credit(
-        self, episodes: Sequence[Episode], policy: str, state: AlgorithmState, gaps: Gaps
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns samples and metrics, see `build_samples`. `gaps` are the answers' log-ratios to the reference for a
-        KL penalty in the rewards (which is already written to the nodes); empty without one."""
+        state = {} if state is None else state
+        gaps = scores or {}
+        if gaps:
+            write_penalties(self.policy_groups(episodes, policy, penalties=()), gaps, self.kl_coef)
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
-        flat = self._flat_groups([group for _, group in groups], episodes, policy)
-        advantages = self._advantages(groups, flat, state)
-        spread = _spread_of_answers(groups, advantages) if self.scale == "batch" and not all(flat) else 1.0
+        if gaps:
+            pairs = zip(groups, self._flat_groups(episodes, policy), strict=True)
+            groups = [(env, replace(group, is_flat=is_flat)) for (env, group), is_flat in pairs]
+        advantages = self._advantages(groups, state)
+        is_scaled = self.scale == "batch" and not all(group.is_flat for _, group in groups)
+        spread = _spread_of_answers(groups, advantages) if is_scaled else 1.0
         samples: list[Sample] = []
         by_turn = [
             self._by_turn(group, [value / spread for value in values])
@@ -111,44 +128,32 @@ class GRPO(GRPOConfig):
             samples += [] if self._is_skipped(turns) else added
         without = sum(not any(map(any, turns)) for turns in by_turn)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
-        return samples, metrics | (self._contributions(episodes, policy) if self._is_crossed else {})
+        if self._is_crossed:
+            metrics |= self._contributions(episodes, policy)
+        if gaps:  # the mean over tokens
+            metrics["reference_kl"] = float(np.concatenate(list(gaps.values())).mean())
+        return samples, metrics
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        metrics: Metrics = {}
-        if self._penalises and samples:
-            samples, metrics = await self._credit_with_penalty(samples, learner, state)
-        elif self.kl_coef and not self.entropy_coef:
+        if self._kl_in_loss and not self.entropy_coef:
             samples = skip_at_reference(samples, learner)
         if not any(sample.has_gradient for sample in samples):
-            return samples, metrics
+            return samples, {}
         if self._kl_in_loss:
             samples = await add_reference_logprobs(samples, learner)
-        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), metrics
+        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), {}
 
-    async def _credit_with_penalty(
-        self, samples: list[Sample], learner: Learner, state: AlgorithmState
-    ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with advantages from rewards that include the KL penalty, and metrics; `reference_kl` is
-        the mean over tokens of the log-ratio to the reference."""
-        shared = cast(UncreditedSample, samples[0])
-        gaps = await reference_gaps(samples, learner)
-        write_penalties(self.policy_groups(shared.episodes, shared.policy), gaps, self.kl_coef)
-        credited, metrics = self._credit(shared.episodes, shared.policy, state, gaps)
-        return credited, metrics | {"reference_kl": float(np.concatenate(list(gaps.values())).mean())}
-
-    def _flat_groups(self, groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str) -> list[bool]:
+    def _flat_groups(self, episodes: Sequence[Episode], policy: str) -> list[bool]:
         """Returns for each group whether its rewards are equal when the KL penalty is left out. Its advantages then
         come from the penalty alone, and dividing by their deviation would make them as large as those from rewards.
         With `baseline: batch` or `role` the rewards of all groups are compared."""
-        if not self._penalises:
-            return [False] * len(groups)
-        plain = self.model_copy(update={"kl_in_reward": False}).policy_groups(episodes, policy)
+        groups = self.policy_groups(episodes, policy, self._length_penalties)
         if self.baseline in ("batch", "role"):
-            rewards = np.concatenate([np.zeros(0), *(group.values for group in plain)])
+            rewards = np.concatenate([np.zeros(0), *(group.values for group in groups)])
             return [bool(len(rewards) and rewards.std() < FLAT)] * len(groups)
-        return [bool(np.std(group.values) < FLAT) for group in plain]
+        return [bool(np.std(group.values) < FLAT) for group in groups]
 
     def _by_turn(self, group: SiblingGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Returns the advantage of each node of each sibling; `advantages` [K] are those of the siblings' values."""
@@ -162,28 +167,22 @@ class GRPO(GRPOConfig):
         """True if a group with these advantages, by sibling and turn, is left out of the mean."""
         return self.flat_groups != "count" and len(advantages) > 1 and not any(map(any, advantages))
 
-    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
+    def groups(self, episode: Episode, penalties: Sequence[Penalty] | None = None) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
-        for group in super().groups(episode):
+        for group in super().groups(episode, penalties):
             yield credit_group(group, self.credit) if self._is_crossed else group
 
-    def _advantages(
-        self, groups: Sequence[tuple[str, SiblingGroup]], flat: Sequence[bool], state: AlgorithmState
-    ) -> list[list[float]]:
-        """Returns the advantages of each (env, group) before scaling by the batch; `flat` groups are not scaled."""
+    def _advantages(self, groups: Sequence[tuple[str, SiblingGroup]], state: AlgorithmState) -> list[list[float]]:
+        """Returns the advantages of each (env, group) before scaling by the batch."""
         if self.baseline == "batch":
             return batch_advantages([group.values for _, group in groups])
         if self.baseline == "role":
             roles = state.setdefault(ROLE_BASELINES_KEY, {})
             return [_beside_role(group, roles.setdefault(env, {})) for env, group in groups]
-        scale: Literal["std", "none"] = "std" if self.scale == "std" else "none"
-        return [
-            group_advantages(group.values, baseline=self.baseline, scale="none" if even else scale)
-            for (_, group), even in zip(groups, flat, strict=True)
-        ]
+        return [self.advantages(group.values, group) for _, group in groups]
 
     def _annotate(
-        self, group: SiblingGroup, by_turn: Sequence[Sequence[float]], gaps: Gaps, spread: float
+        self, group: SiblingGroup, by_turn: Sequence[Sequence[float]], gaps: TokenScores, spread: float
     ) -> list[Sample]:
         """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens. With `gaps` and
         `baseline: batch` or `role`, the KL penalty of the tokens before a token, divided by `spread`, is added back to
@@ -269,53 +268,25 @@ def _beside_role(group: SiblingGroup, averages: dict[str, float]) -> list[float]
 #
 # Per token it is the coefficient times log-probability minus that of the reference (Ziegler et al., 2019, eq. 2), the
 # k1 estimate. Of the estimators, only k1 has the gradient of the divergence when it is part of a reward. The penalty
-# depends on the weights in training, so credit is assigned in two steps: `uncredited_samples` reads the episodes; once
-# `reference_gaps` are known, the samples get their advantages.
+# depends on the weights in training: `token_scores` asks for it before credit is assigned.
 
 KL_PENALTY_KEY = "kl_penalty"  # key in a node's info: the penalty of each seat's answer, in units of reward
-Gaps = Mapping[int, npt.NDArray[np.float64]]  # by id of the answer: log-ratios [T] to the reference
 
 
-@dataclass(kw_only=True)
-class UncreditedSample(Sample):
-    """A sample without advantages yet, with its answer; all samples of a policy and step share `episodes`."""
-
-    answer: Answer
-    policy: str
-    episodes: Sequence[Episode]
-
-
-def uncredited_samples(
-    groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str
-) -> list[UncreditedSample]:
-    """Returns a sample of every answer of the groups that has tokens, once."""
+async def reference_gaps(groups: Sequence[SiblingGroup], learner: Learner) -> dict[int, npt.NDArray[np.float64]]:
+    """Returns the log-ratios [T] of the tokens of each answer of the groups to the reference, by id of the answer. They
+    are exactly 0 while the policy equals the reference: if computed, they would be rounding errors, which dividing by
+    their standard deviation would make as large as rewards."""
     answers = {id(answer): answer for group in groups for _, answer in _answers(group)}
-    return [
-        UncreditedSample(
-            **vars(build_sample(answer, np.zeros(len(answer.token_ids), np.float32))),
-            answer=answer,
-            policy=policy,
-            episodes=episodes,
-        )
-        for answer in answers.values()
-    ]
-
-
-async def reference_gaps(samples: Sequence[Sample], learner: Learner) -> dict[int, npt.NDArray[np.float64]]:
-    """Returns the log-ratios [T] of each uncredited sample's tokens to the reference, by id of its answer. They are
-    exactly 0 while the policy equals the reference: if computed, they would be rounding errors, which dividing by their
-    standard deviation would make as large as rewards."""
-    pending = cast("Sequence[UncreditedSample]", samples)
     if learner.is_at_reference:
-        return {id(sample.answer): np.zeros(len(sample.token_ids)) for sample in pending}
-    reference = await learner.logprobs(pending, reference=True)
-    return {
-        id(sample.answer): sample.logprobs.astype(np.float64) - known
-        for sample, known in zip(pending, reference, strict=True)
-    }
+        return {key: np.zeros(len(answer.token_ids)) for key, answer in answers.items()}
+    samples = [build_sample(answer, np.zeros(len(answer.token_ids), np.float32)) for answer in answers.values()]
+    reference = await learner.logprobs(samples, reference=True)
+    pairs = zip(answers.items(), reference, strict=True)
+    return {key: answer.logprobs.astype(np.float64) - known for (key, answer), known in pairs}
 
 
-def write_penalties(groups: Sequence[SiblingGroup], gaps: Gaps, kl_coef: float) -> None:
+def write_penalties(groups: Sequence[SiblingGroup], gaps: TokenScores, kl_coef: float) -> None:
     """Writes the penalty of each answer to its nodes: `kl_coef` times the sum of its log-ratios."""
     for group in groups:
         for node, answer in _answers(group):
@@ -328,7 +299,7 @@ def penalty_of(node: Node, seat: Seat) -> float:
     return float(node.info.get(KL_PENALTY_KEY, {}).get(seat, 0.0))
 
 
-def earlier_penalties(answers: Sequence[Answer], gaps: Gaps, kl_coef: float) -> list[npt.NDArray[np.float64]]:
+def earlier_penalties(answers: Sequence[Answer], gaps: TokenScores, kl_coef: float) -> list[npt.NDArray[np.float64]]:
     """Returns, for each token [T] of each answer of a trajectory, the penalty of all tokens before it. A token did not
     cause this part, so its advantage leaves it out (Hu et al., 2025: the penalty is summed from the token on)."""
     lengths = [len(answer.token_ids) for answer in answers]

@@ -17,7 +17,7 @@ from pydantic import Field
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.dpo import MIN_VALUE_GAP, answered_sides
-from palestra.text.algorithms.groups import GroupAlgorithm, SiblingGroup
+from palestra.text.algorithms.groups import GroupAlgorithm, Penalty, SiblingGroup
 from palestra.text.learners.base import Learner
 from palestra.text.losses import kto_loss
 
@@ -84,13 +84,13 @@ class KTO(GroupAlgorithm):
         metrics = {"desirable": float(counts[1]), "undesirable": float(counts[-1])}
         return samples, {"groups": float(len(groups))} | metrics
 
-    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
+    def groups(self, episode: Episode, penalties: Sequence[Penalty] | None = None) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode; none if it failed.
 
         With `branch_at: turn`, the values of siblings that were all played to the end are their returns from this turn
         on. A sibling that play did not continue from has only its step's rewards, so these are then compared.
         """
-        groups = super().groups(episode)
+        groups = super().groups(episode, penalties)
         if self.branch_at == "root":
             yield from groups
             return

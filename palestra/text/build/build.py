@@ -29,7 +29,7 @@ from palestra.text.policies.in_flight import InFlightPolicy
 from palestra.text.rollouts.dataset import DataFile, read_data
 from palestra.text.rollouts.dataset_source import DatasetSource
 from palestra.text.rollouts.learned_reward import LearnedRewardSource
-from palestra.text.rollouts.rank_split import RankSplit, RankSplitRunner, RankSplitSource
+from palestra.text.rollouts.rank_split import RankSplitRunner, RankSplitSource
 from palestra.text.rollouts.sources import EnvSource, EpisodeSource
 from palestra.text.rollouts.tree_rollout import EpisodeRunner
 from palestra.text.training.async_rollouts import AsyncTextTrainer
@@ -74,7 +74,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     check_world_models(parts, learning)
     check_thinking_budgets(parts, config.eval_sampling, learners)
     labels = [stage.name for stage in config.stages] or [""]
-    table = _table(engines)
+    table = engines.rank_split()
     resolvers = [stage_resolver(part, config, resolver) for part in parts]
     sources = [_source(*row) for row in zip(parts, seats, runners, records, resolvers, strict=True)]
     if table:
@@ -96,6 +96,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
+        ranks=engines.ranks,
         notes=[
             *engines.notes(),
             *biased_sampling_notes(parts, learning),
@@ -128,15 +129,6 @@ def with_max_length(part: TextConfig, playing: Collection[str]) -> TextConfig:
     algorithm = part.algorithm.model_copy(update={"max_completion_length": limits.pop()})
     algorithm.check_overlong_buffer()
     return part.model_copy(update={"algorithm": algorithm})
-
-
-def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
-    """Returns the group of ranks that share episodes; None if there is one rank and no weights need a cast for
-    rollouts."""
-    shares = isinstance(engines, Engines) and (
-        engines.ranks.world_size > 1 or any(e.autocast_dtype for e in engines.loaded_engines)
-    )
-    return RankSplit(engines.ranks, engines.rollout_context) if isinstance(engines, Engines) and shares else None
 
 
 def _source(
@@ -380,7 +372,7 @@ def _cuts(sampling: SamplingConfig) -> str:
 
 
 def learned_reward_source(
-    part: TextConfig, source: EnvSource, engines: object, learners: Mapping[str, LanguageLearner]
+    part: TextConfig, source: EnvSource, engines: Engines | RemoteEngines, learners: Mapping[str, LanguageLearner]
 ) -> LearnedRewardSource:
     """Returns `source` with the rewards of the reward model that a stage's `reward_model` names.
 

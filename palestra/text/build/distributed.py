@@ -14,13 +14,14 @@ from palestra.engine.sampling.request import Completion, Request
 from palestra.parallel.async_backend import AsyncBackend
 from palestra.parallel.config import RolloutBackendConfig, open_backend, require_ray
 from palestra.parallel.tasks import Backend, WorkerFactory
+from palestra.parallel.torch_group import join_process_group
 from palestra.text.build import build as text
 from palestra.text.build.engines import Engines
 from palestra.text.build.rollout_worker import RolloutWorker
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
-from palestra.text.policies.lm import LanguagePolicy
+from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.rollouts.sources import EnvSource
 from palestra.text.training.episode_tasks import (
@@ -29,7 +30,7 @@ from palestra.text.training.episode_tasks import (
     EpisodeDispatcher,
     episodes_per_slice,
 )
-from palestra.text.training.recoverable_trainer import HostedWeights, ProcessHandle, RecoverableTrainer, WeightHost
+from palestra.text.training.recoverable_weights import HostedWeights, ProcessHandle, RecoverableWeights, WeightHost
 from palestra.text.training.trainer import Stage, TextEval, TextTrainer
 
 RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
@@ -45,6 +46,11 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
     backend = config.backend
     if backend.type == "inline":
         return text.build(config)
+    if join_process_group().world_size > 1:
+        raise ValueError(
+            "torchrun divides each step among its processes, and backend: among its workers: start palestra train "
+            "without torchrun, or leave backend: out"
+        )
     engines = RayEngines(config) if backend.type == "ray" else DriverEngines(config.device, config.max_num_seqs)
     made = text.build(config, engines)
     async_backend = AsyncBackend(
@@ -56,10 +62,8 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
         made,
         stages=[_stage(stage, number, dispatcher, slices) for number, stage in enumerate(made.stages)],
         evals=[_distribute_eval(evaluation, dispatcher, slices) for evaluation in made.evals],
-        worker_context=RunProcesses(async_backend, engines.trainers, engines.cluster)
-        if isinstance(engines, RayEngines)
-        else RunProcesses(async_backend, [], None),
-        learners_are_remote=isinstance(engines, RayEngines),
+        worker_context=RunProcesses(async_backend, engines.trained_elsewhere, engines.cluster),
+        learners_are_remote=bool(engines.trained_elsewhere),
     )
 
 
@@ -93,9 +97,9 @@ class RunProcesses:
     joins it first."""
 
     def __init__(
-        self, async_backend: AsyncBackend, trainers: Sequence[RecoverableTrainer], cluster: RayMembership | None
+        self, async_backend: AsyncBackend, weights: Sequence[RecoverableWeights], cluster: RayMembership | None
     ) -> None:
-        self.backend, self.trainers, self.cluster = async_backend, trainers, cluster
+        self.backend, self.weights, self.cluster = async_backend, weights, cluster
         self._open = ExitStack()
 
     def __enter__(self) -> RunProcesses:
@@ -103,9 +107,9 @@ class RunProcesses:
             if self.cluster:
                 opened.callback(self.cluster.leave)
                 self.cluster.join()
-            for bench in self.trainers:
-                opened.callback(bench.close)
-                bench.start()
+            for weights in self.weights:
+                opened.callback(weights.close)
+                weights.start()
             opened.callback(self.backend.close)
             self.backend.start()
             self._open = opened.pop_all()
@@ -145,7 +149,7 @@ class RayMembership:
 # ---- replacements for bases and samplers in the driver
 
 
-class NoSampler:
+class NoSampler(SamplerProtocol):
     """Stub sampler for the driver, which never samples: workers play."""
 
     async def sample(self, request: Request) -> list[Completion]:
@@ -157,7 +161,13 @@ class NoSampler:
 
 
 class DriverEngines(Engines):
-    """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer."""
+    """Engines of a process that trains but does not play: a frozen policy has only a name and a tokenizer.
+
+    `trained_elsewhere` are the weights that processes of `cluster` train.
+    """
+
+    cluster: RayMembership | None = None
+    trained_elsewhere: Sequence[RecoverableWeights] = ()
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
         encoder = config.encoder(tokenizer_of(config.base))
@@ -180,8 +190,9 @@ class RayEngines(DriverEngines):
         super().__init__(config.device, config.max_num_seqs)
         self.cluster = RayMembership(config.backend)
         self.specs: list[dict[str, LearnerArgs]] = [{} for _ in range(self.cluster.train.num_actors)]
-        self.trainers = [
-            RecoverableTrainer(partial(self._holder, specs), config.backend.copy_every) for specs in self.specs
+        self.trained_elsewhere = [
+            RecoverableWeights(partial(self._holder, self.cluster, specs), config.backend.copy_every)
+            for specs in self.specs
         ]
         self._learners = 0
 
@@ -194,19 +205,19 @@ class RayEngines(DriverEngines):
         critic: bool = False,
         separate_critic: bool = False,
     ) -> LanguageLearner:
-        place = self._learners % len(self.trainers)
+        place = self._learners % len(self.trained_elsewhere)
         self._learners += 1
         self.specs[place][name] = LearnerArgs(config, seed, critic, separate_critic)
         return LanguageLearner(
-            name, config, HostedWeights(self.trainers[place], name), NoSampler(), tokenizer_of(config.base)
+            name, config, HostedWeights(self.trained_elsewhere[place], name), NoSampler(), tokenizer_of(config.base)
         )
 
-    def _holder(self, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
+    def _holder(self, cluster: RayMembership, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:
         from palestra.parallel.ray.actor import RayActorHandle
 
-        self.cluster.join()
+        cluster.join()
         make = partial(open_weight_host, self.device, self.max_num_seqs, dict(specs))
-        return RayActorHandle(make, self.cluster.train, f"the training of {', '.join(specs)}")
+        return RayActorHandle(make, cluster.train, f"the training of {', '.join(specs)}")
 
 
 def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
@@ -215,7 +226,5 @@ def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, Learner
     weights = {}
     for name, spec in specs.items():
         critic = {"critic": spec.critic, "separate_critic": spec.separate_critic}
-        made = engines.build_learner(name, spec.config, spec.seed, **critic).weights
-        assert isinstance(made, LocalWeights)
-        weights[name] = made
+        weights[name] = engines.build_learner(name, spec.config, spec.seed, **critic).weights
     return WeightHost(weights)

@@ -17,13 +17,15 @@ from palestra.engine.lora.adapters import Adapter, target_names
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.checkpoints import load_full_model
 from palestra.engine.training.peft_format import load_adapter, remapped_targets
-from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup, join_process_group
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 from palestra.text.learners.separate_critic import SeparateCriticWeights
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
 from palestra.text.policy_configs import FrozenConfig
+from palestra.text.rollouts.rank_split import RankSplit
 from palestra.text.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.text.samplers.remote_samplers import RemoteSamplers
 
@@ -150,6 +152,13 @@ class Engines:
         lines = [line for engine in self.loaded_engines for line in engine.notes()]
         return list(dict.fromkeys([*lines, *self._lines]))
 
+    def rank_split(self) -> RankSplit | None:
+        """Returns the split of episodes over ranks; None if there is one rank and no weights need a cast for
+        rollouts."""
+        if self.ranks.world_size == 1 and not any(engine.autocast_dtype for engine in self.loaded_engines):
+            return None
+        return RankSplit(self.ranks, self.rollout_context)
+
     @contextlib.contextmanager
     def rollout_context(self) -> Iterator[None]:
         """Context of a rollout: gathers and casts the weights of all loaded engines once (see
@@ -189,9 +198,9 @@ class Engines:
         weights = (
             SeparateCriticWeights(config, engine, seed=seed, group=self.ranks)
             if separate_critic
-            else LocalWeights(config, engine, seed=seed, critic=critic, group=self.ranks)
+            else build_weights(config, engine, seed=seed, critic=critic, group=self.ranks)
         )
-        self._agree(name, config, weights.trainer.adapter, engine, sampler)
+        self._agree(name, config, weights.adapter, engine, sampler)
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:

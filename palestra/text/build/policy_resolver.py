@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from palestra.core.types import Sample, Seat
-from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import answer_logprobs
 from palestra.text.build.engines import Engines
 from palestra.text.config import TextConfig
@@ -136,7 +135,7 @@ def _scorer(learner: LanguageLearner, teacher: str, resolver: PolicyResolver) ->
     name, policy = learner.name, resolver.current_policy(teacher)
     if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
         return partial(answer_logprobs_at, policy.config)
-    if not isinstance(policy, LanguagePolicy) or not isinstance(policy.sampler, Sampler):
+    if not isinstance(policy, LanguagePolicy) or policy.sampler.engine is None:
         raise ValueError(
             f"policies.{name}.teacher: {teacher} cannot score tokens: name a language model in this process (type: "
             "frozen or lora), or an endpoint with prompt log-probabilities"
@@ -152,5 +151,5 @@ def _scorer(learner: LanguageLearner, teacher: str, resolver: PolicyResolver) ->
 async def _scores_of(teacher: str, resolver: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Returns log-probabilities [T] of each sample's tokens under the teacher at its current weights."""
     policy = resolver.current_policy(teacher)
-    assert isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
+    assert isinstance(policy, LanguagePolicy) and policy.sampler.engine is not None
     return answer_logprobs(policy.sampler.engine, policy.adapter, samples)

@@ -8,18 +8,16 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
-from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.training.checkpoints import load_trainer, load_weights, save_trainer, save_weights
-from palestra.engine.training.micro_batch import by_group, micro_batches
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.micro_batch import by_group
 from palestra.engine.training.peft_format import load_into
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy, SamplerProtocol
@@ -29,7 +27,12 @@ Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
 
 
 class Weights(Protocol):
-    """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs."""
+    """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs.
+
+    The defaults are those of weights elsewhere, which are not sampled in this process.
+    """
+
+    is_local: bool = False  # trained in this process, so that training and sampling take turns
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
     def optim_step(self, adam: AdamConfig) -> Metrics: ...
@@ -40,89 +43,65 @@ class Weights(Protocol):
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 
-
-@runtime_checkable
-class Exportable(Protocol):
-    """Weights that can be exported for sampling in other processes."""
-
-    def export(self, folder: Path) -> None:
-        """Writes the current adapter in PEFT's format, or the model, without optimizer state."""
-        ...
-
-
-class LocalWeights:
-    """`Weights` in this process: an adapter on an engine's base, new or from `path`, or its whole model.
-
-    A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
-    """
-
-    def __init__(
-        self,
-        config: LoraPolicyConfig | FullPolicyConfig,
-        engine: Engine,
-        *,
-        seed: int,
-        critic: bool = False,
-        group: ProcessGroup = SINGLE_PROCESS,
-    ) -> None:
-        adapter = None
-        if isinstance(config, LoraPolicyConfig):
-            adapter = _new_adapter(config, engine, seed if config.seed is None else config.seed)
-        self.trainer = Trainer(
-            engine,
-            adapter,
-            pack_tokens=config.micro_batch_tokens,
-            precision=config.precision,
-            checkpointing=config.gradient_checkpointing,
-            critic=critic,
-            full_reference=config.reference if isinstance(config, FullPolicyConfig) else "none",
-            group=group,
-            optimizer=config.optimizer,
-        )
-        if adapter and isinstance(config, LoraPolicyConfig) and config.path:
-            load_into(adapter, Path(config.path), engine)
-            self.trainer.set_reference()
-
-    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        return self.trainer.forward_backward(samples, loss, **options)
-
     def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
-        """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each."""
-        return self.trainer.iter_forward_backward(samples, loss, **options)
+        """Runs `forward_backward` in parts; yields the metrics so far after each."""
+        yield self.forward_backward(samples, loss, **options)
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
-        return self.trainer.optim_step(adam)
-
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
-        return self.trainer.logprobs(samples, reference=reference)
-
-    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self.trainer.values(samples)
-
-    def start_stage(self) -> None:
-        self.trainer.reset_optimizer()
-        self.trainer.set_reference()
-
-    def snapshot(self, name: str) -> Snapshot | None:
-        adapter = self.trainer.adapter
-        return adapter.snapshot(name, self.trainer.engine.dtype) if adapter else None
-
-    def save(self, folder: Path) -> None:
-        save_trainer(folder, self.trainer)
-
-    def load(self, folder: Path) -> None:
-        load_trainer(folder, self.trainer)
+    def read_parts(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Returns the samples in the parts that `logprobs` and `values` read at a time."""
+        return [list(samples)]
 
     def export(self, folder: Path) -> None:
-        """Writes the adapter or the model for sampling in other processes."""
-        save_weights(folder, self.trainer)
+        """Writes the current adapter in PEFT's format, or the model, without optimizer state, for samplers in other
+        processes."""
+        raise ValueError("the server that trains these weights samples them too: they are not exported")
 
     def load_exported(self, folder: Path) -> None:
-        """Loads weights that another process published, for sampling."""
-        load_weights(folder, self.trainer)
+        """Loads weights that another process exported, for sampling."""
+        raise ValueError("these weights are sampled where they are trained")
 
 
-def _new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
+def build_weights(
+    config: LoraPolicyConfig | FullPolicyConfig,
+    engine: Engine,
+    *,
+    seed: int,
+    critic: bool = False,
+    group: ProcessGroup = SINGLE_PROCESS,
+) -> AdapterWeights:
+    """Returns weights to train in this process: an adapter on an engine's base, new or from `config.path`, or its whole
+    model."""
+    if isinstance(config, FullPolicyConfig):
+        options = weights_options(config, group) | {"critic": critic, "full_reference": config.reference}
+        return AdapterWeights(engine, None, **options)
+    adapter = new_adapter(config, engine, seed if config.seed is None else config.seed)
+    return load_start(AdapterWeights(engine, adapter, critic=critic, **weights_options(config, group)), config)
+
+
+def weights_options(config: LoraPolicyConfig | FullPolicyConfig, group: ProcessGroup) -> dict[str, Any]:
+    """Returns the options of `AdapterWeights` that `config` sets."""
+    return {
+        "pack_tokens": config.micro_batch_tokens,
+        "precision": config.precision,
+        "checkpointing": config.gradient_checkpointing,
+        "group": group,
+        "optimizer": config.optimizer,
+    }
+
+
+W = TypeVar("W", bound=AdapterWeights)
+
+
+def load_start(weights: W, config: LoraPolicyConfig) -> W:
+    """Returns the weights with the adapter at `config.path`, if there is one, which is also their reference."""
+    if config.path and weights.adapter:
+        load_into(weights.adapter, Path(config.path), weights.engine)
+        weights.set_reference()
+    return weights
+
+
+def new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
+    """Returns a new adapter. Raises ValueError if it needs whole weights of a sharded base."""
     if engine.sharded_params and (config.use_dora or config.modules_to_save or config.target_parameters):
         raise ValueError(
             "use_dora, modules_to_save and target_parameters read whole weights of the base, and parallel: fsdp leaves "
@@ -153,6 +132,11 @@ class LanguageLearner:
     def is_at_reference(self) -> bool:
         return self.version == self.reference_version
 
+    @property
+    def takes_turns(self) -> bool:
+        """True if this process trains and samples, so that one waits while the other computes."""
+        return self.weights.is_local and self.sampler.engine is not None
+
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
         `config.epochs`. Groups of samples are distributed round-robin and not split, so that each batch has samples of
@@ -169,7 +153,7 @@ class LanguageLearner:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
         # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
         # Weights change only in `optim_step`.
-        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
+        if not self.takes_turns:
             return await asyncio.to_thread(self.weights.forward_backward, samples, loss, **options)
         total: Metrics = {}
         start = time.perf_counter()
@@ -183,7 +167,7 @@ class LanguageLearner:
         """Lets other coroutines run once, or for up to `seconds` while the sampler has requests."""
         until = time.perf_counter() + seconds
         await asyncio.sleep(0)
-        while isinstance(self.sampler, Sampler) and self.sampler.has_requests and time.perf_counter() < until:
+        while self.sampler.has_requests and time.perf_counter() < until:
             await asyncio.sleep(0)
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
@@ -203,15 +187,12 @@ class LanguageLearner:
         self, samples: Sequence[Sample], read: Callable[[Sequence[Sample]], list[np.ndarray]]
     ) -> list[np.ndarray]:
         """Applies `read` to the samples, one micro-batch at a time, as in `forward_backward`."""
-        if not isinstance(self.weights, LocalWeights) or not isinstance(self.sampler, Sampler):
+        if not self.takes_turns:
             return await asyncio.to_thread(read, samples)
         found: list[np.ndarray] = []
-        trainer = self.weights.trainer
-        if trainer.group.world_size > 1:
-            return read(samples)  # the trainer distributes them over the ranks
-        for pack in micro_batches(samples, trainer.pack_tokens):
+        for part in self.weights.read_parts(samples):
             start = time.perf_counter()
-            found += read(pack.samples)
+            found += read(part)
             await self._yield_to_others(time.perf_counter() - start)
         return found
 
@@ -226,7 +207,7 @@ class LanguageLearner:
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
         config = self.config.at(progress)
-        if isinstance(self.weights, LocalWeights):
+        if self.weights.is_local:
             metrics = self.weights.optim_step(config)
         else:
             metrics = await asyncio.to_thread(self.weights.optim_step, config)
@@ -244,12 +225,10 @@ class LanguageLearner:
 
     def export(self, folder: Path) -> None:
         """Exports the current weights for `load_exported` in another process."""
-        assert isinstance(self.weights, Exportable)  # a server samples its own weights, so they are not exported
         self.weights.export(folder)
 
     def load_exported(self, folder: Path, version: int) -> None:
         """Loads weights that were published as `version`, for sampling."""
-        assert isinstance(self.weights, LocalWeights)
         self.weights.load_exported(folder)
         self.version, self._policy = version, None
         self.sampler.clear_cache()

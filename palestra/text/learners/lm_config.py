@@ -17,8 +17,8 @@ from palestra.engine.conversation.rendering import is_jinja, with_chat_template
 from palestra.engine.forward.quantized import Quantization
 from palestra.engine.lora.config import LoraConfig, LoraVariantsConfig
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, AdamConfig, Precision, ReferenceKind
 from palestra.engine.training.optimizers import OptimizerName
-from palestra.engine.training.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, ReferenceKind
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.lm import HistoryMode
 

@@ -20,17 +20,16 @@ from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.sampling.request import max_positions
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
-from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
-from palestra.text.learners.lm import LocalWeights
+from palestra.text.learners.lm import load_start, new_adapter, weights_options
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 
 CRITIC_DIR = "critic"  # subfolder of a checkpoint
 VALUE_OPTIONS = ("value_coef", "value_clip")  # loss options that apply to the critic
 
 
-class SeparateCriticWeights(LocalWeights):
+class SeparateCriticWeights(AdapterWeights):
     """A policy's adapter, and a second adapter with a value head that is its critic."""
 
     def __init__(
@@ -47,55 +46,48 @@ class SeparateCriticWeights(LocalWeights):
                 "critic: separate and central are an adapter on the policy's base, which type: full trains too: set "
                 "type: lora, or critic: shared"
             )
-        super().__init__(config, engine, seed=seed, group=group)
-        self.critic = Trainer(
-            engine,
-            Adapter(engine.linear_layers, config.lora, seed=derive_seed(seed, "critic"), model=engine.model),
-            pack_tokens=config.micro_batch_tokens,
-            precision=config.precision,
-            checkpointing=config.gradient_checkpointing,
-            critic=True,
-            group=group,
-            optimizer=config.optimizer,
-        )
+        options = weights_options(config, group)
+        super().__init__(engine, new_adapter(config, engine, seed if config.seed is None else config.seed), **options)
+        load_start(self, config)
+        own = Adapter(engine.linear_layers, config.lora, seed=derive_seed(seed, "critic"), model=engine.model)
+        self.critic_weights = AdapterWeights(engine, own, critic=True, **options)
         self._has_gradient = False
-
-    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
-        return [{}, *self.iter_forward_backward(samples, loss, **options)][-1]
 
     def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
         """Runs the policy's passes with `loss`, and then, for samples with returns, the critic's with its value
         loss."""
         of_value = {name: options.pop(name) for name in VALUE_OPTIONS if name in options}
         total: Metrics = {}
-        for so_far in self.trainer.iter_forward_backward(samples, loss, **options):
+        for so_far in super().iter_forward_backward(samples, loss, **options):
             total = so_far
             yield total
         if not samples or samples[0].returns is None:
             return
         self._has_gradient = True
-        for so_far in self.critic.iter_forward_backward(self._critic_samples(samples), value_function_loss, **of_value):
+        for so_far in self.critic_weights.iter_forward_backward(
+            self._critic_samples(samples), value_function_loss, **of_value
+        ):
             yield total | {name: figure for name, figure in so_far.items() if name != "loss"}
 
     def optim_step(self, adam: AdamConfig) -> Metrics:
         """Takes a step of the policy, and one of the critic's adapter and head with `critic_lr` and
         `critic_max_grad_norm`. The metric `critic_grad_norm` is the norm over adapter and head."""
-        metrics = self.trainer.optim_step(adam)
+        metrics = super().optim_step(adam)
         if not self._has_gradient:
             return metrics
         self._has_gradient = False
         own = {"lr": adam.rate_of_critic, "critic_lr": None, "max_grad_norm": adam.critic_max_grad_norm}
-        found = self.critic.optim_step(adam.model_copy(update=own))
+        found = self.critic_weights.optim_step(adam.model_copy(update=own))
         return metrics | {"critic_grad_norm": math.hypot(found["grad_norm"], found["critic_grad_norm"])}
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Returns the critic's value before each token [T] float32, or [1] for samples with `critic_ids`."""
-        return self.critic.values(self._critic_samples(samples))
+        return self.critic_weights.values(self._critic_samples(samples))
 
     def _critic_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples as the critic reads them: unchanged, or with `critic_ids` as the prompt and a single
         token, at which the value is read."""
-        limit = max_positions(self.trainer.engine)
+        limit = max_positions(self.engine)
         longest = max((len(s.critic_ids) for s in samples if s.critic_ids is not None), default=0)
         if limit and longest > limit:
             raise ValueError(
@@ -106,18 +98,18 @@ class SeparateCriticWeights(LocalWeights):
 
     def start_stage(self) -> None:
         super().start_stage()
-        self.critic.reset_optimizer()
+        self.critic_weights.reset_optimizer()
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        save_trainer(folder / CRITIC_DIR, self.critic)
+        self.critic_weights.save(folder / CRITIC_DIR)
 
     def load(self, folder: Path) -> None:
         """Raises ValueError if the checkpoint has no separate critic."""
         if not (folder / CRITIC_DIR).exists():
             raise ValueError(f"the checkpoint at {folder} holds no separate critic: it was trained without one")
         super().load(folder)
-        load_trainer(folder / CRITIC_DIR, self.critic)
+        self.critic_weights.load(folder / CRITIC_DIR)
 
 
 def _first_token(sample: Sample) -> Sample:

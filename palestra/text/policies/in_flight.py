@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Literal
 
 from palestra.core.types import Answer
-from palestra.engine.sampling.sampler import Sampler
 from palestra.text.policies.base import Query
 from palestra.text.policies.lm import LanguagePolicy
 
@@ -33,7 +32,7 @@ class InFlightPolicy:
         if new is old:
             return
         self._policy, self.name = new, new.name
-        if isinstance(old.sampler, Sampler) and old.adapter and new.adapter:
+        if old.adapter and new.adapter:
             old.sampler.replace_adapter(old.adapter, new.adapter, recompute=self.kv_update == "recompute_kv")
 
     async def act(self, query: Query) -> list[Answer]:

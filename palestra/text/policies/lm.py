@@ -17,6 +17,7 @@ import numpy as np
 from palestra.core.chat import Chat, Json, messages_after, with_system
 from palestra.core.failures import ContextLengthExceeded
 from palestra.core.types import Answer, Message
+from palestra.engine.bases.model import Engine
 from palestra.engine.conversation.answers import ReadAnswer
 from palestra.engine.conversation.encoder import NO_TOKENS, ChatEncoder
 from palestra.engine.lora.adapters import Snapshot
@@ -30,10 +31,27 @@ HistoryMode = Literal["none", "conversation"]
 
 
 class SamplerProtocol(Protocol):
-    """Protocol of a sampler, in this process (engine/sampling/sampler.py) or on a server."""
+    """Protocol of a sampler, in this process (engine/sampling/sampler.py) or on a server.
+
+    `engine` is the base in this process (None: it is elsewhere); `has_requests` is True if this process has answers to
+    continue.
+    """
+
+    @property
+    def engine(self) -> Engine | None:
+        return None
+
+    @property
+    def has_requests(self) -> bool:
+        return False
 
     async def sample(self, request: Request) -> list[Completion]: ...
     def clear_cache(self) -> None: ...
+
+    def replace_adapter(self, old: Snapshot, new: Snapshot, *, recompute: bool) -> int:
+        """Has running answers continue with the adapter `new`; returns their number. Servers, which do this by
+        themselves, need nothing here."""
+        return 0
 
 
 @dataclass

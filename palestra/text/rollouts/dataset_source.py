@@ -17,7 +17,6 @@ from palestra.core.chat import Chat
 from palestra.core.seeding import derive_seed
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Seat
 from palestra.engine.sampling.request import max_positions
-from palestra.engine.sampling.sampler import Sampler
 from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import LanguagePolicy
 from palestra.text.rollouts.dataset import DataFile
@@ -224,8 +223,8 @@ def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool, record
 
 def _max_tokens(policy: Policy) -> int | None:
     """Returns the maximum number of tokens of a policy's base; None if it is unknown here."""
-    is_local = isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
-    return max_positions(policy.sampler.engine) if is_local else None  # type: ignore[attr-defined]
+    engine = policy.sampler.engine if isinstance(policy, LanguagePolicy) else None
+    return max_positions(engine) if engine else None
 
 
 def _most_tokens(episode: Episode) -> int:

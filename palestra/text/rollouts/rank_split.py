@@ -8,30 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from palestra.core.types import AlgorithmState, Episode, Metrics
+from palestra.parallel.process_group import ProcessGroup
 from palestra.text.rollouts.sources import EpisodeCallback, EpisodeSource
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
-
-
-class ProcessGroupProtocol(Protocol):
-    """Process group; this process is `rank` of `world_size`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def all_gather(self, value: Any) -> list[Any]:
-        """Returns every rank's `value`, in order of rank (all-gather of objects)."""
-        ...
 
 
 @dataclass(frozen=True)
 class RankSplit:
     """Split of a rollout over `ranks`; `weights_context` is a context that prepares the weights for it."""
 
-    ranks: ProcessGroupProtocol
+    ranks: ProcessGroup
     weights_context: Callable[[], AbstractContextManager[Any]]
 
     def local_part(self, items: Sequence[Any]) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Completion, Request, max_positions
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.text.samplers.vllm import SamplerServer, VllmSampler
 
 NUM_PROMPTS, COMPLETIONS_PER_PROMPT, PROMPT_TOKENS, COMPLETION_TOKENS = (
@@ -134,7 +134,7 @@ def _scored(
         )
         for (prompt, answer), none in zip(pairs, zeros, strict=True)
     ]
-    return Trainer(engine, adapter or _zero(engine)).logprobs(samples)
+    return AdapterWeights(engine, adapter or _zero(engine)).logprobs(samples)
 
 
 def _zero(engine: Engine) -> Adapter:

@@ -31,6 +31,7 @@ from palestra.engine.lora.adapters import Snapshot
 from palestra.engine.sampling.request import Completion, Request
 from palestra.parallel.worker_stats import worker_stats
 from palestra.text.policies.base import request_error
+from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.samplers import wire
 from palestra.text.samplers.adapter_store import AdapterStore
 from palestra.text.samplers.processes import SamplerProcesses
@@ -86,7 +87,7 @@ class SamplerServer:
         self.paused_until = time.monotonic() + PAUSES.wait_s(self.failures)
 
 
-class VllmSampler:
+class VllmSampler(SamplerProtocol):
     """A sampler (`SamplerProtocol`) on one or several servers of the same base.
 
     HTTP runs on its own thread: callers may be coroutines of any event loop, and requests progress while they compute.

@@ -20,6 +20,7 @@ from typing import Any
 from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.parallel.process_group import SINGLE_PROCESS
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.text.policies.lm import LanguagePolicy
@@ -31,10 +32,15 @@ from palestra.text.tinker.remote_weights import NO_CRITIC, RemoteWeights, suppor
 class RemoteEngines:
     """Replacement of `builders.engines.Engines` whose learners and frozen policies run on a server."""
 
+    ranks = SINGLE_PROCESS
+
     def __init__(self, connection: ServiceConnection) -> None:
         self.connection = connection
         self._samplers: dict[str, RemoteSampler] = {}
         self._lines: list[str] = []  # on the conversations of bases
+
+    def rank_split(self) -> None:
+        """Returns None: torchrun does not train on a server."""
 
     def check_supported(
         self,

@@ -14,6 +14,7 @@ from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.service.wire import tensors
 from palestra.service.wire import wire_pb2 as pb
 from palestra.text.policies.base import request_error
+from palestra.text.policies.lm import SamplerProtocol
 from palestra.text.tinker.connection import HttpReply, RequestRefused, ServiceConnection
 
 
@@ -25,7 +26,7 @@ class RemoteSnapshot(Snapshot):
         self.sampler_id = sampler_id
 
 
-class RemoteSampler:
+class RemoteSampler(SamplerProtocol):
     """Client of a server's samplers. `base_sampler_id` is the sampler id of the base without an adapter, used for
     requests without one."""
 

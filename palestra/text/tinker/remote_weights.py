@@ -36,6 +36,7 @@ from palestra.core.losses import (
     importance_sampling_loss,
 )
 from palestra.core.types import Datum, Metrics, Sample
+from palestra.engine.training.adapter_weights import AdamConfig
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     build_loss_inputs,
@@ -44,11 +45,11 @@ from palestra.engine.training.micro_batch import (
     trained_share,
     with_gradient,
 )
-from palestra.engine.training.trainer import AdamConfig
 from palestra.service.wire import codec, tensors
 from palestra.service.wire import wire_pb2 as pb
 from palestra.service.wire.schemas.weights import MANIFEST
 from palestra.service.wire.validation import CLIP_OPTIONS, WEIGHTED_ONLY
+from palestra.text.learners.lm import Weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.tinker.connection import ServiceConnection
 from palestra.text.tinker.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler
@@ -76,7 +77,7 @@ class WireLoss(NamedTuple):
 CROSS_ENTROPY = WireLoss("cross_entropy", {})
 
 
-class RemoteWeights:
+class RemoteWeights(Weights):
     """Implementation of `Weights` on the server: the adapter of one training client."""
 
     def __init__(self, connection: ServiceConnection, config: LoraPolicyConfig, *, seed: int) -> None:

@@ -16,6 +16,7 @@ from palestra.core.sample_weights import WeightedMeans, batch_denominator, train
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
 from palestra.text.learners.base import Learner
@@ -56,6 +57,10 @@ class Algorithm(Protocol):
     @property
     def loss_options(self) -> dict[str, Any]:
         """Keyword arguments of the loss."""
+        ...
+
+    async def token_scores(self, episodes: Sequence[Episode], learner: Learner) -> Mapping[int, Any]:
+        """Returns what `build_samples` needs of the weights in training, if anything: its argument `scores`."""
         ...
 
     def build_samples(
@@ -175,7 +180,9 @@ class TextTrainer:
     worker_metrics: Callable[[], Metrics] = dict
     worker_context: AbstractContextManager = field(default_factory=nullcontext)
     learners_are_remote: bool = False
+    ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()
+    resume_notes: Sequence[str] = ()
 
     # Set while the trainer is open.
     run: RunProtocol = field(init=False, repr=False)
@@ -201,10 +208,6 @@ class TextTrainer:
     def can_save_any_time(self) -> bool:
         """True: saving changes nothing."""
         return True
-
-    def all_gather(self, item: Any) -> list[Any]:
-        """Returns [item]: under torchrun text/training/ranks.py keeps the ranks together."""
-        return [item]
 
     @contextmanager
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
@@ -358,7 +361,9 @@ async def update_learner(
     state = {} if state is None else state
     start = read_clocks()
     with span("train", policy=learner.name):
-        samples, credit = algorithm.build_samples(episodes, learner.name, state)
+        scores = await algorithm.token_scores(episodes, learner)
+        given: dict[str, Any] = {"scores": scores} if scores else {}  # an algorithm without scores need not take them
+        samples, credit = algorithm.build_samples(episodes, learner.name, state, **given)
         samples, more = await algorithm.finalize_samples(samples, learner, state)
         batches = learner.batches(samples)
         total = WeightedMeans()

@@ -142,7 +142,7 @@ class ActionValueLearner(NetLearner):
         return CriticEnsemble(
             net,
             frozen_copy(net),
-            StackedAdam(net, seat_mapping.names * self.num_critics, config, self.gradient_sync),
+            StackedAdam(net, seat_mapping.names * self.num_critics, config, self.process_group),
             self.num_critics,
             branches,
         )
@@ -158,8 +158,8 @@ class ActionValueLearner(NetLearner):
         steps; returns metrics by policy."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
-        if self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample):
-            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+        if self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample):
+            seed = minibatch_seed(self.seeds[self.names[0]], self.process_group, "moments", self.steps)
             rng = np.random.default_rng(seed)
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):

@@ -170,7 +170,7 @@ class ActorCriticLearner(NetLearner):
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
         net.to(self.device)
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
-        optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
+        optimizer = StackedAdam(net, seat_mapping.names, config, self.process_group)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
     def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class ActorCriticLearner(NetLearner):
         self.shuffle = make_generator(self.device, int(sum(s.version for s in self.stacks)) * 7919 + 1)
         now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
         advantages, targets, known = self._credit(batch, now.logp, progress)
-        if self.gradient_sync.num_processes == 1:
+        if self.process_group.world_size == 1:
             check_targets(self.stacks, targets, known)
         for critic in self.critics:
             line = self._train_critic(critic, batch, targets, known, progress)
@@ -268,7 +268,7 @@ class ActorCriticLearner(NetLearner):
         """Updates the statistics of returns of a critic; returns its targets and their weights [P, T, B*S]."""
         take = critic.seat_mapping.select_seats
         target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
-        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        critic.update_norm(target, weight, self.process_group.all_reduce)
         return target, weight
 
     def _aims(self, targets: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class ActorCriticLearner(NetLearner):
         [T, B, N], with weight 0 where they are not `known` [T, B, N]."""
         advantage, weight = stack.rows(advantages), stack.rows(known.float())
         if self.config.normalize_advantages:
-            advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
+            advantage = standardise(advantage, weight, self.process_group.all_reduce)
         return PolicyRows.of(stack, batch, advantage * stack.rows(factor), weight)
 
     def _logp(self, batch: RolloutTensors) -> Tensor:

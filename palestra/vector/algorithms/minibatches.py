@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from palestra.core.seeding import derive_seed
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import ProcessGroup
 from palestra.vector.learners.policy_stack import NonFiniteGradient, PolicyStack
 from palestra.vector.nets.layers import Team
 from palestra.vector.nets.on_device import RolloutTensors
@@ -104,10 +104,10 @@ def normalise_weights(weight: Tensor) -> Tensor:
     return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
 
 
-def minibatch_seed(seed: int, gradient_sync: GradientSync, *key: object) -> int:
+def minibatch_seed(seed: int, process_group: ProcessGroup, *key: object) -> int:
     """Returns a seed for sampling minibatches, derived from `seed` and `key`. Each of several processes gets another:
     on the same data, equal seeds would draw equal minibatches, whose mean gradient is the same as one process's."""
-    rank = [gradient_sync.rank] if gradient_sync.num_processes > 1 else []
+    rank = [process_group.rank] if process_group.world_size > 1 else []
     return derive_seed(seed, *key, *rank)
 
 

@@ -167,7 +167,7 @@ class NFSPLearner(DQNLearner):
             config,
             head.to(self.device),
             net,
-            StackedAdam(net, seat_mapping.names, config, self.gradient_sync),
+            StackedAdam(net, seat_mapping.names, config, self.process_group),
             stack.norm,
         )
 
@@ -214,7 +214,7 @@ class NFSPLearner(DQNLearner):
 
     def _all_remember(self) -> bool:
         """Returns True if every policy's reservoir holds an action, in all processes."""
-        return self.gradient_sync.all_ready(all(len(reservoir) for reservoir in self.reservoirs.values()))
+        return self.process_group.all_ranks(all(len(reservoir) for reservoir in self.reservoirs.values()))
 
     def _imitate(self, stack: PolicyStack, rng: np.random.Generator, progress: float) -> Tensor:
         """Takes one gradient step of the average strategies; returns their losses [P]."""

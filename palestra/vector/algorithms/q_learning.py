@@ -229,7 +229,7 @@ class QLearner(NetLearner):
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():
-            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+            seed = minibatch_seed(self.seeds[self.names[0]], self.process_group, "moments", self.steps)
             rng = np.random.default_rng(seed)
             for _ in range(self.config.gradient_steps):
                 for own, line in zip(lines, self._step(rng, progress), strict=True):
@@ -242,7 +242,7 @@ class QLearner(NetLearner):
 
     def _ready(self) -> bool:
         """Returns True if all processes can train."""
-        return self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample)
+        return self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics by stack."""

@@ -75,7 +75,7 @@ class QMIXLearner(QLearner):
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
         names, first = ["+".join(self.names)], self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
-        self.mixer_adam = StackedAdam(self.mixer, names, first, self.gradient_sync) if learns else None
+        self.mixer_adam = StackedAdam(self.mixer, names, first, self.process_group) if learns else None
 
     def _mixer(self) -> nn.Module:
         config = self.config

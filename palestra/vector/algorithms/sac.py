@@ -77,7 +77,7 @@ class SACLearner(OffPolicyLearner):
             Temperature(len(stack.seat_mapping.names), self.config.alpha).to(self.device) for stack in self.stacks
         ]
         self.alpha_adams = [
-            StackedAdam(alpha, stack.seat_mapping.names, stack.config, self.gradient_sync)
+            StackedAdam(alpha, stack.seat_mapping.names, stack.config, self.process_group)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
 

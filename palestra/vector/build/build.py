@@ -17,7 +17,8 @@ from palestra.core.accel.malloc import keep_freed_memory
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
-from palestra.parallel.shared_memory import ProcessRank, all_gather, start_processes
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.shared_memory import start_processes
 from palestra.runs import list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
 from palestra.runs.null_run import NullRun
@@ -39,7 +40,7 @@ from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
 from palestra.vector.rollouts.rollout import VectorRollout
-from palestra.vector.trainer import VectorEval, VectorTrainer, gather_single
+from palestra.vector.trainer import VectorEval, VectorTrainer
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
 MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the config leaves it open
@@ -81,24 +82,25 @@ def build_vector_run(config: VectorConfig) -> VectorTrainer:
 def check_vector_run(config: VectorConfig) -> VectorTrainer:
     """Builds the run for a single process. Raises ValueError if parts of the config do not fit together."""
     torch.set_num_threads(config.torch_threads)
-    return build_process(config, ProcessRank(0, 1, ""))
+    return build_process(config, SINGLE_PROCESS)
 
 
-def run_follower_rank(config: VectorConfig, rank: ProcessRank) -> None:
+def run_follower_rank(config: VectorConfig, ranks: ProcessGroup) -> None:
     """Entry point of processes with rank > 0: runs the same loop and writes nothing."""
-    trainer, run = build_process(config, rank), NullRun()
+    trainer = build_process(config, ranks)
+    run = NullRun()
     restore_checkpoint(trainer, run)
     run_training(trainer, run)
 
 
-def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
+def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
     keep_freed_memory()
     nets = [policy for policy in config.policies.values() if isinstance(policy, TrainedNetConfig)]
     check_memory(config.env, nets, config.algorithm)
-    env, share = make_own_envs(config, rank.world_size)
+    env, share = make_own_envs(config, ranks.world_size)
     device = network_device(config.device)
-    learner, others = build_players(config, env, rank, device)
+    learner, others = build_players(config, env, ranks, device)
     sweep = config.algorithm.rollout_length * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
 
@@ -110,7 +112,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         learner=learner,
         fixed_players=others,
         evals=[]
-        if rank.rank
+        if not ranks.is_rank_zero
         else [
             _build_eval(config, name, evaluation, learner, sweeps(evaluation.every))
             for name, evaluation in config.evals.items()
@@ -123,10 +125,8 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         log_every=log_every,
         checkpoint_every=sweeps(config.checkpoint_every or min(config.env_steps / 10, MAX_CHECKPOINT_STEPS)),
         keep_every=sweeps(config.keep_every),
-        rank=rank.rank,
-        num_processes=rank.world_size,
-        all_gather=all_gather if rank.world_size > 1 else gather_single,
-        notes=[] if rank.rank else seed_notes(env),
+        ranks=ranks,
+        notes=seed_notes(env) if ranks.is_rank_zero else [],
     )
     trainer.rollout.restart(trainer.env_seeds("first"))
     return trainer
@@ -138,23 +138,22 @@ def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
 
 
 def build_players(
-    config: VectorConfig, env: VectorEnv, rank: ProcessRank, device: torch.device = CPU
+    config: VectorConfig, env: VectorEnv, ranks: ProcessGroup, device: torch.device = CPU
 ) -> tuple[NetLearner | TeamLearners, list[VectorPolicy]]:
     """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
     named, algorithm = seat_policies(config, env), config.algorithm
     seats = trained_seats(config, env, named)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
-    together = rank.gradient_sync() if rank.world_size > 1 else None
     others = make_fixed_players(config, env, named, device)
     if algorithm.combines == "nothing":
-        return algorithm.build_learner(env, seats, policies, seeds, together, device), others
+        return algorithm.build_learner(env, seats, policies, seeds, ranks, device), others
     teams: list[TeamSeats] = []
     learners: list[NetLearner] = []
     for team, names in group_trained_teams(config, env, seats).items():
         own = {name: seats[name] for name in names}
         settings = {name: policies[name] for name in names}
-        learners.append(algorithm.build_learner(env, own, settings, seeds, together, device))
+        learners.append(algorithm.build_learner(env, own, settings, seeds, ranks, device))
         played: dict[str, list[int]] = {}
         for seat in sorted(number for numbers in own.values() for number in numbers):
             played.setdefault(named[env.seats[seat]], []).append(seat)
@@ -223,7 +222,7 @@ def make_actor_setup(config: VectorConfig) -> ActorSetup:
     """Builds the env and players of an actor, in the actor's own process."""
     keep_freed_memory()
     env, _ = make_own_envs(config, 1)
-    return ActorSetup(env, *build_players(config, env, ProcessRank(0, 1, "")))
+    return ActorSetup(env, *build_players(config, env, SINGLE_PROCESS))
 
 
 def _actors(config: VectorConfig, learner: NetLearner | TeamLearners) -> ActorPool:

@@ -20,7 +20,7 @@ from palestra.core.config import StrictModel
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.vector.learners.policy_stack import (
     MAX_NORMALISED_INPUT,
     NetPolicyConfig,
@@ -59,25 +59,23 @@ class AlgorithmConfig(StrictModel, ABC):
         seats: Mapping[str, list[int]],
         policies: Mapping[str, NetPolicyConfig],
         seeds: Mapping[str, int],
-        gradient_sync: GradientSync | None = None,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         device: torch.device = CPU,
     ) -> Any:
         """Creates the learner on `device`. `seats` are the seat numbers of each policy, `policies` their settings,
         `seeds` their seeds. Raises ValueError if they do not fit the env."""
-        return self.learner_class()(
-            self, NetLearnerSpec(env, dict(seats), policies, seeds, gradient_sync or GradientSync(), device)
-        )
+        return self.learner_class()(self, NetLearnerSpec(env, dict(seats), policies, seeds, process_group, device))
 
 
 class NetLearnerSpec(NamedTuple):
-    """Specification of the policies in training: env, seat numbers, settings, seeds, gradient synchronisation, and the
-    device of networks and their training."""
+    """Specification of the policies in training: env, seat numbers, settings, seeds, the processes that train them, and
+    the device of networks and their training."""
 
     env: VectorEnv
     seats: dict[str, list[int]]
     policies: Mapping[str, NetPolicyConfig]
     seeds: Mapping[str, int]
-    gradient_sync: GradientSync
+    process_group: ProcessGroup
     device: torch.device = CPU
 
 
@@ -85,7 +83,7 @@ class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
 
     def __init__(self, spec: NetLearnerSpec) -> None:
-        self.env, seats, self.policies, self.seeds, self.gradient_sync, self.device = spec
+        self.env, seats, self.policies, self.seeds, self.process_group, self.device = spec
         self.names = list(seats)
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
@@ -112,7 +110,7 @@ class NetLearner(ABC):
         config = self.policies[seat_mapping.names[0]]
         head = make_head(seat_mapping.action_space).to(self.device)
         net = self.build_net(seat_mapping, head, config).to(self.device)
-        optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
+        optimizer = StackedAdam(net, seat_mapping.names, config, self.process_group)
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
             RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
@@ -177,12 +175,12 @@ class NetLearner(ABC):
             if stack.norm:
                 rows = stack.seat_mapping.network_inputs(batch.obs, 2)[:, :-1].flatten(1, 3)
                 stack.norm.update(
-                    rows, stack.rows(batch.agent_mask[:-1]).flatten(1).float(), self.gradient_sync.all_reduce
+                    rows, stack.rows(batch.agent_mask[:-1]).flatten(1).float(), self.process_group.all_reduce
                 )
         if self.global_norm:
             world, self.global_norm = self.global_norm, None  # update the norm with unnormalised features
             rows = self.global_features(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
-            world.update(rows, rows.new_ones(rows.shape[:2]), self.gradient_sync.all_reduce)
+            world.update(rows, rows.new_ones(rows.shape[:2]), self.process_group.all_reduce)
             self.global_norm = world
 
     def output_size(self, head: ActionHead) -> int:

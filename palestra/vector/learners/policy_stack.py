@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from palestra.core.files import read_arrays, write_arrays
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import ProcessGroup
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
 from palestra.vector.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
@@ -93,10 +93,10 @@ class StackedAdam:
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, gradient_sync: GradientSync
+        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, process_group: ProcessGroup
     ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names, self.config, self.gradient_sync = names, config, gradient_sync
+        self.names, self.config, self.process_group = names, config, process_group
         self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
         for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
             p.data = own.view(p.shape)
@@ -112,8 +112,8 @@ class StackedAdam:
         """
         parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         gradient = torch.cat([part.flatten(1) for part in parts], 1)
-        if self.gradient_sync.num_processes > 1:
-            gradient = self.gradient_sync.all_reduce(gradient) / self.gradient_sync.num_processes
+        if self.process_group.world_size > 1:
+            gradient = self.process_group.all_reduce(gradient) / self.process_group.world_size
         norms = torch.linalg.vector_norm(gradient, dim=1)
         gradient *= (self._scales(norms) if norms.is_cpu else self._scales_on_device(norms))[:, None]
         self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))

@@ -49,7 +49,7 @@ from palestra.runs.loop import Callback, run_training
 from palestra.text.build.distributed import build
 from palestra.text.config import TextConfig
 from palestra.text.training.episode_tasks import DistributedSource
-from palestra.text.training.recoverable_trainer import trainer_traffic
+from palestra.text.training.recoverable_weights import trainer_traffic
 from palestra.text.training.trainer import TextTrainer
 
 WAYS: dict[str, dict[str, Any]] = {

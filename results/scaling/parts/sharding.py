@@ -27,9 +27,10 @@ from palestra.core.types import Sample
 from palestra.engine.bases.fsdp import local_shard, shard_engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.checkpoints import save_trainer
-from palestra.engine.training.trainer import AdamConfig, Trainer
-from palestra.parallel.process_group import ProcessGroup, join_process_group, leave_process_group
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import save_training_state
+from palestra.parallel.process_group import ProcessGroup
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
@@ -47,15 +48,15 @@ def samples(groups: int) -> list[Sample]:
     return found
 
 
-def trainer(kind: str, mode: str, ranks: ProcessGroup) -> Trainer:
+def trainer(kind: str, mode: str, ranks: ProcessGroup) -> AdapterWeights:
     engine = tiny_lm(0, **SHAPE)
     if mode == "fsdp" and ranks.world_size > 1:
         shard_engine(engine, ranks, "cpu", train=kind == "full")
     adapter = None if kind == "full" else Adapter(engine.linear_layers, LoraConfig(rank=8), seed=0)
-    return Trainer(engine, adapter, pack_tokens=2048, group=ranks)
+    return AdapterWeights(engine, adapter, pack_tokens=2048, group=ranks)
 
 
-def kept(learner: Trainer) -> int:
+def kept(learner: AdapterWeights) -> int:
     """Bytes of weights and optimizer state that this rank stores."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
@@ -73,7 +74,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
         seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        save_trainer(Path(folder), learner)
+        save_training_state(Path(folder), learner)
     saved = time.perf_counter() - start
     tokens = sum(len(s.prompt_ids) + len(s.token_ids) for s in batch)
     mine = {"kept": kept(learner), "rss": peak_memory()}
@@ -81,7 +82,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
     if ranks.is_rank_zero:
         most = {name: max(one[name] for one in everyone) for name in mine}
         print(json.dumps(most | {"tokens_per_s": tokens / min(seconds[1:]), "save_s": saved}))
-    leave_process_group()
+    join_process_group().leave()
 
 
 def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[str, float]:

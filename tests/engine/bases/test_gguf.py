@@ -28,7 +28,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_passes_and_gradients_of_smollm2_equal_transformers(smollm: Engine):
     for name, (a, b) in twin.weights.items():
         changed[f"{name}.weight"] = changed[f"{name}.weight"].detach() + twin.scale_of(name) * b @ a
     expected = [logprobs(plain, changed, sample) for sample in samples]
-    trainer = Trainer(smollm, adapter)
+    trainer = AdapterWeights(smollm, adapter)
     for sample, packed, own in zip(samples, trainer.logprobs(samples), expected, strict=True):
         np.testing.assert_allclose(sample.logprobs, own.detach(), atol=1e-4, err_msg="sampled, from the cache")
         np.testing.assert_allclose(packed, own.detach(), atol=1e-4, err_msg="trained, packed")

@@ -21,7 +21,7 @@ from palestra.engine.sampling.plain_batch import PlainBatch
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_tokenizer
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "architectures.py"
@@ -97,7 +97,7 @@ def test_sliding_window_model_loads_and_keeps_its_window(tmp_path):
         engine = Engine.load(str(tmp_path), device="cpu")
         assert engine.plain_path is None
         own = architectures.own_logprobs(load_model(tmp_path), sample).detach().numpy()
-        found.append(Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
+        found.append(AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
         np.testing.assert_allclose(found[-1], own, atol=LOGPROB_ATOL)
     assert np.abs(found[0] - found[1]).max() > 0.01
 
@@ -134,13 +134,13 @@ def test_custom_linear_forward_is_kept_and_adapters_add_to_it():
     adapter = architectures.random_adapter(engine)
     tokens = ids[0].numpy()
     sample = Sample(tokens[:10], tokens[10:], np.zeros(10, np.float32), np.ones(10, np.float32))
-    bare = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0]
+    bare = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0]
     own = torch.log_softmax(expected, -1)[9:19].gather(1, ids[0, 10:, None])[:, 0].numpy()
     np.testing.assert_allclose(bare, own, atol=LOGPROB_ATOL)
     changed = Adapter(engine.linear_layers, LoraConfig(rank=2, target_modules="up_proj"), seed=0)
     with torch.no_grad():
         changed.weights["model.layers.0.mlp.up_proj"][1].fill_(0.1)
-    adapted = Trainer(engine, changed).logprobs([sample])[0]
+    adapted = AdapterWeights(engine, changed).logprobs([sample])[0]
     assert np.abs(adapted - bare).max() > 1e-4
     assert adapter.weights.keys() == {n for n in engine.linear_layers if "layers" in n}
 
@@ -154,7 +154,7 @@ def test_longrope_is_exact_up_to_its_limit_and_refused_beyond():
         Sampler(engine).sample_all([Request(np.arange(5, 65), 1, SamplingConfig(max_tokens=5))])
     long = Sample(np.arange(5, 65), np.arange(5, 15), np.zeros(10, np.float32), np.ones(10, np.float32))
     with pytest.raises(ValueError, match=r"from 64 on, this base's rotary embedding depends on the longest"):
-        Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([long])
+        AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([long])
 
 
 def test_long_factors_are_exact_beyond_the_original_length(tmp_path):
@@ -177,7 +177,7 @@ def test_long_factors_are_exact_beyond_the_original_length(tmp_path):
         expected = logp_TV[first - 1 : first - 1 + len(found)].gather(1, next_T[:, None])[:, 0]
         np.testing.assert_allclose(found, expected, atol=LOGPROB_ATOL)
 
-    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
+    trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     for sample, whole, found in zip(samples, ids, trainer.logprobs(samples), strict=True):
         check(found, whole, len(sample.prompt_ids))
     prompts = [ids[0][:size].astype(np.int32) for size in (50, 70)]

@@ -32,7 +32,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 FAMILIES = {
@@ -260,7 +260,7 @@ def gaps_to_training(engine, sampler, tokens):
             for request, group in zip(asked[number::2], answers[number::2], strict=True)
             for a in group
         ]
-        trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
+        trained = np.concatenate(AdapterWeights(engine, adapter).logprobs(samples))
         gaps.append(np.abs(trained - np.concatenate([sample.logprobs for sample in samples])))
     return np.concatenate(gaps)
 

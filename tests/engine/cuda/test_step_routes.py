@@ -16,7 +16,7 @@ from palestra.engine.cuda.rotary import NAME, Rotary, fused_rotary, rotate, watc
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_tokenizer
 
 
@@ -38,7 +38,7 @@ def gradients(engine: Engine) -> list[torch.Tensor]:
             b.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     answer = np.arange(20, 40, dtype=np.int32)
     samples = [Sample(np.arange(5, 15, dtype=np.int32), answer, np.zeros(20), np.ones(20, np.float32))]
-    Trainer(engine, adapter).forward_backward(samples, cross_entropy_loss)
+    AdapterWeights(engine, adapter).forward_backward(samples, cross_entropy_loss)
     return [weight.grad for pair in adapter.weights.values() for weight in pair]
 
 

@@ -21,7 +21,7 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training import micro_batch
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm
 
 needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
@@ -112,7 +112,7 @@ def test_products_are_padded_to_few_row_counts(monkeypatch):
     monkeypatch.setattr(linear_module, "onednn_product", lambda: product)
     monkeypatch.setattr(linear_module, "onednn_packing", lambda: None)
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1)
-    trainer = Trainer(engine, adapter)
+    trainer = AdapterWeights(engine, adapter)
 
     def grads() -> list[torch.Tensor]:
         for length in (3, 40, 150, 411):
@@ -154,7 +154,7 @@ def test_sampling_and_training_give_the_same_as_without_onednn(monkeypatch):
         groups = Sampler(engine).sample_all(
             [Request(ids, 4, config, owner, seed=i) for i, (ids, owner) in enumerate(zip(prompts, owners, strict=True))]
         )
-        trainer = Trainer(engine, adapters[0])
+        trainer = AdapterWeights(engine, adapters[0])
         trainer.forward_backward(
             [
                 Sample(prompts[0], a.token_ids, a.logprobs, np.full(6, i - 1.5, np.float32))

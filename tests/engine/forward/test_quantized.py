@@ -21,7 +21,7 @@ from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.text.build.engines import Engines
 from palestra.text.build.memory_plan import plan_memory
 from palestra.text.config import TextConfig
@@ -118,13 +118,13 @@ def test_training_and_sampling_equal_the_dequantised_weights(base, kind, options
     results = []
     for engine in engines:
         adapter = shaken_adapter(engine, LoraConfig(rank=3, **options))
-        trainer = Trainer(engine, adapter)
+        trainer = AdapterWeights(engine, adapter)
         logps = trainer.logprobs([SAMPLE])[0]
         trainer.forward_backward([SAMPLE], cross_entropy_loss)
         results.append([torch.as_tensor(logps), *(w.grad for w in adapter.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **GRADIENTS)
-    plain = Trainer(Engine.load(str(base), device="cpu"), None).logprobs([SAMPLE])[0]
+    plain = AdapterWeights(Engine.load(str(base), device="cpu"), None).logprobs([SAMPLE])[0]
     assert np.abs(results[0][0].numpy() - plain).max() > 1e-3  # otherwise the test would prove nothing
 
 

@@ -13,7 +13,7 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.forward.routing_replay import OWN_CHOICE
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm
 
 SHAPE = {
@@ -88,7 +88,7 @@ def test_passes_use_the_given_experts(bases, name):
     """Two answers to one prompt in one packed pass. The first has other experts from its first token on, so that the
     prompt is still shared."""
     engine = Engine.load(str(bases / name), device="cpu")
-    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=2), seed=0))
+    trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(rank=2), seed=0))
     own = [transformers_pass(bases, name, SHARED + list(answer))[1][:-1] for answer in ANSWERS]
     plain = trainer.logprobs([sample(answer) for answer in ANSWERS])
     replayed = trainer.logprobs([sample(*pair) for pair in zip(ANSWERS, own, strict=True)])
@@ -107,7 +107,7 @@ def test_passes_use_the_given_experts(bases, name):
 
 def test_samples_without_experts_keep_their_own(bases):
     engine = Engine.load(str(bases / "qwen3_moe"), device="cpu")
-    trainer = Trainer(engine, None)
+    trainer = AdapterWeights(engine, None)
     own = transformers_pass(bases, "qwen3_moe", SHARED + list(ANSWERS[0]))[1][:-1]
     partly = np.where(np.arange(len(own))[:, None, None] < 3, OWN_CHOICE, own)
     plain = trainer.logprobs([sample(answer) for answer in ANSWERS])
@@ -120,7 +120,7 @@ def test_samples_without_experts_keep_their_own(bases):
 def test_only_the_given_experts_have_gradients(bases, checkpointing):
     """Only the given experts have gradients; the router has one through their weights."""
     engine = Engine.load(str(bases / "qwen3_moe"), device="cpu")
-    trainer = Trainer(engine, None, checkpointing=checkpointing)
+    trainer = AdapterWeights(engine, None, checkpointing=checkpointing)
     experts = np.broadcast_to(np.array([0, 2]), (len(SHARED) + 2, 3, 2)).astype(np.int32)
     trainer.forward_backward([sample(ANSWERS[0], experts)], cross_entropy_loss)
     for layer in engine.model.model.layers:
@@ -132,7 +132,7 @@ def test_only_the_given_experts_have_gradients(bases, checkpointing):
 def test_experts_of_all_layers_fit_a_base_with_dense_layers(bases):
     """Some servers return experts for every layer, also for dense ones."""
     engine = Engine.load(str(bases / "dense_first"), device="cpu")
-    trainer = Trainer(engine, None)
+    trainer = AdapterWeights(engine, None)
     own = transformers_pass(bases, "dense_first", SHARED + list(ANSWERS[0]))[1][:-1]
     assert own.shape[1:] == (2, 2)
     padded = np.concatenate([np.zeros_like(own[:, :1]), shifted(own)], 1)
@@ -144,6 +144,6 @@ def test_experts_that_do_not_fit_are_refused(bases):
     engine = Engine.load(str(bases / "qwen3_moe"), device="cpu")
     short = np.zeros((len(SHARED), 3, 2), np.int32)
     with pytest.raises(ValueError, match=r"of shape \[5, 3, 2\] for an answer with 7 tokens before its last"):
-        Trainer(engine, None).logprobs([sample(ANSWERS[0], short)])
+        AdapterWeights(engine, None).logprobs([sample(ANSWERS[0], short)])
     with pytest.raises(ValueError, match=r"the routers of .* cannot be given a choice"):
-        Trainer(tiny_lm(), None).logprobs([sample(ANSWERS[0], short)])
+        AdapterWeights(tiny_lm(), None).logprobs([sample(ANSWERS[0], short)])

@@ -14,7 +14,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm
 
 
@@ -42,7 +42,7 @@ def test_gpu_code_paths_give_equal_results(monkeypatch):
             for r, siblings in zip(requests, answers, strict=True)
             for a in siblings
         ]
-        trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0))
+        trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0))
         trainer.forward_backward(samples, cross_entropy_loss)
         return answers, [parameter.grad for parameter in trainer.parameters]
 

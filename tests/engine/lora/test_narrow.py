@@ -17,7 +17,7 @@ from palestra.engine.forward.tree_attention import TreeLayout, build_forest
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.lora.routes import AdapterStack, MultiAdapterRoute, SingleAdapterRoute
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 SHAPE = {
@@ -78,7 +78,7 @@ def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_and_gradients_equal_plain_transformers(kind):
     engine, plain = narrow_and_plain(kind)
-    trainer, samples, total = Trainer(engine, None), conversations(), 0.0
+    trainer, samples, total = AdapterWeights(engine, None), conversations(), 0.0
     for s, logp in zip(samples, trainer.logprobs(samples), strict=True):
         ids = torch.tensor(np.concatenate([s.prompt_ids, s.token_ids]))[None]
         logp_TV = torch.log_softmax(plain(ids[:, :-1], use_cache=False).logits[0], -1)[len(s.prompt_ids) - 1 :]

@@ -27,9 +27,9 @@ from palestra.engine.memory import adapter_params, model_shape
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter, save_snapshot
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.runs import list_checkpoints
 from palestra.testing import tiny_lm
 from palestra.text.build.build import build
@@ -115,7 +115,7 @@ def samples():
 
 def our_results(engine, adapter):
     """Log-probabilities of the answers, and the gradients of their mean by PEFT's names."""
-    trainer = Trainer(engine, adapter)
+    trainer = AdapterWeights(engine, adapter)
     logps = np.concatenate(trainer.logprobs(samples()))
     trainer.forward_backward(samples(), cross_entropy_loss)
     return logps, [w.grad for w in adapter.parameters()]
@@ -177,7 +177,7 @@ def test_peft_loads_saved_variants(bases, tmp_path, name):
     base, options = VARIANTS[name]
     engine = Engine.load(str(bases / base), device="cpu")
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=3, alpha=6, **options), seed=1, model=engine.model)
-    start = np.concatenate(Trainer(engine, adapter).logprobs(samples()))
+    start = np.concatenate(AdapterWeights(engine, adapter).logprobs(samples()))
     shake(adapter.parameters())
     logps, _ = our_results(engine, adapter)
     assert np.abs(logps - start).max() > 0.01  # otherwise the test would prove nothing
@@ -218,7 +218,7 @@ def test_sampling_with_several_adapters_has_the_log_probabilities_of_training(ba
         zeros = np.zeros(6, np.float32)
         rows = [Sample(IDS[0, : 4 + number], c.token_ids, c.logprobs, zeros) for c in completions]
         bare = Adapter(engine.linear_layers, LoraConfig(rank=1), seed=0)
-        trained = Trainer(engine, adapter or bare).logprobs(rows)
+        trained = AdapterWeights(engine, adapter or bare).logprobs(rows)
         for logps, completion in zip(trained, completions, strict=True):
             np.testing.assert_allclose(completion.logprobs, logps, atol=LOGPROB_ATOL)
 
@@ -230,7 +230,7 @@ def test_recomputed_layers_have_the_same_gradients(bases):
     for checkpointing in (False, True):
         adapter = Adapter(engine.linear_layers, LoraConfig(**options), seed=1, model=engine.model)
         shake(adapter.parameters())
-        Trainer(engine, adapter, checkpointing=checkpointing).forward_backward(samples(), cross_entropy_loss)
+        AdapterWeights(engine, adapter, checkpointing=checkpointing).forward_backward(samples(), cross_entropy_loss)
         gradients.append([w.grad for w in adapter.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
@@ -243,7 +243,7 @@ def test_a_jobs_separate_gradients_reach_every_weight():
     )
     twin = adapter.with_separate_grads()
     assert [w.data_ptr() for w in twin.parameters()] == [w.data_ptr() for w in adapter.parameters()]
-    Trainer(engine, twin).forward_backward(samples(), cross_entropy_loss)
+    AdapterWeights(engine, twin).forward_backward(samples(), cross_entropy_loss)
     assert all(w.grad is not None for w in twin.parameters()) and all(w.grad is None for w in adapter.parameters())
 
 
@@ -321,7 +321,7 @@ def test_dropout_reaches_the_adapters_input_only(dora):
 def dropout_trainer(checkpointing=False):
     engine = tiny_lm()
     config = LoraConfig(rank=2, lora_dropout=0.3)
-    trainer = Trainer(
+    trainer = AdapterWeights(
         engine, Adapter(engine.linear_layers, config, seed=4), pack_tokens=20, checkpointing=checkpointing
     )
     shake(trainer.parameters)
@@ -338,8 +338,8 @@ def test_a_resumed_run_with_dropout_is_bit_identical(tmp_path):
     whole, first, second = dropout_trainer(), dropout_trainer(), dropout_trainer()
     train(whole, 4)
     train(first, 2)
-    save_trainer(tmp_path, first)
-    load_trainer(tmp_path, second)
+    save_training_state(tmp_path, first)
+    load_training_state(tmp_path, second)
     train(second, 2)
     assert all(torch.equal(x, y) for x, y in zip(whole.parameters, second.parameters, strict=True))
 

@@ -17,9 +17,9 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig, sample_tokens
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.head import ScoredTokens, score_logits
 from palestra.engine.training.kept_tokens import KeptTokens
-from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_lm
 
 CHANCES = [0.5, 0.3, 0.15, 0.05]
@@ -118,7 +118,7 @@ def trainer_and_samples(head):
     engine.model.double()
     for name, (a, b) in adapter.weights.items() if adapter else ():
         adapter.weights[name] = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
-    return Trainer(engine, adapter), samples
+    return AdapterWeights(engine, adapter), samples
 
 
 def sampled(engine, adapter):
@@ -197,7 +197,7 @@ def test_sampler_and_trainer_agree_on_the_shipped_base():
         Sample(prompt, a.token_ids, a.logprobs, np.zeros(8, np.float32), 0.8, sampling_mask=a.sampling_mask)
         for a in answers
     ]
-    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0))
+    trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0))
     for answer, own, whole in zip(answers, trainer.logprobs(masked), trainer.logprobs(plain), strict=True):
         np.testing.assert_allclose(own, answer.logprobs, atol=LOGPROB_ATOL)
         assert (whole < own - 0.1).any()

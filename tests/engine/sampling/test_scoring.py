@@ -15,7 +15,7 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 
@@ -71,7 +71,7 @@ def test_mixed_adapter_scores_equal_each_trainer(engine, adapters, monkeypatch, 
         zeros = [np.zeros(len(ids) - 1, np.float32) for ids, _ in mine]
         samples = [Sample(ids[:1], ids[1:], z, z) for (ids, _), z in zip(mine, zeros, strict=True)]
         # B = 0: equals the base
-        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
+        trainer = AdapterWeights(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
         for (_, scores), logps in zip(mine, trainer.logprobs(samples), strict=True):
             np.testing.assert_allclose(scores.logprobs, logps, atol=1e-4)
 

@@ -21,9 +21,9 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.checkpoints import load_full_model, load_trainer, save_trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import load_full_model, load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
@@ -33,7 +33,7 @@ def our_logprobs(engine, adapter):
     sample = Sample(IDS[:4], IDS[4:], np.zeros(20, np.float32), np.ones(20, np.float32))
     if adapter is None:
         adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)  # B = 0: the base
-    return Trainer(engine, adapter).logprobs([sample])[0]
+    return AdapterWeights(engine, adapter).logprobs([sample])[0]
 
 
 def their_logprobs(model):
@@ -226,12 +226,12 @@ def random_engine(kind, seed):
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3"])
 def test_model_with_other_names_in_files_survives_save_and_load(tmp_path, kind):
     """Checkpoints are in the format that others read, and load exactly."""
-    trainer, resumed = (Trainer(random_engine(kind, seed), None) for seed in (0, 1))
+    trainer, resumed = (AdapterWeights(random_engine(kind, seed), None) for seed in (0, 1))
     train(trainer, batches(1))
-    save_trainer(tmp_path / "t", trainer)
+    save_training_state(tmp_path / "t", trainer)
     mine = trainer.engine.model.state_dict()
     assert set(load_file(tmp_path / "t" / "model.safetensors")) - set(mine)
-    load_trainer(tmp_path / "t", resumed)
+    load_training_state(tmp_path / "t", resumed)
     assert all(torch.equal(a, b) for a, b in zip(state(trainer), state(resumed), strict=True))
     others = type(trainer.engine.model).from_pretrained(tmp_path / "t").state_dict()
     assert all(torch.equal(tensor, others[name]) for name, tensor in mine.items())
@@ -258,7 +258,7 @@ def batches(n):
 
 def trainer_on(full, seed=0):
     engine = tiny_lm(4)
-    return Trainer(engine, None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed))
+    return AdapterWeights(engine, None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed))
 
 
 def train(trainer, parts):
@@ -279,9 +279,9 @@ def state(trainer):
 def test_trainer_resume_is_bit_identical(tmp_path, full):
     whole = trainer_on(full)
     train(whole, batches(3))
-    save_trainer(tmp_path / "t", whole)
+    save_training_state(tmp_path / "t", whole)
     resumed = trainer_on(full, seed=9)  # another start, which loading must replace
-    load_trainer(tmp_path / "t", resumed)
+    load_training_state(tmp_path / "t", resumed)
     assert len(state(resumed)) == len(state(whole)) and resumed.steps == 3
     assert all(torch.equal(a, b) for a, b in zip(state(whole), state(resumed), strict=True))
     assert train(whole, batches(6)[3:]) == train(resumed, batches(6)[3:])
@@ -290,9 +290,9 @@ def test_trainer_resume_is_bit_identical(tmp_path, full):
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_resume_of_an_untrained_trainer_is_bit_identical(tmp_path, full):
-    save_trainer(tmp_path / "t", trainer_on(full))
+    save_training_state(tmp_path / "t", trainer_on(full))
     resumed = trainer_on(full, seed=9)
-    load_trainer(tmp_path / "t", resumed)
+    load_training_state(tmp_path / "t", resumed)
     assert resumed.steps == 0
     whole = trainer_on(full)
     assert train(whole, batches(2)) == train(resumed, batches(2))
@@ -304,7 +304,7 @@ def test_reference_of_a_full_model_is_saved_and_restored(tmp_path, kind):
     computing them does not change the trained weights."""
 
     def full():
-        return Trainer(tiny_lm(4), None, full_reference=kind)
+        return AdapterWeights(tiny_lm(4), None, full_reference=kind)
 
     (samples,) = batches(1)
     trainer = full()
@@ -314,14 +314,14 @@ def test_reference_of_a_full_model_is_saved_and_restored(tmp_path, kind):
     assert all(np.array_equal(a, b) for a, b in zip(base, trainer.logprobs(samples, reference=True), strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(moved, trainer.logprobs(samples), strict=True))
     assert np.abs(moved[0] - base[0]).max() > 1e-2
-    save_trainer(tmp_path / "first", trainer)
+    save_training_state(tmp_path / "first", trainer)
     assert not (tmp_path / "first" / "reference.safetensors").exists()  # it equals the base
     trainer.set_reference()
     train(trainer, batches(1))
-    save_trainer(tmp_path / "second", trainer)
+    save_training_state(tmp_path / "second", trainer)
     for folder, expected in (("first", base), ("second", moved)):
         resumed = full()
-        load_trainer(tmp_path / folder, resumed)
+        load_training_state(tmp_path / folder, resumed)
         found = resumed.logprobs(samples, reference=True)
         assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -330,25 +330,25 @@ def test_saving_twice_writes_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         trainer = trainer_on(full=False)
         train(trainer, batches(2))
-        save_trainer(tmp_path / name, trainer)
+        save_training_state(tmp_path / name, trainer)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
 
 
 def test_checkpoint_of_another_shape_is_refused(tmp_path):
-    save_trainer(tmp_path / "t", trainer_on(full=False))
+    save_training_state(tmp_path / "t", trainer_on(full=False))
     engine = tiny_lm(4)
     for config in (LoraConfig(rank=8), LoraConfig(rank=4, target_modules="q_proj"), LoraConfig(rank=4, alpha=4)):
         with pytest.raises(ValueError, match="another rank, scale or other targets"):
-            load_trainer(tmp_path / "t", Trainer(engine, Adapter(engine.linear_layers, config, seed=0)))
+            load_training_state(tmp_path / "t", AdapterWeights(engine, Adapter(engine.linear_layers, config, seed=0)))
 
 
 def test_checkpoint_without_optimizer_is_refused(tmp_path):
     """Continuing with a new optimizer would silently be another run."""
-    save_trainer(tmp_path / "t", trainer_on(full=False))
+    save_training_state(tmp_path / "t", trainer_on(full=False))
     (tmp_path / "t" / "optimizer.safetensors").unlink()
     with pytest.raises(ValueError, match=r"optimizer\.safetensors"):
-        load_trainer(tmp_path / "t", trainer_on(full=False))
+        load_training_state(tmp_path / "t", trainer_on(full=False))
 
 
 def test_merged_adapter_equals_the_trained_policy(tmp_path):
@@ -357,7 +357,7 @@ def test_merged_adapter_equals_the_trained_policy(tmp_path):
     for samples in batches(3):
         trainer.forward_backward(samples, cross_entropy_loss)
         trainer.optim_step(AdamConfig(lr=1e-2))
-    save_trainer(tmp_path / "t", trainer)
+    save_training_state(tmp_path / "t", trainer)
     trainer.engine.model.save_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "t")
     merged = model.merge_and_unload()

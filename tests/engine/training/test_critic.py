@@ -15,8 +15,8 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
-from palestra.engine.training.trainer import AdamConfig, Trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.testing import tiny_lm
 
 VALUE_ONLY = {"value_coef": 1.0}
@@ -26,7 +26,7 @@ def trainer_on(*, full=False, critic=True, seed=0, taught=True, engine=None, **o
     """A trainer whose adapter and head, if `taught`, are not zero."""
     engine = engine or tiny_lm(4, initializer_range=0.2)
     adapter = None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
-    trainer = Trainer(engine, adapter, critic=critic, **options)
+    trainer = AdapterWeights(engine, adapter, critic=critic, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in [b for _, b in adapter.weights.values()] if adapter and taught else []:
@@ -256,9 +256,9 @@ def test_trainer_with_critic_resume_is_bit_identical(tmp_path, full):
     if not full:
         whole.set_reference()
     train(whole, 2, first=2)
-    save_trainer(tmp_path / "t", whole)
+    save_training_state(tmp_path / "t", whole)
     resumed = trainer_on(full=full, seed=9)  # another start, which loading must replace
-    load_trainer(tmp_path / "t", resumed)
+    load_training_state(tmp_path / "t", resumed)
     assert assert_equal_states(whole, resumed) and resumed.steps == 4
     for ask in (
         lambda t: t.values(sample_conversation()),
@@ -276,9 +276,9 @@ def test_resume_of_an_untrained_critic_is_bit_identical(tmp_path):
     whole = trainer_on(taught=False)
     whole.forward_backward(sample_conversation(), clipped_policy_loss)
     whole.optim_step(AdamConfig())
-    save_trainer(tmp_path / "t", whole)
+    save_training_state(tmp_path / "t", whole)
     resumed = trainer_on(seed=9)
-    load_trainer(tmp_path / "t", resumed)
+    load_training_state(tmp_path / "t", resumed)
     assert (
         assert_equal_states(whole, resumed)
         and train(whole, 2) == train(resumed, 2)
@@ -300,25 +300,25 @@ def test_reference_is_the_weights_at_the_anchor(tmp_path):
 
 def test_checkpoint_before_the_anchor_has_the_base_as_reference(tmp_path):
     trainer, samples = trainer_on(), sample_conversation()
-    save_trainer(tmp_path / "t", trainer)
+    save_training_state(tmp_path / "t", trainer)
     bare = trainer.logprobs(samples, reference=True)
     trainer.set_reference()
-    load_trainer(tmp_path / "t", trainer)
+    load_training_state(tmp_path / "t", trainer)
     assert trainer.reference is None
     for logprobs, expected in zip(trainer.logprobs(samples, reference=True), bare, strict=True):
         np.testing.assert_array_equal(logprobs, expected)
 
 
 def test_checkpoint_without_critic_is_refused(tmp_path):
-    save_trainer(tmp_path / "t", trainer_on(critic=False))
+    save_training_state(tmp_path / "t", trainer_on(critic=False))
     with pytest.raises(ValueError, match=r"no critic \(critic\.safetensors\): it was trained without one"):
-        load_trainer(tmp_path / "t", trainer_on())
+        load_training_state(tmp_path / "t", trainer_on())
 
 
 def test_adapter_saved_with_a_critic_loads_in_peft(tmp_path):
     """PEFT's files have no weight of the head, and the targets do not name it."""
     trainer = trainer_on()
-    save_trainer(tmp_path / "t", trainer)
+    save_training_state(tmp_path / "t", trainer)
     tensors = load_file(tmp_path / "t" / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(trainer.adapter.weights) and all("lora_" in name for name in tensors)
     config = json.loads((tmp_path / "t" / "adapter_config.json").read_text())

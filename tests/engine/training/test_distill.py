@@ -14,9 +14,9 @@ from palestra.engine.forward.tree_attention import TreeLayout, build_forest
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.lora.routes import SingleAdapterRoute
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
 from palestra.engine.training.distill import DistillExample, ReverseKL, reverse_kl
 from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
 
 LESSONS = [
@@ -55,12 +55,12 @@ def test_temperature_divides_both_logits() -> None:
     assert reverse_kl(student, reference, 2.0).item() == pytest.approx(by_hand, rel=1e-5)
 
 
-def trainer(engine: Engine, seed: int, bent: float = 0.0) -> Trainer:
+def trainer(engine: Engine, seed: int, bent: float = 0.0) -> AdapterWeights:
     """A trainer of a new adapter, which equals the base unless `bent`."""
-    return Trainer(engine, random_adapter(engine, LoraConfig(rank=4), seed, bent))
+    return AdapterWeights(engine, random_adapter(engine, LoraConfig(rank=4), seed, bent))
 
 
-def run(trainer: Trainer, loss: ReverseKL, pack_tokens: int = 1000) -> JobResult:
+def run(trainer: AdapterWeights, loss: ReverseKL, pack_tokens: int = 1000) -> JobResult:
     passes = train_jobs(trainer.engine, [Job(trainer, loss.data, loss)], pack_tokens)
     while True:
         try:

@@ -9,9 +9,10 @@ from helpers.ranks import batch, kept_bytes, run_ranks, state, train, trainer
 
 from palestra.core.losses import actor_critic_loss, clipped_policy_loss
 from palestra.core.types import Sample
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.micro_batch import micro_batches, split_over_ranks, token_weight
-from palestra.parallel.process_group import SINGLE_PROCESS, join_process_group
+from palestra.parallel.process_group import SINGLE_PROCESS
+from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
 
@@ -77,12 +78,12 @@ def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
     for kind in ("lora", "full"):
         one[kind] = trainer(kind, "none", SINGLE_PROCESS)
         train(one[kind], range(3))
-        save_trainer(tmp_path / "one" / f"{kind}-none", one[kind])
+        save_training_state(tmp_path / "one" / f"{kind}-none", one[kind])
     whole = {kind: state(learner, train(learner, range(3, 5))) for kind, learner in one.items()}
     for case in four:
         kind, mode = case.split(",")
         learner = trainer(kind, "none", SINGLE_PROCESS)
-        load_trainer(tmp_path / "four" / f"{kind}-{mode}", learner)
+        load_training_state(tmp_path / "four" / f"{kind}-{mode}", learner)
         np.savez(tmp_path / f"{case}.npz", **state(learner, train(learner, range(3, 5))))
         assert_close(tmp_path / f"{case}.npz", whole[kind])
     for count, source, cases in (
@@ -189,9 +190,9 @@ def test_loss_scale_grows_after_good_steps_and_is_restored(tmp_path):
     learner.loss_scale.value, learner.loss_scale.growth_interval = 2.0**8, 2
     train(learner, range(3))
     assert (learner.loss_scale.value, learner.loss_scale.good_steps) == (2.0**9, 1)
-    save_trainer(tmp_path, learner)
+    save_training_state(tmp_path, learner)
     other = trainer("lora", "none", SINGLE_PROCESS, precision="float16")
-    load_trainer(tmp_path, other)
+    load_training_state(tmp_path, other)
     assert (other.loss_scale.value, other.loss_scale.good_steps) == (2.0**9, 1)
 
 

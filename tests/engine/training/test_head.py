@@ -18,9 +18,9 @@ from palestra.engine.forward import logits as chunks
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.token_sampling import SamplingConfig, counter_uniform, sample_tokens
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.distill import DistillExample, ReverseKL
 from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
-from palestra.engine.training.trainer import Trainer
 from palestra.service.worker.losses import build_loss
 from palestra.testing import tiny_lm, tiny_tokenizer
 
@@ -48,17 +48,17 @@ def engine_of(head: str) -> Engine:
     return engine
 
 
-def trainer_of(head: str, *, critic: bool = False) -> Trainer:
+def trainer_of(head: str, *, critic: bool = False) -> AdapterWeights:
     engine = engine_of(head)
     if head.startswith("trained"):
-        return Trainer(engine, None, critic=critic)
+        return AdapterWeights(engine, None, critic=critic)
     targets = ["q_proj", "lm_head"] if head == "adapted" else "all-linear"
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=4, target_modules=targets), seed=0)
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
             b.normal_(0, 0.05, generator=torch.Generator().manual_seed(3))
             adapter.weights[name] = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
-    return Trainer(engine, adapter, critic=critic)
+    return AdapterWeights(engine, adapter, critic=critic)
 
 
 def samples_of(*, temperature: float = 1.0) -> list[Sample]:
@@ -82,7 +82,9 @@ def samples_of(*, temperature: float = 1.0) -> list[Sample]:
     ]
 
 
-def gradients(trainer: Trainer, samples: list[Sample], **options: float) -> tuple[dict[str, float], list[torch.Tensor]]:
+def gradients(
+    trainer: AdapterWeights, samples: list[Sample], **options: float
+) -> tuple[dict[str, float], list[torch.Tensor]]:
     loss = actor_critic_loss if trainer.critic else clipped_policy_loss
     metrics = trainer.forward_backward(samples, loss, **options)
     return metrics, [torch.zeros(()) if p.grad is None else p.grad for p in trainer.parameters]
@@ -113,7 +115,7 @@ def test_chunked_logits_keep_the_precision_also_when_recomputed(monkeypatch, hea
         monkeypatch.setattr(chunks, "MAX_LOGITS", limit)
         engine = tiny_lm(1, tie_word_embeddings=False, initializer_range=0.2)
         adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0) if head == "frozen" else None
-        trainer = Trainer(engine, adapter, precision=precision, checkpointing=True)
+        trainer = AdapterWeights(engine, adapter, precision=precision, checkpointing=True)
         found.append(gradients(trainer, samples)[1])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=float(theirs.abs().max()) * 2e-2 + 1e-9)
@@ -129,7 +131,7 @@ def test_chunked_logprobs_and_values_equal_whole_logits(monkeypatch):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-def run_jobs(trainers: list[Trainer], data: list[Datum], options: dict[str, float]) -> list[JobResult]:
+def run_jobs(trainers: list[AdapterWeights], data: list[Datum], options: dict[str, float]) -> list[JobResult]:
     jobs = [Job(trainer, data, build_loss("ppo", options)) for trainer in trainers]
     passes = train_jobs(trainers[0].engine, jobs, 1000)
     while True:
@@ -144,7 +146,7 @@ def run_jobs(trainers: list[Trainer], data: list[Datum], options: dict[str, floa
 def test_chunked_multi_adapter_jobs_equal_unchunked(monkeypatch, entropy, targets):
     rng = np.random.default_rng(0)
     engine = tiny_lm(1, initializer_range=0.2)
-    trainers = [Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=r), seed=r)) for r in (2, 4)]
+    trainers = [AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(rank=r), seed=r)) for r in (2, 4)]
     data = []
     for length in (9, 14):
         shape = (length,) if targets == 1 else (length, targets)
@@ -182,7 +184,7 @@ def test_chunked_distillation_equals_unchunked(monkeypatch):
     found = []
     for limit in (AT_ONCE, CHUNKED):
         monkeypatch.setattr(chunks, "MAX_LOGITS", limit)
-        trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1))
+        trainer = AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1))
         loss = ReverseKL(engine, teacher.snapshot(), examples, temperature=1.2)
         passes = train_jobs(engine, [Job(trainer, loss.data, loss)], 1000)
         assert not isinstance(list(passes), Exception)
@@ -214,7 +216,7 @@ import resource, sys
 import numpy as np
 from palestra.engine.forward import logits
 from palestra.engine.lora.adapters import Adapter, LoraConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.core.losses import clipped_policy_loss
 from palestra.testing import tiny_lm
 from palestra.core.types import Sample
@@ -223,7 +225,7 @@ tokens, full = int(sys.argv[1]), sys.argv[2] == "full"
 logits.MAX_LOGITS = 2**22
 engine = tiny_lm(0, vocab_size=32768, max_position_embeddings=4096, num_hidden_layers=1)
 adapter = None if full else Adapter(engine.linear_layers, LoraConfig(), seed=0)
-trainer = Trainer(engine, adapter)
+trainer = AdapterWeights(engine, adapter)
 rng, zeros = np.random.default_rng(0), np.zeros(64, np.float32)
 
 def samples(count):

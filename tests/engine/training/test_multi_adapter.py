@@ -22,9 +22,9 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
 from palestra.engine.training.peft_format import load_adapter, save_adapter
-from palestra.engine.training.trainer import Trainer
 from palestra.service.worker.losses import build_loss
 from palestra.testing import tiny_lm
 
@@ -43,11 +43,11 @@ def engine() -> Engine:
     return tiny_lm(2)
 
 
-def trainer(engine: Engine, config: LoraConfig, seed: int) -> Trainer:
-    return Trainer(engine, random_adapter(engine, config, seed))
+def trainer(engine: Engine, config: LoraConfig, seed: int) -> AdapterWeights:
+    return AdapterWeights(engine, random_adapter(engine, config, seed))
 
 
-def trainers(engine: Engine) -> list[Trainer]:
+def trainers(engine: Engine) -> list[AdapterWeights]:
     return [trainer(engine, config, seed) for seed, config in enumerate(SHAPES)]
 
 
@@ -81,7 +81,7 @@ def expect_success(outcome: JobResult | Exception) -> JobResult:
     return outcome
 
 
-def grads(trainer: Trainer) -> list[torch.Tensor]:
+def grads(trainer: AdapterWeights) -> list[torch.Tensor]:
     found = [w.grad for w in trainer.parameters if w.grad is not None]
     assert len(found) == len(trainer.parameters)
     return found

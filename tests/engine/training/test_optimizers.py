@@ -10,9 +10,9 @@ from palestra.core.losses import cross_entropy_loss
 from palestra.core.types import Sample
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.checkpoints import load_trainer, save_trainer
+from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.optimizers import MuonAndAdamW, build_optimizer, state_bytes
-from palestra.engine.training.trainer import AdamConfig, Trainer
 from palestra.testing import tiny_lm
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
@@ -29,7 +29,7 @@ def trainer(kind, *, full=False, critic=False):
     """A trainer of an adapter whose larger matrices have moments of 8 bits, or of a full model."""
     engine = tiny_lm()
     adapter = None if full else Adapter(engine.linear_layers, LoraConfig(rank=64, use_dora=True), seed=0)
-    return Trainer(engine, adapter, optimizer=kind, critic=critic)
+    return AdapterWeights(engine, adapter, optimizer=kind, critic=critic)
 
 
 def train(trainer, steps, lr=1e-3):
@@ -55,8 +55,8 @@ def test_resumed_trainer_is_bit_identical(tmp_path, kind, full):
     whole, first, second = (trainer(kind, full=full) for _ in range(3))
     train(whole, 5)
     train(first, 3)
-    save_trainer(tmp_path, first)
-    load_trainer(tmp_path, second)
+    save_training_state(tmp_path, first)
+    load_training_state(tmp_path, second)
     assert train(second, 2)
     assert second.steps == 5
     assert all(torch.equal(x, y) for x, y in zip(whole.parameters, second.parameters, strict=True))
@@ -118,9 +118,9 @@ def test_the_plan_counts_the_bytes_of_the_state(kind):
 def test_another_optimizers_state_is_refused(tmp_path):
     mine = trainer("adamw")
     train(mine, 1)
-    save_trainer(tmp_path, mine)
+    save_training_state(tmp_path, mine)
     with pytest.raises(ValueError, match="holds the state of optimizer: adamw, and the config has muon"):
-        load_trainer(tmp_path, trainer("muon"))
+        load_training_state(tmp_path, trainer("muon"))
 
 
 @pytest.mark.skipif(HAS_BITSANDBYTES, reason="the package is there")

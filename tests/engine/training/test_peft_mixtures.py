@@ -20,8 +20,8 @@ from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.peft_format import REMAPPED, check_plain_lora, load_adapter, load_into, save_adapter
-from palestra.engine.training.trainer import Trainer
 from palestra.testing import tiny_tokenizer
 from palestra.text.build.engines import Engines
 from palestra.text.learners.lm_config import LoraPolicyConfig
@@ -101,7 +101,7 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.few(6)
 def test_peft_reads_the_saved_adapter_as_it_was_trained(mixture: Engine, options: str, tmp_path: Path):
     adapter = trained(mixture, **OPTIONS[options])
-    trainer = Trainer(mixture, adapter)
+    trainer = AdapterWeights(mixture, adapter)
     (ours,) = trainer.logprobs([sample()])
     save_adapter(tmp_path / "a", adapter, mixture.name, mixture.model)
     found = logprobs(in_peft(mixture, tmp_path / "a"))
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_peft(mixture: Engine, tmp_path: Path):
     model = in_peft(mixture, tmp_path / "a")
     (-logprobs(model).mean()).backward()
     theirs = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    Trainer(mixture, adapter).forward_backward([sample()], cross_entropy_loss)
+    AdapterWeights(mixture, adapter).forward_backward([sample()], cross_entropy_loss)
     largest = max(float(grad.abs().max()) for grad in theirs.values())
     for name, pair in adapter.weights.items():
         for letter, weight in zip("AB", pair, strict=True):
@@ -137,7 +137,7 @@ def test_older_checkpoints_are_published_as_peft_reads_them(mixture: Engine, tmp
     adapter = trained(mixture)
     save_adapter(tmp_path / "old", adapter, mixture.name)  # without the base: all are target modules
     publish(agent_of(mixture, tmp_path / "old"), tmp_path / "new")
-    (ours,) = Trainer(mixture, adapter).logprobs([sample()])
+    (ours,) = AdapterWeights(mixture, adapter).logprobs([sample()])
     found = logprobs(in_peft(mixture, tmp_path / "new")).detach().numpy()
     np.testing.assert_allclose(found, ours, atol=LOGPROB_ATOL)
     check_plain_lora(json.loads((tmp_path / "new" / "adapter_config.json").read_text()), tmp_path)

@@ -16,8 +16,8 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.scoring import answer_logprobs
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.micro_batch import build_loss_inputs, micro_batches
-from palestra.engine.training.trainer import Trainer
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.runs.loop import run_training
 from palestra.testing import tiny_lm
@@ -132,7 +132,7 @@ def test_a_teachers_scores_are_those_of_a_training_pass():
     blank = np.zeros(3, np.float32)
     samples = [Sample(rng.integers(5, 250, n), rng.integers(5, 250, 3), blank, blank) for n in (4, 7)]
     found = answer_logprobs(engine, adapter.snapshot("t", engine.dtype), samples)
-    for ours, theirs in zip(found, Trainer(engine, adapter).logprobs(samples), strict=True):
+    for ours, theirs in zip(found, AdapterWeights(engine, adapter).logprobs(samples), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=LOGPROB_ATOL)  # rounding of float32
 
 

@@ -284,7 +284,7 @@ def test_full_model_learns_from_pairs_with_a_copy_as_reference(base, tmp_path):
     tree["policies"]["guide"] = full | {"reference": "disk"}
     path, setup = run_of(validate(TextConfig, tree), tmp_path)
     assert read_lines(path / "evals.jsonl")[-1]["success"] > 0.6
-    assert setup.learners["guide"].weights.trainer.full_reference.is_base
+    assert setup.learners["guide"].weights.full_reference.is_base
 
 
 def test_run_records_pairs_as_advantages(pair_run):

@@ -268,16 +268,17 @@ def test_a_separate_critic_does_not_move_the_policy(base):
         samples, _ = asyncio.run(setup.stages[0].algorithm.finalize_samples(samples, learner, {}))
         algorithm = setup.stages[0].algorithm
         asyncio.run(learner.forward_backward(samples, algorithm.loss, **algorithm.loss_options))
-        found[coef] = [p.grad.clone() for p in learner.weights.trainer.parameters]
-        assert learner.weights.trainer.critic is None
-        before = [p.detach().clone() for p in learner.weights.critic.parameters]
+        found[coef] = [p.grad.clone() for p in learner.weights.parameters]
+        assert learner.weights.critic is None
+        before = [p.detach().clone() for p in learner.weights.critic_weights.parameters]
         metrics = asyncio.run(learner.optim_step())
         moved = [
-            float((a - b).detach().abs().max()) for a, b in zip(before, learner.weights.critic.parameters, strict=True)
+            float((a - b).detach().abs().max())
+            for a, b in zip(before, learner.weights.critic_weights.parameters, strict=True)
         ]
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
     assert any(gradient.abs().max() > 0 for gradient in found[0.0])
-    trainer = learner.weights.critic
+    trainer = learner.weights.critic_weights
     averages = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.critic_parameters]
     # the gradient before it is clipped to 1; Adam's average takes a tenth of it
     assert metrics["critic_grad_norm"] > 100
@@ -398,7 +399,7 @@ def test_stages_with_different_critics_are_refused(base):
 
 def test_joint_prompt_longer_than_the_base_is_refused(base):
     setup = build(whisper(base, steps=1, algorithm={"type": "maac"}))
-    limit = setup.learners["guide"].weights.trainer.engine.model.config.max_position_embeddings
+    limit = setup.learners["guide"].weights.engine.model.config.max_position_embeddings
     ids, zeros = np.array([1], np.int32), np.zeros(1, np.float32)
     long = Sample(ids, ids, zeros, zeros, critic_ids=np.ones(limit + 1, np.int32))
     with pytest.raises(ValueError, match=f"here {limit + 1} tokens, and the base has {limit}"):

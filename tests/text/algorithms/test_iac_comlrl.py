@@ -41,7 +41,7 @@ def learner_of(case: dict[str, Any], seat: str) -> LanguageLearner:
 
 
 def critic_trainer(learner: LanguageLearner) -> Any:
-    return learner.weights.critic if isinstance(learner.weights, SeparateCriticWeights) else learner.weights.trainer
+    return learner.weights.critic_weights if isinstance(learner.weights, SeparateCriticWeights) else learner.weights
 
 
 def episode_of(case: dict[str, Any]) -> Episode:
@@ -101,7 +101,7 @@ def test_values_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
         assert metrics["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
         assert float(critic_trainer(learner).critic.bias.grad) == pytest.approx(comlrl["head_gradient"], abs=1e-3)
         if case["critic"] == "shared":
-            gradients = [p.grad for p in learner.weights.trainer.policy_parameters if p.grad is not None]
+            gradients = [p.grad for p in learner.weights.policy_parameters if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             assert norm == pytest.approx(comlrl["policy_gradient_norm"], rel=2e-3)
         else:

@@ -15,7 +15,7 @@ from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.ppo import PPO
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.training.trainer import update_learner
 
@@ -23,6 +23,7 @@ from palestra.text.training.trainer import update_learner
 class Drifted:
     """A learner whose reference has these log-probabilities for the tokens of each sample, by the sample's tokens."""
 
+    name = "p"
     is_at_reference = False
 
     def __init__(self, reference):
@@ -49,9 +50,10 @@ def siblings(*rows):
 
 
 def credit_samples(algorithm, episodes, learner):
-    samples, _ = algorithm.build_samples(episodes, "p", {})
-    samples, metrics = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
-    return [s.advantages.tolist() for s in samples], metrics, samples
+    scores = asyncio.run(algorithm.token_scores(episodes, learner))
+    samples, metrics = algorithm.build_samples(episodes, "p", {}, **({"scores": scores} if scores else {}))
+    samples, more = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
+    return [s.advantages.tolist() for s in samples], metrics | more, samples
 
 
 # ---- estimators
@@ -175,7 +177,7 @@ def update_at_reference(algorithm, rewards, batch_size=None):
     engine = tiny_lm(0, initializer_range=0.2)
     config = LoraPolicyConfig(batch_size=batch_size, lr=1e-2)
     critic = algorithm.needs_critic
-    weights = LocalWeights(config, engine, seed=0, critic=critic)
+    weights = build_weights(config, engine, seed=0, critic=critic)
     learner = LanguageLearner("p", config, weights, Sampler(engine), engine.tokenizer)
     requests = [
         Request(np.arange(5, 12 + i).astype(np.int32), 1, SamplingConfig(max_tokens=6, stop_at_eos=False), seed=i)

@@ -13,7 +13,7 @@ from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.testing import tiny_lm
 from palestra.text.algorithms.grpo import GRPO
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.training.trainer import update_learner
 
@@ -50,7 +50,7 @@ def updated(dtype: torch.dtype, batch_size: int | None = None, **settings) -> di
     engine.model.to(dtype)
     engine = Engine(engine.model, engine.tokenizer, "tiny-random")
     config = LoraPolicyConfig(batch_size=batch_size, lr=0.0)
-    learner = LanguageLearner("p", config, LocalWeights(config, engine, seed=0), Sampler(engine), engine.tokenizer)
+    learner = LanguageLearner("p", config, build_weights(config, engine, seed=0), Sampler(engine), engine.tokenizer)
     return asyncio.run(update_learner(GRPO(**GSPO, **settings), learner, played(engine), 0.0))
 
 

@@ -1,10 +1,12 @@
 """An algorithm of a user's own, named by a config."""
 
+import numpy as np
 import pytest
-from helpers.toy_algorithms import Reinforce
+from helpers.toy_algorithms import Median, Reinforce
 
 from palestra.core.config import dump, parse, validate
 from palestra.runs import Run, read_lines
+from palestra.runs.episodes import load_episodes
 from palestra.runs.loop import run_training
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
@@ -27,6 +29,18 @@ def test_custom_algorithm_trains_and_its_config_is_stored(base, tmp_path) -> Non
         assert run_training(build(again), run)
     lines = [line for line in read_lines(run.path / "metrics.jsonl") if "worth" in line]
     assert len(lines) == own.steps and all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_own_credit_rule_gives_the_advantages_of_groups(base, tmp_path) -> None:
+    own = config(base, {"type": "helpers.toy_algorithms:Median", "branch_at": "root", "group_size": 3}, steps=1)
+    assert isinstance(own.algorithm, Median)
+    with Run.create(tmp_path, dump(own), "own") as run:
+        assert run_training(build(validate(TextConfig, parse(dump(own)))), run)
+    episodes = load_episodes(run.path / "episodes" / "step-000000.parquet")
+    for group in (group for episode in episodes for group in own.algorithm.groups(episode)):
+        advantages = [nodes[0].advantages[group.seat] for nodes in group.nodes]
+        assert advantages == [value - np.median(group.values) for value in group.values]
+    assert any(node.advantages["guide"] for episode in episodes for node in episode.nodes if "guide" in node.answers)
 
 
 def test_stage_may_use_a_custom_algorithm(base) -> None:

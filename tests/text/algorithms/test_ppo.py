@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.core.losses import LOSSES, LossInputs, actor_critic_loss, clipped_policy_loss
+from palestra.engine.training.adapter_weights import NO_REFERENCE_MESSAGE
 from palestra.engine.training.micro_batch import micro_batches
-from palestra.engine.training.trainer import NO_REFERENCE_MESSAGE
 from palestra.runs import read_lines
 from palestra.text.algorithms.ppo import PPO, adapt_kl_coef
 from palestra.text.build.build import build
@@ -342,7 +342,7 @@ def test_two_agents_learn_to_cooperate(base, tmp_path):
 def test_update_changes_value_head_and_adapter(base):
     setup = build(whisper(base, steps=1, episodes=8, algorithm={"kl_coef": 0.1}))
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
-    trainer = learner.weights.trainer
+    trainer = learner.weights
     head, adapter = ([p.detach().clone() for p in module.parameters()] for module in (trainer.critic, trainer.adapter))
     figures = asyncio.run(update_learner(algorithm, learner, play_first_step(setup), 0.0))
     assert all(not torch.equal(a, b) for a, b in zip(head, trainer.critic.parameters(), strict=True))

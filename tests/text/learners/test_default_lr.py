@@ -36,7 +36,7 @@ def test_default_lr_is_used_and_logged(lr: float | None, logged: float):
         return await learner.optim_step()
 
     assert asyncio.run(step())["lr"] == logged
-    assert learner.weights.trainer.optimizer.param_groups[0]["lr"] == logged
+    assert learner.weights.optimizer.param_groups[0]["lr"] == logged
 
 
 @pytest.mark.parametrize("lr", [None, 0.0, 2e-3])
@@ -69,5 +69,5 @@ def test_the_critics_learning_rate_follows_the_schedule(lr: float | None, critic
 
     metrics = asyncio.run(step())
     assert metrics["lr"] == pytest.approx(0.5 * (1e-3 if lr is None else lr))
-    trainer = learner.weights.critic if critic == "separate" else learner.weights.trainer
+    trainer = learner.weights.critic_weights if critic == "separate" else learner.weights
     assert [group["lr"] for group in trainer.optimizer.param_groups if group["critic"]] == [pytest.approx(0.01)]

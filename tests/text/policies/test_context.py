@@ -17,7 +17,7 @@ from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.base import Env
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.text.algorithms.grpo import GRPO
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.base import Query
 from palestra.text.policies.context import DROPPED_RESULT, ContextConfig, drop_oldest
@@ -213,7 +213,7 @@ def check_long_training(turns: int, tokens: int, budget: int) -> None:
     context = ContextConfig(max_tokens=budget, target=0.5, max_tool_tokens=budget // 4)
     sampling = SamplingConfig(max_tokens=ANSWER_TOKENS, stop_at_eos=False)
     config = LoraPolicyConfig(lr=1e-3, rank=4, micro_batch_tokens=8 * budget, context=context, sampling=sampling)
-    learner = LanguageLearner("agent", config, LocalWeights(config, engine, seed=1), Sampler(engine), tool_tokenizer())
+    learner = LanguageLearner("agent", config, build_weights(config, engine, seed=1), Sampler(engine), tool_tokenizer())
     episode = play_once(learner.policy(), Clerk(turns, tokens // turns - ANSWER_TOKENS - 4), k=2)
     assert episode.error is None and len(episode.leaves()) == 2 and not any(n.truncated for n in episode.nodes)
     answers = answers_of([episode])
@@ -223,7 +223,7 @@ def check_long_training(turns: int, tokens: int, budget: int) -> None:
     assert batch.counts["prefill_tokens"] < 2 * 2 * tokens
     metrics = asyncio.run(update_learner(GRPO(group_size=2, scale="none"), learner, [episode], 0.0))
     assert metrics["samples"] == 2 * turns and np.isfinite(metrics["grad_norm"])
-    moved = [b.abs().sum() for _, b in learner.weights.trainer.adapter.weights.values()]
+    moved = [b.abs().sum() for _, b in learner.weights.adapter.weights.values()]
     assert torch.stack(moved).sum() > 0
 
 

@@ -18,7 +18,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.live_batch import end_token_ids
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.text.policies.base import Query, chat_messages
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
@@ -60,7 +60,7 @@ def policy(*, tokenizer=None, seed=0, **options):
 
 
 def new_adapter(engine):
-    return Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: equals the base
+    return AdapterWeights(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: equals the base
 
 
 def answer_of(tokenizer, text, *, end=True, prompt=()):

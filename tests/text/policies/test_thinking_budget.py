@@ -21,7 +21,7 @@ from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.trainer import Trainer
+from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
 from palestra.runs.loop import restore_checkpoint, run_training
@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_sampled_tokens(thinker, surrogate):
         for a, value in zip(answers, (1.0, -2.0, 0.5, 3.0), strict=True)
     ]
     algorithm = config_of(thinker, GRPO | {"surrogate": surrogate}).algorithm
-    trainer = Trainer(engine, None, precision="float32")
+    trainer = AdapterWeights(engine, None, precision="float32")
     metrics = trainer.forward_backward(samples, algorithm.loss, **algorithm.loss_options)
     found = {name: weight.grad for name, weight in engine.model.named_parameters()}
     total = sum(map(num_sampled, answers))
@@ -209,7 +209,7 @@ def test_forced_tokens_have_no_weight(thinker, name):
         )
         for s in samples
     ]
-    trainer = learner.weights.trainer
+    trainer = learner.weights
     trainer.forward_backward(only_forced, config_of(thinker, GRPO).algorithm.loss)
     assert all(w.grad is None or not w.grad.any() for pair in trainer.adapter.weights.values() for w in pair)
 

@@ -31,7 +31,7 @@ from palestra.testing import tiny_lm
 from palestra.text.algorithms.sft import SFT
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
-from palestra.text.learners.lm import LanguageLearner, LocalWeights
+from palestra.text.learners.lm import LanguageLearner, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.rollouts.sources import EnvSource
 from palestra.text.rollouts.tree_rollout import EpisodeRunner
@@ -421,7 +421,7 @@ def samples(count, seed=0):
 def learner_of(engine, sampler=None):
     policy = LoraPolicyConfig(micro_batch_tokens=40)
     return LanguageLearner(
-        "a", policy, LocalWeights(policy, engine, seed=1), sampler or Sampler(engine), engine.tokenizer
+        "a", policy, build_weights(policy, engine, seed=1), sampler or Sampler(engine), engine.tokenizer
     )
 
 
@@ -434,7 +434,7 @@ def test_gradients_are_unaffected_by_sampling_in_between():
     engine, batch = tiny_lm(3), samples(16)
     assert len(micro_batches(batch, 40)) > 4
     alone = learner_of(engine)
-    figures = alone.weights.trainer.forward_backward(batch, clipped_policy_loss)
+    figures = alone.weights.forward_backward(batch, clipped_policy_loss)
     busy = learner_of(engine)
     quiet = Sampler(engine).sample_all([asked(s) for s in range(3)])
 
@@ -447,7 +447,7 @@ def test_gradients_are_unaffected_by_sampling_in_between():
         assert mine.tobytes() == theirs.tobytes()
     ours, meanwhile, answers = asyncio.run(both())
     assert ours == figures and meanwhile > 0  # tokens were sampled before training ended
-    for one, other in zip(alone.weights.trainer.parameters, busy.weights.trainer.parameters, strict=True):
+    for one, other in zip(alone.weights.parameters, busy.weights.parameters, strict=True):
         assert torch.equal(one.grad, other.grad)
     for mine, theirs in zip(answers, quiet, strict=True):
         assert [a.token_ids.tolist() for a in mine] == [a.token_ids.tolist() for a in theirs]

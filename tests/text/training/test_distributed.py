@@ -174,6 +174,7 @@ def test_config_errors_are_printed_by_one_rank_only(tmp_path):
     said = finish(start(tmp_path, 2, *demo("parallel=dpp", name="wrong")), code=1)
     assert "error" in said and "parallel" in said and "most recent call" not in said.split("ChildFailedError")[0][:200]
     assert "staleness" in finish(start(tmp_path, 2, *demo("staleness=1", name="wrong")), code=1)
+    assert "among its workers" in finish(start(tmp_path, 2, *demo("backend.type=local", name="wrong")), code=1)
     said = finish(start(tmp_path, 2, "configs/games/kuhn_ppo.yaml"), code=1)
     assert "torchrun is for language agents" in said
 

@@ -55,7 +55,7 @@ def test_run_survives_killed_workers_and_learners(cluster: Cluster, base: Path, 
     made = build(asked)
     run = run_of(made, tmp_path, asked, KillLearner(made))
     assert (tmp_path / "mark").exists()
-    benches = {made.learners[name].weights.trainer for name in ("guide", "walker")}  # type: ignore[attr-defined]
+    benches = {made.learners[name].weights.remote for name in ("guide", "walker")}  # type: ignore[attr-defined]
     assert [bench.num_losses for bench in benches] == ([2] if actors == 1 else [1, 1])
     assert_same(run, run_inline(tmp_path, asked))
     assert ray.available_resources()["CPU"] == 4  # no process is left

@@ -7,6 +7,7 @@ import numpy as np
 import pyspiel
 import pytest
 import torch
+from helpers.pretended_group import PretendedGroup
 from helpers.vector_toys import POLICY, Countdown, Cues, Push, Track, learner, mean_return, ppo, snapshot, train
 from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
@@ -18,7 +19,6 @@ from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
-from palestra.parallel.process_group import GradientSync
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.ppo import A2C, PPO
 from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
@@ -457,7 +457,7 @@ def test_shared_critic_needs_equal_observations_or_a_central_state() -> None:
 def test_two_processes_with_equal_games_equal_one(memory: int) -> None:
     config, env = ppo(rollout_length=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
     policy = SMALL.model_copy(update={"gru_units": memory})
-    two = GradientSync(lambda x: 2 * x, 2)
+    two = PretendedGroup(lambda x: 2 * x)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     other = config.build_learner(env, {"a": [0], "b": [1]}, dict.fromkeys("ab", policy), {"a": 5, "b": 6}, two)
     sweeper = VectorRollout(env, np.arange(4))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.pretended_group import PretendedGroup
 from helpers.vector_toys import POLICY, Countdown, Cues, learner, mean_return, snapshot, train_on_play
 
 from palestra.core.seeding import derive_seed
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import TwoStepGame
 from palestra.envs.vector_base import Continuous, MultiDiscrete, Space, VectorEnv
-from palestra.parallel.process_group import GradientSync
 from palestra.vector.algorithms.dqn import DQN
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, as_sequences
 from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
@@ -245,7 +245,7 @@ def test_no_update_before_learning_starts() -> None:
 
 def test_processes_start_learning_together() -> None:
     env = Cues(games=4)
-    together = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
+    together = PretendedGroup()  # as if the other process could not learn yet
     made = DQN(**QUICK).build_learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 1}, together)
     train_on_play(made, env, 2)
     assert made.steps == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.parallel.process_group import single_process_sum
+from palestra.parallel.process_group import SINGLE_PROCESS
 from palestra.vector.algorithms.minibatches import standardise
 
 
@@ -29,13 +29,13 @@ def reference(advantage: Tensor, weight: Tensor) -> Tensor:
 
 def test_standardised_advantages_by_hand() -> None:
     found = standardise(
-        torch.tensor([[[1.0, 2.0, 3.0, 99.0]]]), torch.tensor([[[1.0, 1.0, 1.0, 0.0]]]), single_process_sum
+        torch.tensor([[[1.0, 2.0, 3.0, 99.0]]]), torch.tensor([[[1.0, 1.0, 1.0, 0.0]]]), SINGLE_PROCESS.all_reduce
     )
     torch.testing.assert_close(found[0, 0, :3], torch.tensor([-(1.5**0.5), 0.0, 1.5**0.5]))
     for constant in (0.0, 0.1, -1000.1):
         x = torch.full((1, 3, 4), constant)
-        assert torch.equal(standardise(x, torch.ones_like(x), single_process_sum), torch.zeros(1, 3, 4))
-    nothing = standardise(torch.ones(1, 3, 4), torch.zeros(1, 3, 4), single_process_sum)
+        assert torch.equal(standardise(x, torch.ones_like(x), SINGLE_PROCESS.all_reduce), torch.zeros(1, 3, 4))
+    nothing = standardise(torch.ones(1, 3, 4), torch.zeros(1, 3, 4), SINGLE_PROCESS.all_reduce)
     assert torch.isfinite(nothing).all()
 
 
@@ -44,7 +44,7 @@ def test_advantages_far_from_zero_are_standardised(mean: float, deviation: float
     """In float32 the mean of squares minus the square of the mean has no correct digit for a mean of -1000 and a
     deviation of 0.1."""
     advantage, weight = advantages(mean, deviation)
-    found = standardise(advantage, weight, single_process_sum)
+    found = standardise(advantage, weight, SINGLE_PROCESS.all_reduce)
     torch.testing.assert_close(found.double(), reference(advantage, weight), rtol=1e-3, atol=1e-3)
 
 

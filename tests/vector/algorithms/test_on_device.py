@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.pretended_device import DEVICE, PretendedDevice, pretended_device, waits_of
+from helpers.pretended_group import PretendedGroup
 from helpers.vector_toys import Countdown, ppo
 
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, VectorEnv
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.shared_memory import SharedMemoryAllReduce
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.dqn import DQN
@@ -103,7 +104,7 @@ def make(
     device: torch.device,
     *,
     shared: bool = False,
-    gradient_sync: GradientSync | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> NetLearner:
     """A learner of two policies, or of one that all seats share."""
     env = make_env(kind)
@@ -112,7 +113,7 @@ def make(
     seats = {"one": numbers} if shared or settings else {"one": numbers[:1], "two": numbers[1:]}
     seeds = {name: i + 3 for i, name in enumerate(seats)}
     learner: NetLearner = config.build_learner(
-        env, seats, dict.fromkeys(seats, policy), seeds, gradient_sync, device=device
+        env, seats, dict.fromkeys(seats, policy), seeds, process_group, device=device
     )
     return learner
 
@@ -220,8 +221,8 @@ def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDe
     config, kind, settings = CASES["mappo"]
     found = []
     for each in (torch.device("cpu"), DEVICE):
-        together = GradientSync(partial(SharedMemoryAllReduce(1).all_reduce, rank=0), 2)
-        found.append(update_metrics(make(config, kind, settings, each, gradient_sync=together)))
+        together = PretendedGroup(partial(SharedMemoryAllReduce(1).all_reduce, rank=0))
+        found.append(update_metrics(make(config, kind, settings, each, process_group=together)))
     for line, other in zip(*found, strict=True):
         for policy in line:
             assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)

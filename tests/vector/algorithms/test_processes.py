@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from helpers.pretended_group import PretendedGroup
 from helpers.processes import finish, start
 from helpers.vector_toys import Cues
 
 from palestra.core.files import read_arrays, write_arrays
-from palestra.parallel.process_group import GradientSync
-from palestra.parallel.shared_memory import ProcessRank, start_processes, stop_processes
+from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.shared_memory import start_processes, stop_processes
 from palestra.runs import read_lines
 from palestra.vector.algorithms.ddpg import DDPG, TD3
 from palestra.vector.algorithms.experimental.cql import CQL
@@ -32,11 +33,10 @@ OFFLINE: dict[str, Any] = {"iql": IQL, "cql": CQL, "bc": BC}
 @pytest.mark.parametrize("config", [SAC, DDPG, TD3, FACMAC])
 def test_learner_waits_until_all_processes_are_ready(config: Any) -> None:
     env = Cues(games=4)
-    waits = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
-    for sync, steps in ((GradientSync(), 2), (waits, 0)):
+    for ranks, steps in ((SINGLE_PROCESS, 2), (PretendedGroup(), 0)):
         policy = NetPolicyConfig(hidden=[8])
         settings = {"learning_starts": 4, "batch_size": 4, "gradient_steps": 2}
-        learner = config(**settings).build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, sync)
+        learner = config(**settings).build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, ranks)
         batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 2, 0)
         learner.update(batch, 0.0)
         assert learner.steps == steps
@@ -61,18 +61,19 @@ def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path
     assert read_lines(tmp_path / "runs" / "turns" / "metrics.jsonl")[-1]["env_steps"] == 300
 
 
-def train_once(data: str, folder: Path, rank: ProcessRank | None = None) -> None:
+def train_once(data: str, folder: Path, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
     """Updates a learner of each kind once; writes their states to `folder`, in files of the process's rank."""
     env, policy = Cues(games=4), NetPolicyConfig(hidden=[8])
-    sync = rank.gradient_sync() if rank else GradientSync()
     for kind, config in OFFLINE.items():
         where = {"demonstrations" if kind == "bc" else "data": data}
         settings = config(**where, batch_size=8, gradient_steps=2)
-        learner = settings.build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, sync)
+        learner = settings.build_learner(env, {"one": [0, 1]}, {"one": policy}, {"one": 1}, ranks)
         batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 2, 0)
         learner.update(batch, 0.0)
-        write_arrays(folder / f"{kind}-{rank.rank if rank else 'alone'}.safetensors", learner.state_arrays())
-    sync.all_ready(True)  # all processes have written
+        write_arrays(
+            folder / f"{kind}-{ranks.rank if ranks.world_size > 1 else 'alone'}.safetensors", learner.state_arrays()
+        )
+    ranks.all_ranks(True)  # all processes have written
 
 
 @pytest.mark.timeout(150)

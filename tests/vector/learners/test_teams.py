@@ -14,7 +14,7 @@ import palestra as pl
 from palestra.core.config import validate
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector_base import Continuous, VectorEnv
-from palestra.parallel.shared_memory import ProcessRank
+from palestra.parallel.process_group import SINGLE_PROCESS
 from palestra.vector.build.build import build_players, team_by_seat
 from palestra.vector.config import VectorConfig
 from palestra.vector.learners.teams import TeamLearners
@@ -61,7 +61,7 @@ def config(algorithm: dict[str, Any], **changes: Any) -> VectorConfig:
 
 
 def build(settings: VectorConfig, env: VectorEnv) -> Any:
-    return build_players(settings, env, ProcessRank(0, 1, ""))[0]
+    return build_players(settings, env, SINGLE_PROCESS)[0]
 
 
 def state_of(learner: TeamLearners, team: str) -> dict[str, np.ndarray]:

@@ -113,7 +113,7 @@ class COMALearner(NetLearner):
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
         target = copy.deepcopy(net).requires_grad_(False)
-        return CentralCritic(net, target, StackedAdam(net, stack.seat_mapping.names, config, self.gradient_sync))
+        return CentralCritic(net, target, StackedAdam(net, stack.seat_mapping.names, config, self.process_group))
 
     @property
     def uses_global_features(self) -> bool:

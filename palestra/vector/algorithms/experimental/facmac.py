@@ -71,7 +71,7 @@ class FACMACLearner(DDPGLearner):
             self.mixer.to(self.device)
             settings = self.policies[self.names[0]]
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
-            self.mixer_adam = StackedAdam(self.mixer, ["+".join(self.names)], settings, self.gradient_sync)
+            self.mixer_adam = StackedAdam(self.mixer, ["+".join(self.names)], settings, self.process_group)
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
 
     def build_replay(self) -> ReplayBuffer:

@@ -167,7 +167,7 @@ class BCLearner(NetLearner):
         for demos in self.demos:
             if norm := demos.stack.norm:
                 norm.update(
-                    demos.observations.flatten(1, 2), demos.agent_mask.flatten(1).float(), self.gradient_sync.all_reduce
+                    demos.observations.flatten(1, 2), demos.agent_mask.flatten(1).float(), self.process_group.all_reduce
                 )
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
@@ -175,7 +175,7 @@ class BCLearner(NetLearner):
         lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}
         for demos in self.demos:
             names = demos.stack.seat_mapping.names
-            seed = minibatch_seed(self.seeds[names[0]], self.gradient_sync, "bc", demos.stack.version)
+            seed = minibatch_seed(self.seeds[names[0]], self.process_group, "bc", demos.stack.version)
             generator = torch.Generator().manual_seed(seed)
             for _ in range(self.config.gradient_steps):
                 for name, line in zip(names, self._learn(demos, generator, progress), strict=True):
@@ -271,7 +271,7 @@ class GAILLearner(ActorCriticLearner):
             config,
             make_generators(seeds),
         ).to(self.device)
-        return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.gradient_sync))
+        return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
@@ -282,7 +282,7 @@ class GAILLearner(ActorCriticLearner):
         for demos, discriminator in zip(self.demos, self.discriminators, strict=True):
             seat_mapping = demos.stack.seat_mapping
             played = DemoBatch(demos.stack, to_demonstrations(rollout), memory=False)
-            idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
+            idle = self.process_group.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # all policies acted, in all processes: a rollout may be too short for that
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
             earned = seat_mapping.by_seat(self._discriminator_rewards(discriminator, played))
@@ -295,7 +295,7 @@ class GAILLearner(ActorCriticLearner):
     ) -> dict[str, Metrics]:
         """Trains the discriminators of a stack; returns metrics by policy."""
         config, names = self.imitation, expert.stack.seat_mapping.names
-        seed = minibatch_seed(self.seeds[names[0]], self.gradient_sync, "gail", expert.stack.version)
+        seed = minibatch_seed(self.seeds[names[0]], self.process_group, "gail", expert.stack.version)
         generator = torch.Generator().manual_seed(seed)
         lines: list[TensorMetrics] = []
         for _ in range(config.discriminator_steps):

@@ -64,7 +64,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         self.value_nets = [self._value_net(stack) for stack in self.stacks]
         config = {"lr": self.config.critic_lr} if self.config.critic_lr else {}
         self.value_adams = [
-            StackedAdam(net, stack.seat_mapping.names, stack.config.model_copy(update=config), self.gradient_sync)
+            StackedAdam(net, stack.seat_mapping.names, stack.config.model_copy(update=config), self.process_group)
             for net, stack in zip(self.value_nets, self.stacks, strict=True)
         ]
 

@@ -104,11 +104,11 @@ class MAVENLearner(QMIXLearner):
         self.latent_policy = LatentPolicy(
             self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
         )
-        self.latent_adam = adam(self.latent_policy.net, config=draws, gradient_sync=self.gradient_sync)
+        self.latent_adam = adam(self.latent_policy.net, config=draws, process_group=self.process_group)
         inputs = self.global_size + len(self.seats) * self._num_actions
         generators = make_generators([derive_seed(seed, "variational")])
         self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
-        self.variational_adam = adam(self.variational, config=own, gradient_sync=self.gradient_sync)
+        self.variational_adam = adam(self.variational, config=own, process_group=self.process_group)
 
     # ---- networks
 
@@ -207,7 +207,7 @@ class MAVENLearner(QMIXLearner):
         )
         found = super().update(batch, progress)
         if self._ready():
-            coef, sums = self.config.latent_entropy_coef, self.gradient_sync.all_reduce
+            coef, sums = self.config.latent_entropy_coef, self.process_group.all_reduce
             self.latent_adam.step(self.latent_policy.loss(starts, latents, returns, coef, sums), progress)
             entropy = {"latent_entropy": self.latent_policy.entropy()}
             found = {name: line | entropy for name, line in found.items()}

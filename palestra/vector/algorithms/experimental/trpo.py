@@ -169,8 +169,8 @@ class TRPOLearner(ActorCriticLearner):
 
     def _mean(self, x: Tensor) -> Tensor:
         """Returns the mean of a tensor over all processes."""
-        sync = self.gradient_sync
-        return x if sync.num_processes == 1 else sync.all_reduce(x) / sync.num_processes
+        group = self.process_group
+        return x if group.world_size == 1 else group.all_reduce(x) / group.world_size
 
 
 # ---- natural gradients of stacked networks by conjugate gradients, without building a Fisher matrix

@@ -12,7 +12,7 @@ from helpers.vector_toys import POLICY, Countdown, Cues, learner, mean_return, s
 from palestra.core.seeding import derive_seed
 from palestra.envs.vector.matrix import MStepGame
 from palestra.envs.vector_base import Discrete
-from palestra.parallel.process_group import GradientSync
+from palestra.parallel.process_group import SINGLE_PROCESS
 from palestra.vector.algorithms.experimental.latents import LatentPolicy
 from palestra.vector.algorithms.experimental.maven import MAVEN, LatentHead, MAVENLearner
 from palestra.vector.algorithms.q_learning import as_sequences
@@ -155,7 +155,7 @@ def test_loss_of_the_policy_of_latents_by_hand() -> None:
 def test_policy_of_latents_learns_which_suits_a_state(check_score: Any) -> None:
     """Latent 0 pays in one state, latent 2 in the other."""
     policy, generator = LatentPolicy(state=2, latents=3, units=16, seed=0), torch.Generator().manual_seed(0)
-    adam = StackedAdam(policy.net, ["z"], NetPolicyConfig(lr=2e-2), GradientSync())
+    adam = StackedAdam(policy.net, ["z"], NetPolicyConfig(lr=2e-2), SINGLE_PROCESS)
     features, first = torch.eye(2).repeat(16, 1), np.ones(32, bool)
     for _ in range(60):
         policy.draw(features, first, generator)

@@ -25,12 +25,12 @@ import numpy as np
 from palestra.core.tracing import span
 from palestra.core.types import Metrics, Sample
 from palestra.engine.lora.adapters import Snapshot
-from palestra.engine.training.trainer import AdamConfig
+from palestra.engine.training.adapter_weights import AdamConfig
 from palestra.parallel.config import COPY_EVERY
 from palestra.parallel.file_bundle import FileBundle, pack_folder, unpack_folder
 from palestra.parallel.processes import ProcessLost
 from palestra.parallel.task_queue import MAX_ATTEMPTS
-from palestra.text.learners.lm import LocalWeights
+from palestra.text.learners.lm import Weights
 
 trainer_traffic: Counter[str] = Counter()  # `returned_bytes` of files from trainers, `known_bytes` that were not sent
 READ_ONLY_METHODS = ("logprobs", "values", "export")  # methods that do not change the weights
@@ -60,7 +60,7 @@ SentFiles = dict[str, SentFile]  # by relative path
 class WeightHost:
     """Weights of several learners, by name, in the process that trains them."""
 
-    def __init__(self, weights: Mapping[str, LocalWeights]) -> None:
+    def __init__(self, weights: Mapping[str, Weights]) -> None:
         self.weights = weights
 
     def do(self, name: str, call: WeightsCall, copy: bool, known: Collection[str] = ()) -> tuple[Any, SentFiles | None]:
@@ -76,7 +76,7 @@ class WeightHost:
             result = getattr(weights, call.method)(*call.arguments, **call.options)
         return result, _written(weights.save, known) if copy else None
 
-    def _load(self, weights: LocalWeights, files: FileBundle) -> None:
+    def _load(self, weights: Weights, files: FileBundle) -> None:
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
             weights.load(unpack_folder(files, Path(folder)))
 
@@ -141,7 +141,7 @@ class RecoveryLog:
             self.steps += call.method == "optim_step"
 
 
-class RecoverableTrainer:
+class RecoverableWeights:
     """A `WeightHost` in another process and the recovery logs of its learners. Thread-safe: calls run one after the
     other.
 
@@ -215,15 +215,15 @@ class RecoverableTrainer:
         return holder
 
 
-class HostedWeights:
+class HostedWeights(Weights):
     """`Weights` of one learner that is trained in a `WeightHost`. They cannot be sampled in this process; samplers use
     their published copies."""
 
-    def __init__(self, bench: RecoverableTrainer, name: str) -> None:
-        self.trainer, self.name = bench, name
+    def __init__(self, remote: RecoverableWeights, name: str) -> None:
+        self.remote, self.name = remote, name
 
     def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        return self.trainer.call(self.name, WeightsCall(verb, arguments, options))
+        return self.remote.call(self.name, WeightsCall(verb, arguments, options))
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return dict(self._ask("forward_backward", samples, loss, **options))

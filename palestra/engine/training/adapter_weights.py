@@ -30,8 +30,14 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter
+from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.variants import Dropout
+from palestra.engine.training.checkpoints import (
+    load_training_state,
+    load_weights,
+    save_training_state,
+    save_weights,
+)
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,
@@ -45,6 +51,7 @@ from palestra.engine.training.micro_batch import (
 )
 from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.parallel.torch_group import sum_in_place
 
 
 class LossScale:
@@ -104,7 +111,7 @@ class AdamConfig(StrictModel):
         return self.lr if self.critic_lr is None else self.critic_lr
 
 
-class Trainer:
+class AdapterWeights:
     """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
     linear value head on the last layer's features.
 
@@ -113,7 +120,11 @@ class Trainer:
     trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
     ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
     optimizer step, which then equals that of one process.
+
+    A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
+
+    is_local = True  # trained in this process
 
     def __init__(
         self,
@@ -178,6 +189,31 @@ class Trainer:
             self.reference = copy.deepcopy(self.adapter)
         elif self.full_reference:
             self.full_reference.replace()
+
+    def start_stage(self) -> None:
+        """Starts a new training stage: a new optimizer, and the current weights become the reference."""
+        self.reset_optimizer()
+        self.set_reference()
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        """Returns a copy of the adapter for sampling; None for a full model."""
+        return self.adapter.snapshot(name, self.engine.dtype) if self.adapter else None
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and training state. All ranks must call it; rank 0 writes."""
+        save_training_state(folder, self)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Raises ValueError if it does not fit."""
+        load_training_state(folder, self)
+
+    def export(self, folder: Path) -> None:
+        """Writes the adapter or the model for sampling in other processes."""
+        save_weights(folder, self)
+
+    def load_exported(self, folder: Path) -> None:
+        """Loads weights that another process exported, for sampling."""
+        load_weights(folder, self)
 
     def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
@@ -267,7 +303,7 @@ class Trainer:
         if self.group.world_size > 1:
             for parameter in alike:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.group.all_reduce([p.grad for p in alike if p.grad is not None])
+            sum_in_place(self.group, [p.grad for p in alike if p.grad is not None])
         for leaf, parameter in zip(self.local_parameters, self.parameters, strict=True):
             if leaf is not parameter and parameter.grad is not None:
                 leaf.grad = local_shard(parameter.grad)
@@ -284,7 +320,7 @@ class Trainer:
         parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
         alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
         square = torch.nn.utils.get_total_norm(parted).square()
-        self.group.all_reduce([square])
+        sum_in_place(self.group, [square])
         return (square + torch.nn.utils.get_total_norm(alike).square()).sqrt()
 
     @torch.no_grad()
@@ -304,6 +340,13 @@ class Trainer:
         """Returns the critic's values [T] float32 of the states before each of a sample's answer tokens. Raises
         ValueError without a critic."""
         return self._each(samples, lambda rows: self._value(self._read(rows, self.adapter)))
+
+    def read_parts(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Returns the samples in the parts that `logprobs` and `values` read at a time; one part with several ranks,
+        which divide it."""
+        if self.group.world_size > 1:
+            return [list(samples)]
+        return [pack.samples for pack in micro_batches(samples, self.pack_tokens)]
 
     def _each(self, samples: Sequence[Sample], read: Callable[[PackedBatch], Tensor]) -> list[np.ndarray]:
         found: list[np.ndarray] = []

@@ -11,15 +11,15 @@ import pytest
 
 from palestra.core.losses import clipped_policy_loss
 from palestra.core.types import Sample
-from palestra.engine.training.trainer import AdamConfig
+from palestra.engine.training.adapter_weights import AdamConfig
 from palestra.parallel.file_bundle import content_hash, num_bytes, pack_folder
 from palestra.parallel.processes import ProcessLost
 from palestra.text.build.distributed import LearnerArgs, open_weight_host
-from palestra.text.learners.lm import LocalWeights
+from palestra.text.learners.lm import Weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
-from palestra.text.training.recoverable_trainer import (
+from palestra.text.training.recoverable_weights import (
     HostedWeights,
-    RecoverableTrainer,
+    RecoverableWeights,
     WeightHost,
     WeightsCall,
     trainer_traffic,
@@ -93,7 +93,7 @@ def specs(base: Path) -> dict[str, LearnerArgs]:
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
     """The results of four steps of each trainer without losses, and the files of its final weights."""
-    weights: dict[str, LocalWeights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
+    weights: dict[str, Weights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
     results = {name: [train_step(own, step) for step in range(4)] for name, own in weights.items()}
     return results, {name: saved_files(own) for name, own in weights.items()}
 
@@ -114,7 +114,7 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
 ) -> None:
     """Trainer processes are killed at random calls, also during recovery."""
     holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 29)), late)
-    bench = RecoverableTrainer(lambda: holder, copy_every)
+    bench = RecoverableWeights(lambda: holder, copy_every)
     hosted = {name: HostedWeights(bench, name) for name in specs(base)}
     results: dict[str, list[Any]] = {name: [] for name in hosted}
     for step in range(4):
@@ -127,7 +127,7 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
 
 def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
     holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set())
-    weights = HostedWeights(RecoverableTrainer(lambda: holder), "guide")
+    weights = HostedWeights(RecoverableWeights(lambda: holder), "guide")
     train_step(weights, 0)
     weights.save(tmp_path)
     train_step(weights, 1)
@@ -140,7 +140,7 @@ def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, 
 def test_recovery_repeats_what_followed_a_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
     """The files of a checkpoint are the copy that a new process starts from."""
     holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set())
-    bench = RecoverableTrainer(lambda: holder)
+    bench = RecoverableWeights(lambda: holder)
     weights = HostedWeights(bench, "guide")
     results = [train_step(weights, 0)]
     weights.save(tmp_path)
@@ -157,7 +157,7 @@ def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tm
     """The copy made after a step contains the adapter, which is then published from it; if no copy is due, the adapter
     alone is sent."""
     host = open_weight_host("cpu", 8, specs(base))
-    weights = HostedWeights(RecoverableTrainer(lambda: UnreliableHost(lambda: host, set()), copy_every), "guide")
+    weights = HostedWeights(RecoverableWeights(lambda: UnreliableHost(lambda: host, set()), copy_every), "guide")
     state, adapter = 0, 0
     for step in (0, 1, 3):
         before = trainer_traffic.copy()
@@ -180,11 +180,11 @@ def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tm
 def test_call_that_kills_every_process_is_given_up(base: Path) -> None:
     holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
     with pytest.raises(ValueError, match="3 processes in a row that train guide died, the last one: out of memory"):
-        HostedWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
+        HostedWeights(RecoverableWeights(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 
 def test_errors_of_the_trainer_process_are_raised_in_the_caller(base: Path) -> None:
-    bench = RecoverableTrainer(lambda: UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set()))
+    bench = RecoverableWeights(lambda: UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set()))
     with pytest.raises(ValueError, match="this policy has no critic"):
         HostedWeights(bench, "guide").values(samples(0))
     with pytest.raises(ValueError, match="are in another process"):

@@ -1,0 +1,236 @@
+"""The kinds of runs: language agents, networks in vectorised envs, and populations.
+
+Each is found by its config, builds the parts of a run, and trains with a progress bar. Their rooms load when used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from palestra.api.console import console, print_line, styled_text
+from palestra.api.extend import complete_message
+from palestra.api.interrupt import StopOnInterrupt
+from palestra.api.progress import PopulationBar, ProgressBar, format_summary
+from palestra.core.config import Tree
+from palestra.core.files import read_lines
+from palestra.core.types import Episode, Metrics
+from palestra.envs import is_vector_config
+from palestra.parallel.tasks import TaskResult
+from palestra.populations.scheduler import PlanCallback
+from palestra.runs import Run
+from palestra.runs.checkpoints import TASKS_FILE
+from palestra.runs.config import RunConfig
+from palestra.runs.loop import Callback, Trainer, restore_checkpoint, run_training
+from palestra.runs.null_run import NullRun, run_on_rank_zero
+
+if TYPE_CHECKING:
+    from palestra.populations.build.build import PopulationConfig, PopulationSetup
+    from palestra.text.config import TextConfig
+    from palestra.text.training.trainer import TextTrainer
+    from palestra.vector.config import VectorConfig
+    from palestra.vector.trainer import VectorTrainer
+
+Config = TypeVar("Config", bound=RunConfig)
+Setup = TypeVar("Setup")
+
+
+class RunKind(Protocol[Config, Setup]):
+    """A kind of run: `config_type` is its config, from which it builds the parts of a run, its setup."""
+
+    @property
+    def name(self) -> Literal["text", "vector", "population"]:
+        """Name of the kind."""
+        ...
+
+    @property
+    def config_type(self) -> type[Config]:
+        """Model of the config."""
+        ...
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError if the parts of the config do not fit together. Starts no process."""
+        ...
+
+    def build(self, config: Config) -> Setup:
+        """Returns the parts of the run. Raises ValueError if they do not fit together."""
+        ...
+
+    def open(self, setup: Setup, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+        """Context with this process's view of the run that `open_run` opens."""
+        ...
+
+    def execute(self, setup: Setup, run: Any, config: Config, callbacks: Sequence[Callback] = ()) -> bool:
+        """Trains the remaining steps with a progress bar. Returns False if the run was stopped early."""
+        ...
+
+
+class TextRuns:
+    """Runs of language agents, also under torchrun."""
+
+    name: Literal["text"] = "text"
+
+    @property
+    def config_type(self) -> type[TextConfig]:
+        from palestra.text.config import TextConfig
+
+        return TextConfig
+
+    def check(self, config: TextConfig) -> None:
+        from palestra.text.build.build import build
+
+        build(config)
+
+    def build(self, config: TextConfig) -> TextTrainer:
+        from palestra.text.build.distributed import build
+
+        return build(config)
+
+    def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+        return run_on_rank_zero(setup.ranks, open_run)
+
+    def execute(self, setup: TextTrainer, run: Any, config: TextConfig, callbacks: Sequence[Callback] = ()) -> bool:
+        return train_with_progress(setup, run, config, callbacks)
+
+
+class VectorRuns:
+    """Runs of networks; their other processes start in `build`."""
+
+    name: Literal["vector"] = "vector"
+
+    @property
+    def config_type(self) -> type[VectorConfig]:
+        from palestra.vector.config import VectorConfig
+
+        return VectorConfig
+
+    def check(self, config: VectorConfig) -> None:
+        from palestra.vector.build.build import check_vector_run
+
+        check_vector_run(config)
+
+    def build(self, config: VectorConfig) -> VectorTrainer:
+        from palestra.vector.build.build import build_vector_run
+
+        return build_vector_run(config)
+
+    def open(self, setup: VectorTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+        return open_run()
+
+    def execute(self, setup: VectorTrainer, run: Any, config: VectorConfig, callbacks: Sequence[Callback] = ()) -> bool:
+        return train_with_progress(setup, run, config, callbacks)
+
+
+class PopulationRuns:
+    """Runs of populations, whose members are networks or language agents."""
+
+    name: Literal["population"] = "population"
+
+    def __init__(self, config_type: type[PopulationConfig]) -> None:
+        self.config_type = config_type
+
+    def check(self, config: PopulationConfig) -> None:
+        self.build(config)
+
+    def build(self, config: PopulationConfig) -> PopulationSetup:
+        from palestra.populations.build.build import build_population
+
+        return build_population(config)
+
+    def open(self, setup: PopulationSetup, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
+        return open_run()
+
+    def execute(
+        self, setup: PopulationSetup, run: Any, config: PopulationConfig, callbacks: Sequence[Callback] = ()
+    ) -> bool:
+        from palestra.populations.build.build import run_population
+
+        what = f"{config.env_label}, {config.population.type} by {config.oracle.type}, {setup.at_once} at once"
+        console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
+        if start := len(read_lines(run.path / TASKS_FILE)):
+            console.print(f"resuming after {start} tasks")
+        with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
+            tasks = TaskCallbacks(bar, CallbackList(callbacks))
+            done = run_population(setup, run, tasks, _stop_requested(interrupted, callbacks))
+        if done and start and len(read_lines(run.path / TASKS_FILE)) == start:
+            print_line(complete_message(config.model_dump(mode="json")))
+        if done:
+            console.print(format_summary(setup.plan.summary()))
+        return done
+
+
+def run_kind(tree: Tree) -> RunKind[Any, Any]:
+    """Returns the kind of run that a config describes, from its population or env.
+
+    Raises ValueError under torchrun for kinds that start processes themselves.
+    """
+    if "population" in tree:
+        _refuse_torchrun("workers run a population's tasks: palestra train ... --workers N")
+        from palestra.populations.build.validation import population_config
+
+        return PopulationRuns(population_config(tree))
+    if is_vector_config(tree):
+        _refuse_torchrun("networks train on several processes with num_processes: N in the config")
+        return VectorRuns()
+    return TextRuns()
+
+
+def _refuse_torchrun(instead: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"torchrun is for language agents; {instead}")
+
+
+def train_with_progress(
+    trainer: Trainer[Any, Any], run: Any, config: TextConfig | VectorConfig, callbacks: Sequence[Callback] = ()
+) -> bool:
+    """Trains a run from its newest checkpoint on. Returns False if it was stopped early."""
+    start = restore_checkpoint(trainer, run)
+    tree = config.model_dump(mode="json")
+    what = f"{config.env_label}, {', '.join(trainer.policy_names)} by {config.algorithm_label}"
+    console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
+    for line in [*run.skipped_checkpoints, *trainer.resume_notes]:
+        print_line(line)
+    if start >= trainer.steps:
+        print_line(complete_message(tree, is_vector_config(tree)))
+    elif start:
+        console.print(f"resuming after {start} steps")
+    elif run.num_discarded_steps:
+        print_line(f"no checkpoint yet: starts from the beginning, {run.num_discarded_steps} steps are lost")
+    with ProgressBar(trainer.steps, start, tree, console) as bar, StopOnInterrupt() as interrupted:
+        return run_training(trainer, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
+
+
+def _stop_requested(interrupted: Callable[[], bool], callbacks: Sequence[Callback]) -> Callable[[], bool]:
+    return lambda: interrupted() or any(callback.stop_requested for callback in callbacks)
+
+
+class CallbackList(Callback):
+    """Calls each of `callbacks`, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        for callback in self.callbacks:
+            callback.on_step(step, metrics)
+
+    def on_episode(self, episode: Episode) -> None:
+        for callback in self.callbacks:
+            callback.on_episode(episode)
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        for callback in self.callbacks:
+            callback.on_eval(step, name, metrics)
+
+
+class TaskCallbacks(PlanCallback):
+    """Calls the progress bar of a population and `callback.on_step` after each of its tasks."""
+
+    def __init__(self, bar: PlanCallback, callback: Callback) -> None:
+        self.bar, self.callback = bar, callback
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        self.bar.on_task_done(number, done, lines)
+        self.callback.on_step(number, lines)
