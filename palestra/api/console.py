@@ -102,7 +102,8 @@ class user_errors:
             names_file = isinstance(error, OSError) and error.filename  # which may be one that the command writes
             why = "is not as palestra writes it (PALESTRA_TRACEBACK=1 shows where)"
             blame = "" if names_file else f"{self.received} {why}: "
-            short, expected = f"{blame}{type(error).__name__}: ", "damage"
+            short = f"{blame}{type(error).__name__}: "
+            expected = "damage"
         if not expected or os.environ.get("PALESTRA_TRACEBACK"):
             return
         from palestra.core.files import DamagedFile

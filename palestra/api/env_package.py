@@ -11,7 +11,8 @@ from palestra.core.config.shipped import DATA_DIR
 from palestra.envs import TEXT_ENVS, VECTOR_ENVS
 
 TEMPLATE = DATA_DIR / "env_package"  # a package named my_env: files of all, and of each kind of env
-NAME, CLASS = "my_env", "MyEnv"
+NAME = "my_env"
+CLASS = "MyEnv"
 TESTS = "tests"  # the folder beside the package
 
 

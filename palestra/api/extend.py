@@ -24,7 +24,8 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree
     changed = override(tree, settings)
     if not length:
         return changed
-    before, now = _at(tree, length), _at(changed, length)
+    before = _at(tree, length)
+    now = _at(changed, length)
     if not isinstance(now, int) or now < before:
         raise ValueError(f"{length}={now}: the run has {length}={before}, and can only be made longer")
     return changed

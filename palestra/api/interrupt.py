@@ -24,7 +24,8 @@ class StopOnInterrupt:
     """
 
     def __enter__(self) -> Callable[[], bool]:
-        self.stop_requested, self.under_torchrun = False, "RANK" in os.environ
+        self.stop_requested = False
+        self.under_torchrun = "RANK" in os.environ
         is_main = threading.current_thread() is threading.main_thread()
         self.before = {each: signal.signal(each, self._request_stop) for each in STOP_SIGNALS if is_main}
         return lambda: self.stop_requested

@@ -103,7 +103,8 @@ def _check_env_is_importable(config: Any) -> None:
 def open_run(request: LaunchRequest) -> Iterator[OpenRun]:
     """Context that builds everything, creates or resumes the run, mirrors it and feeds its sinks. An exception inside
     is also written to the run's error.txt."""
-    kind, config = request.kind, request.config
+    kind = request.kind
+    config = request.config
     setup = kind.build(config)
     for note in setup.notes:
         print_line(note)
@@ -192,11 +193,13 @@ def _wrong_kind_message(tree: Tree) -> str:
     from palestra.text.config import TextConfig
     from palestra.vector.config import VectorConfig
 
-    policies, env = tree.get("policies"), tree.get("env")
+    policies = tree.get("policies")
+    env = tree.get("env")
     if "population" in tree or not isinstance(policies, dict) or not isinstance(env, dict):
         return ""
     types = {str(policy.get("type")) for policy in policies.values() if isinstance(policy, dict)}
-    talking, nets = set(type_choices(TextConfig, "policies")), set(type_choices(VectorConfig, "policies"))
+    talking = set(type_choices(TextConfig, "policies"))
+    nets = set(type_choices(VectorConfig, "policies"))
     if is_vector_config(tree) and types & (talking - nets):
         return (
             f'env "{env["type"]}" is a vector env, which small networks play, and this config has language agents: '

@@ -229,7 +229,8 @@ class TaskCallbacks(PlanCallback):
     """Calls the progress bar of a population and `callback.on_step` after each of its tasks."""
 
     def __init__(self, bar: PlanCallback, callback: Callback) -> None:
-        self.bar, self.callback = bar, callback
+        self.bar = bar
+        self.callback = callback
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
         self.bar.on_task_done(number, done, lines)

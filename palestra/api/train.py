@@ -125,7 +125,8 @@ def plain_data(value: Any) -> Any:
 
 def _check_named(value: Any) -> None:
     """Raises ValueError for an object of a user's own class whose `type` is a built-in one's."""
-    cls, kind = type(value), getattr(value, "type", "")
+    cls = type(value)
+    kind = getattr(value, "type", "")
     if isinstance(value, BaseModel) and kind and ":" not in kind and not cls.__module__.startswith("palestra."):
         raise ValueError(
             f'{cls.__name__} is a class of yours with type "{kind}", so that a run would be of the built-in {kind}: '
@@ -139,7 +140,8 @@ def _check_algorithm(tree: Tree, algorithm: Any) -> None:
 
     if not isinstance(algorithm, BaseModel) or "population" in tree:
         return
-    name, vector = type(algorithm).__name__, is_vector_config(tree)
+    name = type(algorithm).__name__
+    vector = is_vector_config(tree)
     if vector == isinstance(algorithm, TextAlgorithm):
         ours, theirs = ("vectorised envs", "language agents") if vector else ("language agents", "vectorised envs")
         fix = "palestra.vector has the algorithms of vectorised envs (palestra.vector.PPO)"

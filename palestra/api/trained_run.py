@@ -196,7 +196,8 @@ class TrainedRun:
         return path
 
     def _repr_html_(self) -> str:
-        logs, population = RunLogs(self.path), self.population
+        logs = RunLogs(self.path)
+        population = self.population
         inside = (
             population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
         )

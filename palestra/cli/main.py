@@ -57,7 +57,11 @@ def print_help(
     context.parent.command.main([*(command or []), "--help"], prog_name=context.parent.info_name)
 
 
-TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "Results", "Use agents", "Servers", "Reference"
+TRAIN = "Train"
+RESULTS = "Results"
+AGENTS = "Use agents"
+SERVERS = "Servers"
+REFERENCE = "Reference"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
 PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-envs", "config")
 

@@ -68,7 +68,8 @@ def play(
         _print_rules(setup, own_seat)
         episode = asyncio.run(play_episode(setup, own_seat, seed))
         if episode.error:
-            why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
+            why = f"the episode ended early: {episode.error}"
+            gave_up = episode.error.startswith("EOFError")
             raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
     console.print(_outcome(own_seat, episode))
 
@@ -88,7 +89,8 @@ def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port:
     from palestra.evaluation.text import check_single_human, play_episode
 
     env = setup.runner.make_env()
-    name, seats = env.name or type(env).__name__, check_single_human(setup, own_seat)
+    name = env.name or type(env).__name__
+    seats = check_single_human(setup, own_seat)
     setting = GameSetup(name, seats, own_seat, env.rules_for(own_seat), env.picture)
     serve(
         PlaySessions(partial(play_episode, setup, own_seat), setting, first_instance=seed, print_line=print_line),

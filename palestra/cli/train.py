@@ -160,7 +160,8 @@ def _find_run_to_resume(resume: str, root: Path) -> tuple[Path, str | None]:
 
 def _bring_mirrored(request: LaunchRequest) -> None:
     """Brings the run of a request's name from its mirror, if that has one and the request's folder of runs has none."""
-    mirror, path = request.config.mirror, request.root / (request.name or request.config.name)
+    mirror = request.config.mirror
+    path = request.root / (request.name or request.config.name)
     if mirror is None or path.exists() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
     from palestra.runs.mirror.store import RunStore, run_url

@@ -157,7 +157,9 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
     symbolic link that leads out of it, or something that is neither a file nor a folder (reading a pipe would block
     forever), or holds more than `MAX_FOLDER_ENTRIES`.
     """
-    inside, folders, count = os.path.realpath(root), [str(root)], 0
+    inside = os.path.realpath(root)
+    folders = [str(root)]
+    count = 0
     unchecked = {os.path.join(root, path) for path in except_for}
     while folders:
         for count, entry in enumerate(_entries(folders.pop()), count + 1):  # noqa: B020 (goes on counting)

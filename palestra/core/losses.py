@@ -97,7 +97,8 @@ def add_kl_and_entropy(
         if kl_importance_weight:
             estimate_M = estimate_M * _ratio(tokens)
         penalty = (tokens.weight_M * estimate_M).sum()
-        loss, metrics = loss + kl * penalty, metrics | {"reference_kl": penalty.detach()}
+        loss = loss + kl * penalty
+        metrics = metrics | {"reference_kl": penalty.detach()}
     if entropy:
         loss = loss - entropy * (tokens.weight_M * tokens.entropy_M).sum()
     return loss, metrics

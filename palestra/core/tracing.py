@@ -174,7 +174,8 @@ def _continued(carrier: TraceContext) -> Iterator[None]:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     context = TraceContextTextMapPropagator().extract(carrier)
-    base, current = _base.set(context), attach(context)
+    base = _base.set(context)
+    current = attach(context)
     try:
         yield
     finally:

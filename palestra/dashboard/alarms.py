@@ -19,20 +19,31 @@ if TYPE_CHECKING:
 
 MetricsByName = Mapping[str, Mapping[str, np.ndarray]]
 
-MIN_LINES, FIRST_LINES, NEWEST_LINES = 10, 5, 20
+MIN_LINES = 10
+FIRST_LINES = 5
+NEWEST_LINES = 20
 SOLVED_SUCCESS = 0.95  # a task with this success rate raises no alarm
-LOW_ENTROPY, LOW_ENTROPY_SHARE = 0.1, 0.1  # nats; share of the first entropy
-HIGH_ZERO_VARIANCE, LOW_ZERO_VARIANCE = 0.9, 0.5  # shares of groups in which all answers earn the same
+# nats; share of the first entropy
+LOW_ENTROPY = 0.1
+LOW_ENTROPY_SHARE = 0.1
+# shares of groups in which all answers earn the same
+HIGH_ZERO_VARIANCE = 0.9
+LOW_ZERO_VARIANCE = 0.5
 DOMINANT_REWARD_SHARE = 0.9  # share of the policies' own rewards
-LENGTH_FACTOR, MIN_REWARD_RISE, MAX_SUCCESS_RISE = (
-    1.5,
-    0.1,
-    0.02,
-)  # factor of tokens; rise in reward; rise in success rate
-FORM_METRIC, FORM_SHARE = "reward/form", 0.5  # the reward's term for form; share of the rise in reward
+# factor of tokens; rise in reward; rise in success rate
+LENGTH_FACTOR = 1.5
+MIN_REWARD_RISE = 0.1
+MAX_SUCCESS_RISE = 0.02
+# the reward's term for form; share of the rise in reward
+FORM_METRIC = "reward/form"
+FORM_SHARE = 0.5
 ROUNDING = 1e-6  # nats by which the entropy of a policy with a single action may be below 0
-INVALID_BEFORE, INVALID_NOW = 0.2, 0.02  # shares of invalid answers
-MAX_FAILED_SHARE, MAX_CUT_OFF_SHARE = 0.05, 0.3  # shares of episodes; of answers
+# shares of invalid answers
+INVALID_BEFORE = 0.2
+INVALID_NOW = 0.02
+# shares of episodes; of answers
+MAX_FAILED_SHARE = 0.05
+MAX_CUT_OFF_SHARE = 0.3
 
 
 class AlarmRule(NamedTuple):
@@ -165,7 +176,8 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
     The entropy of continuous actions may be negative, which raises no alarm."""
     success = newest_mean(team, "success")
     for name, series in policies.items():
-        before, now = first_mean(series, "entropy"), newest_mean(series, "entropy")
+        before = first_mean(series, "entropy")
+        now = newest_mean(series, "entropy")
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
         if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
@@ -250,7 +262,8 @@ def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Metr
 
 def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
     """Yields an alarm if many of the newest episodes failed."""
-    failed, played = newest_mean(team, "failed"), newest_mean(team, "episodes")
+    failed = newest_mean(team, "failed")
+    played = newest_mean(team, "episodes")
     if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
         yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
 
@@ -292,7 +305,9 @@ class MetricChange:
 def change_while_rewarded(series: Mapping[str, np.ndarray], key: str, better: float | None) -> MetricChange | None:
     """Returns how a policy's metric changed while its reward rose by at least `MIN_REWARD_RISE` and success by at most
     `MAX_SUCCESS_RISE`; None if that is not so or a value is missing."""
-    before, now, paid = first_mean(series, key), newest_mean(series, key), reward_rise(series)
+    before = first_mean(series, key)
+    now = newest_mean(series, key)
+    paid = reward_rise(series)
     if (
         before is None
         or now is None
@@ -335,5 +350,6 @@ def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float 
     """Returns the rise in success of the evaluation that rose most, or of training if there is none; None if neither is
     known."""
     rises = [float(log["success"][-1] - log["success"][0]) for log in evals.values() if len(log.get("success", ())) > 1]
-    before, now = first_mean(team, "success"), newest_mean(team, "success")
+    before = first_mean(team, "success")
+    now = newest_mean(team, "success")
     return max(rises) if rises else now - before if now is not None and before is not None else None

@@ -55,7 +55,8 @@ class DashboardApi:
     def _alarm_names(self, line: dict[str, Any], deadline: float) -> list[str] | None:
         """Returns the names of a listed run's alarms. After `deadline` (of `time.monotonic`) no more logs are read: it
         then returns the names found by an earlier request, or None."""
-        name, changed = line["name"], line["changed"]
+        name = line["name"]
+        changed = line["changed"]
         known = self._listed_alarms.get(name)
         if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
             try:

@@ -115,7 +115,8 @@ class RunWatcher:
     async def current_stamps(self, name: str | None) -> dict[str, tuple[int, ...]]:
         """Returns run -> numbers that change when the run does, at most `POLL_INTERVAL_S` seconds old; for all runs if
         `name` is None."""
-        known, now = self._looks.get(name), time.monotonic()
+        known = self._looks.get(name)
+        now = time.monotonic()
         if known is None or (known.done() and now - self._times[name] >= POLL_INTERVAL_S):
             self._forget(now)
             known = asyncio.create_task(run_in_threadpool(run_stamps, self.library, name))

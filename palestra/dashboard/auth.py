@@ -54,7 +54,9 @@ class TokenMiddleware:
     """ASGI middleware that asks for `token`, unless it is empty, and adds security headers to every response."""
 
     def __init__(self, app: AsgiApp, token: str, cookie: str) -> None:
-        self.app, self.cookie, self.token_hash = app, cookie, _hash(token)
+        self.app = app
+        self.cookie = cookie
+        self.token_hash = _hash(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

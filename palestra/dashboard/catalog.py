@@ -28,7 +28,9 @@ class CatalogRun:
     """An open run: its logs and its episode index, read incrementally."""
 
     def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name, self.path = root, name, root / name
+        self.root = root
+        self.name = name
+        self.path = root / name
         self.metrics = MetricLog(self.file("metrics.jsonl"), "policy")
         self.timings = MetricLog(self.file("timings.jsonl"), "policy")
         self.evals = MetricLog(self.file("evals.jsonl"), "name")

@@ -133,10 +133,12 @@ def search_text(
     """Returns the candidates (rows) whose observations or answers contain the text, starting at candidate
     `query.before`, and the index at which the search ended. It stops after `query.count` matches or `timeout_s`
     seconds; at least one file is read."""
-    steps, episodes = columns.numeric("step"), columns.numeric("episode")
+    steps = columns.numeric("step")
+    episodes = columns.numeric("episode")
     matches: list[int] = []
     matching: dict[int, set[int]] = {}
-    end, at = time.monotonic() + timeout_s, query.before
+    end = time.monotonic() + timeout_s
+    at = query.before
     while at < len(candidates) and len(matches) < query.count:
         row = int(candidates[at])
         step = int(steps[row])

@@ -26,7 +26,9 @@ from palestra.dashboard.episode_summary import summarize_episodes
 from palestra.runs.metric_log import PARSE_ERRORS
 
 CHUNK_FILES = 64  # files read at once
-FIRST_WAIT_S, NEXT_WAIT_S = 0.2, 0.02  # seconds: wait while nothing is known; wait when there are rows to show
+# seconds: wait while nothing is known; wait when there are rows to show
+FIRST_WAIT_S = 0.2
+NEXT_WAIT_S = 0.02
 CLOCK_RESOLUTION_NS = 50_000_000  # nanoseconds: an upper bound on the resolution of file modification times
 CACHE_FORMAT = 1  # format version of the cached table; increase it to rebuild caches
 FILE_NAME = re.compile(r"step-(\d+)\.parquet")
@@ -40,7 +42,8 @@ class EpisodeIndex:
     None for no cache."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
-        self.folder, self.cache = folder, cache
+        self.folder = folder
+        self.cache = cache
         self.unreadable: dict[int, str] = {}  # step -> why its file cannot be read
         self._columns: EpisodeColumns | None = None  # None before the first scan
         self._known: dict[int, int] = {}  # step -> version of its file in the table
@@ -103,7 +106,8 @@ class EpisodeIndex:
         """Finds the files that are new, changed or gone, and drops the rows of the latter two."""
         if self._columns is None:
             self._recall()
-        changed, start = self._folder_mtime_ns(), time.monotonic()
+        changed = self._folder_mtime_ns()
+        start = time.monotonic()
         # Another change within the clock's resolution would go unnoticed: scan again later.
         late = time.time_ns() - changed > CLOCK_RESOLUTION_NS
         now = file_versions(self.folder)
@@ -137,7 +141,8 @@ class EpisodeIndex:
             return self._read_each(chunk)
 
     def _read_each(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
-        tables, broken = [], {}
+        tables = []
+        broken = {}
         for step in sorted(chunk):
             try:
                 tables.append(self._summarize_steps([step], chunk))

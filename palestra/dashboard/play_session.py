@@ -49,7 +49,8 @@ class PlaySession:
     """One game in progress: the policy at the person's seat calls `ask`, the page calls `answer` and `resign`."""
 
     def __init__(self, setup: GameSetup, seed: int) -> None:
-        self.setup, self.seed = setup, seed
+        self.setup = setup
+        self.seed = seed
         self.id = secrets.token_urlsafe(16)  # an unguessable id: knowing it is the permission to play
         self.state_version = 0
         self.num_viewers = 0  # connected event streams
@@ -67,7 +68,8 @@ class PlaySession:
         if self.resigned:
             raise Resigned
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._role, self._asked = query.role, (query, answer)
+        self._role = query.role
+        self._asked = (query, answer)
         self._tell()
         return await answer
 
@@ -178,7 +180,10 @@ class PlaySessions:
         print_line: Callable[[str], None] = print,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        self._play, self._setting, self._say, self._alone = play, setup, print_line, idle_timeout_s
+        self._play = play
+        self._setting = setup
+        self._say = print_line
+        self._alone = idle_timeout_s
         self._instances = count(first_instance)
         self._open: dict[str, tuple[PlaySession, asyncio.Task[None]]] = {}
 

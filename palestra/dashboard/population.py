@@ -52,7 +52,8 @@ def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     if len(table.seats) != 2:
         return None
     rows, columns = (table.members[seat] for seat in table.seats)
-    rows, columns = rows[-last:], columns[-last:]
+    rows = rows[-last:]
+    columns = columns[-last:]
     cells = [[table.cell((row, column)) for column in columns] for row in rows]
     return {
         "seats": table.seats,
@@ -106,7 +107,8 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
         players = np.flatnonzero((points + points.T).sum(1) > 0)
         if not len(players):
             raise ValueError("no games were counted (exact payoffs need none)")
-        names, points = [names[i] for i in players], points[np.ix_(players, players)]
+        names = [names[i] for i in players]
+        points = points[np.ix_(players, players)]
         elo, stderr = fit_elo(points)
     except ValueError as error:
         return {"rows": [], "why": str(error), "warning": ""}
@@ -131,7 +133,8 @@ def timeline_view(record: PopulationRecord) -> list[dict[str, Any]]:
 
 
 def _training_span(task: TrainTask, result: TrainResult, clock: dict[str, Any]) -> dict[str, Any]:
-    seconds, ended = clock.get("seconds"), clock.get("elapsed_s")
+    seconds = clock.get("seconds")
+    ended = clock.get("elapsed_s")
     return {
         "learner": task.learner or task.player,
         "member": task.output_member,

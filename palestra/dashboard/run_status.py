@@ -57,11 +57,14 @@ def _stat(path: Path) -> tuple[int, int]:
 def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
     """Returns a run's entry in the list of runs, from its config and the ends of its logs. `locks` is
     `held_locks()`."""
-    config, meta = run.config, run.meta
+    config = run.config
+    meta = run.meta
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
-    team, evals = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
+    team = metrics.get(TEAM, {})
+    evals = last_lines(run.file("evals.jsonl"), "name")
     done, total = progress(config, metrics)
-    env, population = config.get("env") or {}, config.get("population") or {}
+    env = config.get("env") or {}
+    population = config.get("population") or {}
     return {
         "name": run.name,
         "created": str(meta.get("created", "")),

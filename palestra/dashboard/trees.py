@@ -232,7 +232,8 @@ def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> l
 
 
 def _answer_row(row: Row, bases: dict[str, str]) -> Row:
-    ids, logprobs = row["token_ids"] or [], row["logprobs"] or []
+    ids = row["token_ids"] or []
+    logprobs = row["logprobs"] or []
     vocabulary = Vocabulary.load(bases.get(member_name(row["policy"] or ""), ""))
     return {
         "seat": row["seat"],

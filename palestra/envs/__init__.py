@@ -187,7 +187,9 @@ def env_options(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
 def _complaint(
     cls: type[Env] | type[VectorEnv], model: type[BaseModel], where: tuple[int | str, ...], kind: str, message: str
 ) -> str:
-    name, env, known = str(where[0]), cls.name or cls.__name__, list(model.model_fields)
+    name = str(where[0])
+    env = cls.name or cls.__name__
+    known = list(model.model_fields)
     if kind == "extra_forbidden":
         return f'env "{env}" has no option "{name}"{_nearest(name, known)}; options: {", ".join(known)}'
     return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'

@@ -137,7 +137,8 @@ class _Check:
 
     def play(self) -> _Game:
         """Plays one game, checks every step and a second reset, and returns the game."""
-        env, rng = self.make_env(), random.Random(self.seed)
+        env = self.make_env()
+        rng = random.Random(self.seed)
         game = _Game([self.check_seats(env, self.call(env.reset, self.seed))], [])
         while not game.steps[-1].done:
             if len(game.actions) == self.max_steps:
@@ -223,7 +224,8 @@ class _Check:
 
     def check_equal(self, step: Step, expected: Step, where: str, fix: str) -> None:
         for part in fields(Step):
-            got, want = getattr(step, part.name), getattr(expected, part.name)
+            got = getattr(step, part.name)
+            want = getattr(expected, part.name)
             if not _same(got, want):
                 self.fail(f"differs in {part.name} after {where}: {_short(got)} is not {_short(want)}", fix)
 

@@ -30,7 +30,8 @@ def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
     `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
     """
     if inspect.isclass(env) and issubclass(env, Env | VectorEnv):
-        name, cls = env.__name__, env
+        name = env.__name__
+        cls = env
         if _is_importable(env):
             return f"{env.__module__}:{env.__name__}"
     elif callable(env) and not inspect.isclass(env):

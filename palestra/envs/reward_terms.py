@@ -43,7 +43,8 @@ def check_terms(step: Step) -> None:
     """Raises ValueError if the terms of a seat's reward do not sum to its reward in this step."""
     terms = step.info.get(REWARD_TERMS_KEY, {})
     for seat in {**step.rewards, **terms}:
-        reward, named = step.rewards.get(seat, 0.0), terms.get(seat, {})
+        reward = step.rewards.get(seat, 0.0)
+        named = terms.get(seat, {})
         if abs(reward - sum(named.values())) > MAX_ROUNDING:
             raise ValueError(
                 f'seat "{seat}" earns {reward:g}, and its terms are {named or "none"}: put what the reward is made of '

@@ -25,7 +25,8 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     """Returns a step of the env called `env`, which has these `seats`, with rewards as floats and info as it is stored
     (core/plain_values.py). Raises ValueError, with the env's name, for rewards of unknown seats, rewards that are not
     finite numbers, a success that is not a truth value or a number from 0 to 1, and what cannot be stored."""
-    known, terms = list(seats), step.info.get(REWARD_TERMS_KEY) or {}
+    known = list(seats)
+    terms = step.info.get(REWARD_TERMS_KEY) or {}
     if unknown := [seat for seat in [*step.rewards, *terms] if seat not in known]:
         raise ValueError(
             f'env "{env}" gives a reward to seat {unknown[0]!r}, and its seats are {", ".join(known)}: correct the name'
@@ -53,7 +54,8 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
 def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
     """Raises ValueError, with the env's name, for flags that are none, flags and legal actions of unknown seats, and a
     cut-off of an episode that goes on."""
-    invalid, reason = step.info.get("invalid"), step.info.get("why_invalid")
+    invalid = step.info.get("invalid")
+    reason = step.info.get("why_invalid")
     flagged = list(invalid) if isinstance(invalid, Mapping | list | tuple | set) else []
     flags = list(invalid.values()) if isinstance(invalid, Mapping) else [] if flagged else [invalid or False]
     flags += [step.truncated, step.info.get("no_reward") or False]

@@ -104,13 +104,15 @@ def find_difference(step: VectorStep, expected: VectorStep) -> str | None:
     """Returns the name of the first array in which two steps differ, None if they are equal. Final observations and
     states count for the games that `expected` ended. NaN equals NaN: seats that have terminated may see it."""
     for part in fields(VectorStep):
-        got, want = getattr(step, part.name), getattr(expected, part.name)
+        got = getattr(step, part.name)
+        want = getattr(expected, part.name)
         if got is None or want is None:
             if got is not want:
                 return part.name
             continue
         if part.name in ("final_obs", "final_state"):
-            got, want = got[expected.done], want[expected.done]
+            got = got[expected.done]
+            want = want[expected.done]
         if not np.array_equal(got, want, equal_nan=want.dtype.kind == "f"):
             return part.name
     return None
@@ -130,7 +132,8 @@ def empty_step(
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
     length, `reports_success` the array of successes, `has_seat_terminated` `seat_terminated`."""
-    B, N = num_envs, num_seats
+    B = num_envs
+    N = num_seats
     return VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),

@@ -35,7 +35,9 @@ def check_vector_env(
 
 class _Check:
     def __init__(self, make_env: MakeVectorEnv, games: int, steps: int, seed: int) -> None:
-        self.make, self.num_envs, self.steps = make_env, games, steps
+        self.make = make_env
+        self.num_envs = games
+        self.steps = steps
         self.seeds = np.arange(games) * 7 + seed
         self.rng = np.random.default_rng(seed)
 
@@ -58,7 +60,8 @@ class _Check:
             self.one_by_one(frames, actions)
 
     def play(self, env: VectorEnv) -> tuple[list[VectorStep], list[np.ndarray]]:
-        frames, actions = [self.valid(env.reset(self.seeds)).copy()], []
+        frames = [self.valid(env.reset(self.seeds)).copy()]
+        actions = []
         if frames[0].done.any() or frames[0].rewards.any():
             self.fail("reports rewards or ends after reset", "set them to zero there")
         for _ in range(self.steps):
@@ -181,7 +184,8 @@ class _Check:
 def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Generator) -> np.ndarray:
     """Returns uniform legal actions for all seats, also for seats that do not act, in the shape and dtype that `step`
     takes."""
-    B, N = env.num_envs, len(env.seats)
+    B = env.num_envs
+    N = len(env.seats)
     first = env.action_spaces[0]
     if isinstance(first, Discrete):
         action_mask = vector_step.action_mask
@@ -200,7 +204,8 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
     drawn = np.zeros((B, N, width), np.float32)
     for seat, space in enumerate(env.action_spaces):
         assert isinstance(space, Continuous)
-        low, high = np.maximum(space.low, -RANDOM_ACTION_BOUND), np.minimum(space.high, RANDOM_ACTION_BOUND)
+        low = np.maximum(space.low, -RANDOM_ACTION_BOUND)
+        high = np.minimum(space.high, RANDOM_ACTION_BOUND)
         drawn[:, seat, : len(space.low)] = rng.uniform(low, high, (B, len(space.low)))
     return drawn
 

@@ -73,7 +73,8 @@ def _mean_returns(
 ) -> list[tuple[float, float]]:
     """Returns the mean return and its standard error, by seat. Each batch and each `part` has its own env seeds:
     otherwise players without randomness would have equal means in all batches, and an error of 0."""
-    each, played = -(-episodes // BATCHES), []
+    each = -(-episodes // BATCHES)
+    played = []
     for batch in range(part * BATCHES, (part + 1) * BATCHES):
         own_seed = derive_seed(seed, "eval", batch)
         played.append(play_eval(env, players, each, own_seed, first_env_seed=batch * env.num_envs))
@@ -91,7 +92,8 @@ def _train_response(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -
             run_training(trainer, run)
             path = run.path
         newest = list_checkpoints(path)[-1]
-        number, folder = setup.env.seats.index(seat), newest.path / newest.names[RESPONSE]
+        number = setup.env.seats.index(seat)
+        folder = newest.path / newest.names[RESPONSE]
         return read_policy(folder, setup.env, [number], device=setup.device)
 
 

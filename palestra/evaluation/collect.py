@@ -46,14 +46,17 @@ async def collect_episodes(
     """
     target = find_target(path, env, checkpoint)
     table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
-    team, num_kept, all_played = table.policies, 0, list[Episode]()
+    team = table.policies
+    num_kept = 0
+    all_played = list[Episode]()
     with replacing_file(out) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         for start in range(0, episodes, BATCH_EPISODES):
             numbers = range(start, min(start + BATCH_EPISODES, episodes))
             played = await table.runner.play_all([_match(table, team, seed, i) for i in numbers], Branching())
             good = [episode for episode in played if passes_filter(episode, min_return, successes)]
             writer.write_table(to_table(0, good, first=num_kept))
-            num_kept, all_played = num_kept + len(good), [*all_played, *played]
+            num_kept = num_kept + len(good)
+            all_played = [*all_played, *played]
             on_progress(len(all_played), num_kept)
         check_not_all_failed(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}

@@ -92,7 +92,8 @@ def compare_populations(
     returns: dict[Player, np.ndarray] = {}
     estimates = []
     for player, some in cells.items():
-        at, shape = seats.index(player), (len(sides[0].members[player]), -1)
+        at = seats.index(player)
+        shape = (len(sides[0].members[player]), -1)
         played = [[half[cell] for cell in some] for half in earned]
         _check_constant_sum([cell for half in played for cell in half], ours)
         merged = [one.merge(two) for one, two in zip(played[0], played[-1], strict=True)]

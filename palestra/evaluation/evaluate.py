@@ -90,7 +90,8 @@ def cross_play(
     Raises ValueError if there are more than 256 assignments.
     """
     with open_eval(what, env or {}, {}, episodes, options) as setup:
-        seats, members = list(setup.policy_names), list(dict.fromkeys(members or setup.policy_names.values()))
+        seats = list(setup.policy_names)
+        members = list(dict.fromkeys(members or setup.policy_names.values()))
         if (count := len(members) ** len(seats)) > MAX_ASSIGNMENTS:
             raise ValueError(
                 f"there are {count} assignments of {len(members)} members to {len(seats)} seats, more than "
@@ -112,7 +113,8 @@ def open_eval(
             raise ValueError(f"samples: {samples} is for text envs; {what} is a vectorised game: leave it out")
         from palestra.evaluation.vector import MAX_NUM_ENVS, open_vector_eval
 
-        num_envs, greedy = min(episodes, MAX_NUM_ENVS), options.get("greedy", False)
+        num_envs = min(episodes, MAX_NUM_ENVS)
+        greedy = options.get("greedy", False)
         return open_vector_eval(target, env, seats, num_envs=num_envs, greedy=greedy)
     from palestra.evaluation.text import open_text_eval
 

@@ -117,7 +117,8 @@ def export_game_policy(
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
-    record, game = read_record(run, players_by_seat(config)), enumerate_game(config.env)
+    record = read_record(run, players_by_seat(config))
+    game = enumerate_game(config.env)
     files = {one.name: run / MEMBERS_DIR / one.name for one in record.members if one.weights}
     if member:
         if member not in [one.name for one in record.members]:
@@ -189,7 +190,8 @@ def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -
     rows = zip(game.state_player.tolist(), game.info_state_texts, game.action_mask, policy, strict=True)
     for number, (player, text, legal, probabilities) in enumerate(rows):
         row = {int(action): float(probabilities[action]) for action in np.flatnonzero(legal)}
-        known, one = players[player].setdefault(text, row), first.setdefault((player, text), number)
+        known = players[player].setdefault(text, row)
+        one = first.setdefault((player, text), number)
         if known is not row and not np.allclose(list(known.values()), list(row.values()), atol=1e-12):
             if not np.array_equal(game.info_state_tensors[one], game.info_state_tensors[number]):
                 raise ValueError(

@@ -141,7 +141,8 @@ def summarise(
 def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -> str:
     """Returns the error message of a comparison without a readable pair."""
     lost = [each for pair in judged for each in pair if each.verdict is None]
-    failed, wrong = [each for each in lost if each.error], [each for each in lost if not each.error]
+    failed = [each for each in lost if each.error]
+    wrong = [each for each in lost if not each.error]
     causes = [f"failed replies: {len(failed)}, the first with {failed[0].error}"] if failed else []
     if wrong:
         cut = ", cut at its token limit (--judge-tokens)" if wrong[0].is_cut else ""

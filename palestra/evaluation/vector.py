@@ -150,7 +150,8 @@ def load_player(
 ) -> VectorPolicy:
     """Returns the player of some seats by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of
     another run. Raises ValueError for an unknown name."""
-    label, numbers = f"{name}/{'+'.join(seats)}", [env.seats.index(seat) for seat in seats]
+    label = f"{name}/{'+'.join(seats)}"
+    numbers = [env.seats.index(seat) for seat in seats]
     if name == "random":
         return UniformVectorPolicy(env, numbers, label)
     if name.startswith("script:"):

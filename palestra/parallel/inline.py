@@ -22,7 +22,8 @@ class InlineBackend:
 
     def __init__(self, make_worker: WorkerFactory) -> None:
         self._worker = make_worker()
-        self._waiting, self._members = TaskQueue(), MemberFolders()
+        self._waiting = TaskQueue()
+        self._members = MemberFolders()
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._release = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
 

@@ -86,7 +86,8 @@ class LocalBackend:
         self.workers = workers
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._job = (_pickled(make_worker), threads, self._scratch)
-        self._waiting, self._members = TaskQueue(), MemberFolders()
+        self._waiting = TaskQueue()
+        self._members = MemberFolders()
         self._stillborn = 0  # workers in a row that died before they were ready
         self._pool: list[_Process] = []
         self._release = Finalize(self, _release, (self._pool, self._scratch), exitpriority=10)

@@ -74,7 +74,8 @@ class SharedMemoryAllReduce:
 
     def _wait(self, counts: np.ndarray) -> None:
         """Waits until all processes have written as many chunks. Raises RuntimeError if one of them has ended."""
-        start, parent = time.perf_counter(), os.getppid()
+        start = time.perf_counter()
+        parent = os.getppid()
         while counts.min() < self.num_chunks:
             if time.perf_counter() - start > BUSY_WAIT_S:
                 time.sleep(1e-4)

@@ -100,7 +100,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         other = part and (tensor.dtype, tensor.device) != (part[0].dtype, part[0].device)
         if part and (other or size + tensor.numel() > ALL_REDUCE_ELEMENTS):
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(tensor)
         size += tensor.numel()
     if part:

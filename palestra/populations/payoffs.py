@@ -50,7 +50,8 @@ class PayoffCell:
         games = self.games + other.games
         wins = _sums(self.wins, other.wins)
         if self.exact or other.exact:
-            mean, m2 = (other if other.exact else self).mean, tuple(0.0 for _ in self.m2)
+            mean = (other if other.exact else self).mean
+            m2 = tuple(0.0 for _ in self.m2)
         else:
             share = other.games / max(games, 1)
             gaps = [theirs - ours for ours, theirs in zip(self.mean, other.mean, strict=True)]
@@ -65,7 +66,9 @@ class PayoffCell:
 
     def average_seats(self, groups: Sequence[Sequence[int]]) -> PayoffCell:
         """Returns the cell with each group of seats averaged, for seats that the same member plays."""
-        mean, m2, wins = list(self.mean), list(self.m2), list(self.wins)
+        mean = list(self.mean)
+        m2 = list(self.m2)
+        wins = list(self.wins)
         for group in (one for one in groups if len(one) > 1):
             middle = sum(self.mean[seat] for seat in group) / len(group)
             spread = sum(self.m2[seat] + self.games * (self.mean[seat] - middle) ** 2 for seat in group) / len(group)

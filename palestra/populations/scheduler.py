@@ -81,7 +81,8 @@ def run_plan(
     others. Raises ValueError if a task fails, if the run's files differ from what its tasks produced, or if the plan
     does not match the tasks that the run has done.
     """
-    plan_run, callback = PlanRun(plan, run, as_completed), callback or PlanCallback()
+    plan_run = PlanRun(plan, run, as_completed)
+    callback = callback or PlanCallback()
     for name in plan_run.replay():
         backend.add_member(name, run.path / MEMBERS_DIR / name)
     for task in list(plan_run.open_tasks.values()):
@@ -119,7 +120,8 @@ def _take(plan_run: PlanRun, backend: Backend, callback: PlanCallback, done: Tas
 
 def _finish(plan_run: PlanRun, backend: Backend, callback: PlanCallback, grace: float) -> None:
     """Records the running tasks that finish within `grace` seconds."""
-    busy, end = backend.cancel_pending(), time.monotonic() + grace
+    busy = backend.cancel_pending()
+    end = time.monotonic() + grace
     while busy and (left := end - time.monotonic()) > 0:
         if done := backend.wait(left):
             for ready in plan_run.in_order(done):
@@ -131,7 +133,9 @@ class PlanRun:
     """A plan, its run, and the pending tasks in order (`open_tasks`). `num_done` counts finished tasks."""
 
     def __init__(self, plan: Plan, run: Run, as_completed: bool) -> None:
-        self.plan, self.run, self.as_completed = plan, run, as_completed
+        self.plan = plan
+        self.run = run
+        self.as_completed = as_completed
         self.open_tasks: dict[str, Task] = {}
         self.num_done = 0
         self._early: dict[str, TaskResult] = {}  # finished before a task that was created earlier

@@ -129,7 +129,8 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
         raise DamagedFile(
             f"{path / CHECKPOINTS_FILE} is missing, so that no checkpoint of the run counts: {RECOVERY_HINT}"
         )
-    found, wrong = list_all_checkpoints(path), list[str]()
+    found = list_all_checkpoints(path)
+    wrong = list[str]()
     unknown = _without_line(path, found)
     for checkpoint in reversed(found):
         folder = _current_folder(checkpoint) if checkpoint is found[-1] else checkpoint.path
@@ -169,7 +170,8 @@ def step_name(step: int) -> str:
 
 def _checkpoint(path: Path, number: int, line: Mapping[str, Any]) -> Checkpoint:
     """Parses one line. The folder follows from the step; no path in the line is used unchecked."""
-    step, names = line.get("step"), line.get("names", {})
+    step = line.get("step")
+    names = line.get("names", {})
     facts = [line.get("files"), line.get("logs")]
     if (
         not _is_count(step)

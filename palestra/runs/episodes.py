@@ -228,7 +228,8 @@ def _column(column: pa.ChunkedArray) -> list[Any]:
     if not pa.types.is_list(column.type) or not len(column):
         return column.to_pylist()
     array = column.chunk(0)
-    flat, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+    flat = array.values.to_numpy(zero_copy_only=False)
+    offsets = array.offsets.to_numpy()
     return [flat[a:b].copy() for a, b in itertools.pairwise(offsets)]
 
 
@@ -246,7 +247,8 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
         fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "done", "truncated")}
         fields |= {"info": json.loads(row["info"]), "error": row["node_error"]}
         episode.nodes.append(Node(row["node"], observations={}, answers={}, **fields))
-    node, seat = episode.nodes[-1], row["seat"]
+    node = episode.nodes[-1]
+    seat = row["seat"]
     if row["observation"] is not None:
         node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
     if row["answer"] is not None:

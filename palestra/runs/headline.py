@@ -59,7 +59,8 @@ def _algorithms(config: Tree) -> list[Tree]:
 def algorithm_label(config: Tree, steps: int | None = None) -> str:
     """Returns the names of the algorithms that a run with this resolved config trains by, in order: "sft, then ppo";
     with `steps`, of those in its first so many training steps. "" if it has none."""
-    names, start = [], 0
+    names = []
+    start = 0
     for stage in config.get("stages") or [{}]:
         if steps is None or start < steps or start == 0:
             names.append(str((stage.get("algorithm") or config.get("algorithm") or {}).get("type", "")))
@@ -123,7 +124,8 @@ def shows_return(line: Tree) -> bool:
 
 def paid_seats(line: Tree) -> list[str]:
     """Returns the seats whose own return is shown: if the team earned rewards, those that earned some too."""
-    returns, half = line.get("returns") or {}, line.get("returns_ci95") or {}
+    returns = line.get("returns") or {}
+    half = line.get("returns_ci95") or {}
     return [seat for seat, own in returns.items() if own or half.get(seat) or not line.get("team_return")]
 
 
@@ -133,12 +135,14 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
     played = line.get("episodes")
     if not isinstance(played, int | float) or played < 1:
         return None
-    failed, samples = line.get("failed", 0), line.get("samples", 1)
+    failed = line.get("failed", 0)
+    samples = line.get("samples", 1)
     if not isinstance(failed, int | float) or not isinstance(samples, int | float) or samples < 1:
         return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
         return success_bounds(line)
-    mean, half = returns_by_name(line).get("return"), return_half_width(line)
+    mean = returns_by_name(line).get("return")
+    half = return_half_width(line)
     if not isinstance(mean, int | float) or half is None:
         return None
     return mean - half, mean + half
@@ -147,7 +151,9 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
 def return_half_width(line: Tree) -> float | None:
     """Returns half the width of the 95 % interval of an evaluation's mean return (normal approximation); None if it is
     not known."""
-    played, deviation, half = line.get("episodes"), line.get("deviation"), line.get("return_ci95")
+    played = line.get("episodes")
+    deviation = line.get("deviation")
+    half = line.get("return_ci95")
     if isinstance(half, int | float):
         return half
     if not isinstance(deviation, int | float) or not isinstance(played, int | float) or played < 1:

@@ -34,14 +34,17 @@ class MetricLog:
     `version` changes when the file does. Thread-safe."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
+        self.path = path
+        self.key = key
         self.version = 0
         self.num_unparsed = 0  # lines that could not be parsed
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        self._offset, self._mark, self._stat = 0, b"", (-1, -1)
+        self._offset = 0
+        self._mark = b""
+        self._stat = (-1, -1)
         self._columns: dict[str, dict[str, Column]] = {}
         self._width = 0  # number of columns over all names
         self._last: dict[str, dict[str, Any]] = {}
@@ -72,7 +75,8 @@ class MetricLog:
 
     def _read(self, file: BinaryIO) -> bool:
         """Reads whole lines, at most about `MAX_READ_BYTES` bytes; returns whether the end was reached."""
-        rest, left = b"", MAX_READ_BYTES
+        rest = b""
+        left = MAX_READ_BYTES
         while left > 0:
             piece = file.read(CHUNK_BYTES)
             if not piece:
@@ -98,7 +102,8 @@ class MetricLog:
     def _add(self, raw: bytes) -> None:
         try:
             line: dict[str, Any] = json.loads(raw if len(raw) <= MAX_LINE_BYTES else b"")
-            name, step = line[self.key], float(line["step"])
+            name = line[self.key]
+            step = float(line["step"])
             if not isinstance(name, str):
                 raise TypeError(f"{self.key} is not text")
             self._append(name, step, line)

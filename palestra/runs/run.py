@@ -198,7 +198,8 @@ class Run:
 
     def rewrite_log(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Atomically replaces the lines of the log file `name`. Does nothing if they are unchanged."""
-        path, data = self.path / name, b"".join(map(to_json_line, lines))
+        path = self.path / name
+        data = b"".join(map(to_json_line, lines))
         if (path.read_bytes() if path.exists() else b"") != data:
             self._close_logs()
             atomic_write(path, data)
@@ -329,7 +330,8 @@ class Run:
 
 def _fresh_folder(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
-    number, path = 1, root / name
+    number = 1
+    path = root / name
     while True:
         try:
             path.mkdir()

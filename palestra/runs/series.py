@@ -138,8 +138,10 @@ def moving_mean(y: np.ndarray, window: int) -> np.ndarray:
     if window <= 1 or len(y) < 2:
         return y
     at = np.arange(len(y))
-    before, after = np.minimum((window - 1) // 2, at), np.minimum(window // 2, at)
-    first, last = at - before, np.minimum(at + after + 1, len(y))
+    before = np.minimum((window - 1) // 2, at)
+    after = np.minimum(window // 2, at)
+    first = at - before
+    last = np.minimum(at + after + 1, len(y))
     is_known = np.isfinite(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, y, 0.0))])
     known = np.concatenate([[0], np.cumsum(is_known)])
@@ -188,7 +190,8 @@ def align(each: Sequence[Series], points: int | None = None) -> tuple[np.ndarray
     known = [series for series in each if len(series.x)]
     if not known:
         return np.zeros(0), np.zeros((len(each), 0))
-    low, high = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
+    low = max(x[0] for x, _ in known)
+    high = min(x[-1] for x, _ in known)
     grid = np.unique(np.concatenate([x for x, _ in known]))
     grid = grid[(grid >= low) & (grid <= high)]
     if points is not None and len(grid) > points:
@@ -199,7 +202,8 @@ def align(each: Sequence[Series], points: int | None = None) -> tuple[np.ndarray
 def band_bounds(y: np.ndarray, band: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the lower and upper bound [K] of the band around the mean of y [R, K], R > 1: standard deviation, 95 %
     interval of the mean (Student's t), or range."""
-    mean, sd = y.mean(0), y.std(0, ddof=1)
+    mean = y.mean(0)
+    sd = y.std(0, ddof=1)
     if band == "range":
         return y.min(0), y.max(0)
     half = sd if band == "sd" else stdtrit(len(y) - 1, 0.975) * sd / len(y) ** 0.5
@@ -229,7 +233,8 @@ def wilson_interval(successes: float, n: float, z: float = 1.96) -> tuple[float,
     """Returns the score interval of a proportion (Wilson, 1927), 95 % by default. 8 of 10 gives (0.49, 0.94)."""
     if n == 0:
         return 0.0, 1.0
-    share, spread = successes / n, z * z / n
+    share = successes / n
+    spread = z * z / n
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -97,7 +97,8 @@ RESTORE_HINT = "bring it back from a copy, or start a new run"
 
 def diff_settings(old: Tree, new: Tree) -> list[str]:
     """Returns the settings in which two configs differ: ["seed: 0 -> 3", ...]."""
-    before, now = flatten_tree(old), flatten_tree(new)
+    before = flatten_tree(old)
+    now = flatten_tree(new)
     return [
         f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
         for key in dict.fromkeys([*before, *now])

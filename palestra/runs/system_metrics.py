@@ -99,7 +99,8 @@ def held_locks() -> dict[int, int]:
 def process_table(pids: list[int]) -> list[dict[str, Any]]:
     """Returns `process_info` of each process and, where known, `cpu`: the cores that it used over the last
     `SAMPLE_S` seconds, during which this call sleeps."""
-    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    before = [cpu_seconds(pid) for pid in pids]
+    began = time.monotonic()
     time.sleep(SAMPLE_S)
     seconds = time.monotonic() - began
     rows = []
@@ -176,7 +177,8 @@ class ResourceMeter:
         absent without /proc) and, where PyTorch uses a GPU, `gpu_memory_gib` (the most that it has allocated so far,
         on the current device)."""
         now = time.monotonic(), time.process_time()
-        wall_s, cpu_s = now[0] - self._before[0], now[1] - self._before[1]
+        wall_s = now[0] - self._before[0]
+        cpu_s = now[1] - self._before[1]
         self._before = now
         found = {"cpu_percent": 100 * cpu_s / wall_s} if wall_s > 0 else {}
         return found | _resident_memory() | _gpu_memory()

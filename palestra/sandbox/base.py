@@ -12,7 +12,9 @@ from typing import Any, Literal
 EndReason = Literal["exit", "signal", "wall", "cpu", "memory", "output"]
 WORKDIR = "/work"  # path of the program's folder as shown to programs and in their output
 LENGTH_BYTES = 8  # bytes of the big-endian length before each message
-RUN, CALL = b"+", b"c"  # kinds of requests to the fork server: a program, a function to call there
+# kinds of requests to the fork server: a program, a function to call there
+RUN = b"+"
+CALL = b"c"
 
 
 class SandboxError(RuntimeError):

@@ -26,7 +26,8 @@ def boot() -> None:
     except (OSError, ValueError, ImportError) as error:
         os.write(2, f"the sandbox could not be closed: {error!r}".encode())
         os._exit(FAILURE_EXIT_CODE)
-    sys.argv, sys.path = [PROGRAM_NAME], ["", *sys.path]
+    sys.argv = [PROGRAM_NAME]
+    sys.path = ["", *sys.path]
     sys.excepthook = _complain
     for word in ("exit", "quit"):  # normally made by `site`, which is not loaded
         setattr(builtins, word, sys.exit)

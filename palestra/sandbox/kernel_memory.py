@@ -12,7 +12,9 @@ from palestra.sandbox.process_tree import PAGE_BYTES, ProcessInfo
 
 PIPE_BYTES = 16 * PAGE_BYTES  # bytes of a pipe's buffer; the seccomp filter refuses to enlarge it
 MAPPING_BYTES = 256  # bytes of kernel memory per mapping
-MAX_MAPPINGS, MAX_MAPS_BYTES = 2**16, 2**17  # mappings of a process; bytes read of /proc/PID/maps, about 1,500 lines
+# mappings of a process; bytes read of /proc/PID/maps, about 1,500 lines
+MAX_MAPPINGS = 2**16
+MAX_MAPS_BYTES = 2**17
 DELETED = b" (deleted)\n"
 
 

@@ -19,7 +19,9 @@ from palestra.sandbox.base import EndReason, ResourceLimits
 from palestra.sandbox.kernel_memory import HeldResources, measure_held_resources
 from palestra.sandbox.program import RunningProgram
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.01, 0.1  # seconds between measurements
+# seconds between measurements
+MIN_INTERVAL_S = 0.01
+MAX_INTERVAL_S = 0.1
 THREADS_PER_PROCESS = 16  # threads per process
 MAX_WALL_EXTENSION = 2.0  # largest extension of the wall limit, as a multiple of it, for time spent waiting for a CPU
 CHUNK_BYTES = 2**16
@@ -36,11 +38,16 @@ class ProcessMonitor:
         program: RunningProgram,
         requester: socket.socket,
     ) -> None:
-        self.limits, self.exceeds_disk, self.program, self.requester = limits, exceeds_disk, program, requester
+        self.limits = limits
+        self.exceeds_disk = exceeds_disk
+        self.program = program
+        self.requester = requester
         self.exceeded_limit: EndReason | None = None
         self.started_at = time.monotonic()
         self._outputs = {program.stdout: bytearray(), program.stderr: bytearray()}
-        self._cpu, self._pause, self._next = 0.0, MIN_INTERVAL_S, self.started_at
+        self._cpu = 0.0
+        self._pause = MIN_INTERVAL_S
+        self._next = self.started_at
 
     @property
     def seconds(self) -> float:
@@ -48,7 +55,8 @@ class ProcessMonitor:
 
     def run_until_end(self, stdin: bytes) -> None:
         """Writes `stdin` to stdin; returns when the program ends, exceeds a limit, or the requester disconnects."""
-        unsent, death = memoryview(stdin), _death(self.program.pid)
+        unsent = memoryview(stdin)
+        death = _death(self.program.pid)
         with selectors.DefaultSelector() as events:
             events.register(self.requester, selectors.EVENT_READ)
             events.register(self.program.stdin, selectors.EVENT_WRITE)
@@ -108,7 +116,8 @@ class ProcessMonitor:
 
     def _look(self) -> None:
         """Measures the program's resources, compares them with the limits and schedules the next measurement."""
-        limits, now = self.limits, time.monotonic()
+        limits = self.limits
+        now = time.monotonic()
         processes = process_tree.measure_processes(process_tree.descendants())
         holds = measure_held_resources(processes)
         used = process_tree.total_usage(processes, limits.memory - holds.kernel_bytes)

@@ -13,7 +13,9 @@ import os
 import sys
 from pathlib import Path
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x2_0000, 0x1000_0000  # flags of unshare
+# flags of unshare
+CLONE_NEWNS = 0x2_0000
+CLONE_NEWUSER = 0x1000_0000
 RECURSIVE_SLAVE = 0x4000 | 0x8_0000  # MS_REC | MS_SLAVE
 NOSUID_NODEV_NOEXEC = 2 | 4 | 8  # MS_NOSUID | MS_NODEV | MS_NOEXEC
 
@@ -45,7 +47,8 @@ def mount(root: Path, size: int, files: int) -> None:
 
 
 def _new_namespaces() -> None:
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     _call("unshare", CLONE_NEWNS | (CLONE_NEWUSER if user else 0))
     if user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):

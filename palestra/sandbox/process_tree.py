@@ -86,7 +86,8 @@ def _process(pid: int) -> ProcessInfo | None:
     stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(stat) < 22:  # gone
         return None
-    ticks, threads = sum(int(field) for field in stat[11:15]), int(stat[17])
+    ticks = sum(int(field) for field in stat[11:15])
+    threads = int(stat[17])
     folder = _living_thread(pid) if stat[0] == "Z" and threads > 1 else f"/proc/{pid}"
     return ProcessInfo(pid, folder, ticks / TICKS_PER_S, threads)
 

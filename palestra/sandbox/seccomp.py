@@ -15,24 +15,40 @@ from typing import NamedTuple
 
 from palestra.sandbox.syscalls import ALLOWED, CHECKED, FAKED
 
-EPERM, EACCES, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 22, 25, 38, 95
-ALLOW, KILL, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-CALL_OFFSET, ARCH_OFFSET, ARGUMENTS_OFFSET = (
-    0,
-    4,
-    16,
-)  # offsets in struct seccomp_data: call number, architecture, arguments
+EPERM = 1
+EACCES = 13
+EINVAL = 22
+ENOTTY = 25
+ENOSYS = 38
+EOPNOTSUPP = 95
+ALLOW = 0x7FFF_0000
+KILL = 0x8000_0000
+ERRNO = 0x0005_0000
+LOAD = 0x20
+AND = 0x54
+EQUAL = 0x15
+AT_LEAST = 0x35
+RETURN = 0x06
+# offsets in struct seccomp_data: call number, architecture, arguments
+CALL_OFFSET = 0
+ARCH_OFFSET = 4
+ARGUMENTS_OFFSET = 16
 MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 FIRST_COMMON_NUMBER = 424  # from here on numbers are equal on all machines, and the C library handles ENOSYS
 MASK_ALL = 0xFFFF_FFFF
 
-SHARED_ANONYMOUS, MAP_HUGETLB = 0x21, 0x4_0000  # MAP_SHARED | MAP_ANONYMOUS, MAP_HUGETLB
+# MAP_SHARED | MAP_ANONYMOUS, MAP_HUGETLB
+SHARED_ANONYMOUS = 0x21
+MAP_HUGETLB = 0x4_0000
 TMPFILE = 0x40_0000  # the bit of O_TMPFILE that no other flag has
-FILE_TYPE_MASK, FIFO = 0xF000, 0x1000
+FILE_TYPE_MASK = 0xF000
+FIFO = 0x1000
 NAMESPACE_FLAGS = 0x7E02_0000  # CLONE_NEWNS and all other namespace flags of `clone`
-THREAD, THREAD_WITH_FILES = 0x1_0000, 0x1_0400  # CLONE_THREAD without and with CLONE_FILES
-AF_UNIX, SIGCHLD = 1, 17
+# CLONE_THREAD without and with CLONE_FILES
+THREAD = 0x1_0000
+THREAD_WITH_FILES = 0x1_0400
+AF_UNIX = 1
+SIGCHLD = 17
 FCNTL_FAKED = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 FCNTL_ALLOWED = (
     0,

@@ -26,7 +26,8 @@ def supervise(requester: socket.socket, folder: Path, *, mounts: bool, group: Pa
     which cgroups of runs are made (None: none). Raises ConnectionError if the requester disconnects before the request
     is complete.
     """
-    request, limited = RunRequest.from_bytes(_receive(requester)), None
+    request = RunRequest.from_bytes(_receive(requester))
+    limited = None
     process_tree.become_subreaper()
     _first_to_go()
     try:

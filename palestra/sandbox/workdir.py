@@ -16,7 +16,9 @@ from palestra.sandbox.mounts import mount
 from palestra.sandbox.process_tree import PAGE_BYTES
 
 MAX_FILES = 4096  # files and folders that a program may have
-SLACK_BYTES, SLACK_FILES = 2**16, 64  # space of the file system above the limits, so that exceeding them can be seen
+# space of the file system above the limits, so that exceeding them can be seen
+SLACK_BYTES = 2**16
+SLACK_FILES = 64
 NUM_OWN_FILES = 2  # the root of the file system, and the folder
 
 
@@ -25,7 +27,8 @@ def create(folder: Path, request: RunRequest, *, mounts: bool) -> None:
     if mounts:
         given = sum(PAGE_BYTES * (len(data) // PAGE_BYTES + 1) for data in request.files.values())
         names = sum(len(PurePosixPath(name).parts) for name in request.files)
-        size, files = max(request.limits.disk, given) + SLACK_BYTES, max(MAX_FILES, names) + SLACK_FILES
+        size = max(request.limits.disk, given) + SLACK_BYTES
+        files = max(MAX_FILES, names) + SLACK_FILES
         mount(folder.parent, size, files)
     folder.mkdir()
     write_files(folder, request.files)

@@ -159,7 +159,9 @@ class WorkerProcess:
     """The engine worker's process, restarted whenever it dies."""
 
     def __init__(self, settings: WorkerSettings, context: ServiceContext, say: Say) -> None:
-        self.settings, self.context, self.say = settings, context, say
+        self.settings = settings
+        self.context = context
+        self.say = say
         self.process: BaseProcess | None = None
 
     def start(self) -> BaseProcess:
@@ -172,9 +174,11 @@ class WorkerProcess:
     async def keep_alive(self) -> None:
         """Starts the worker and restarts it when it dies; the pause doubles while it dies within `STABLE_AFTER_S`
         seconds of its start."""
-        failures, loop = 0, asyncio.get_running_loop()
+        failures = 0
+        loop = asyncio.get_running_loop()
         while True:
-            began, process = loop.time(), self.start()
+            began = loop.time()
+            process = self.start()
             await _ended(process)
             process.join()
             failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
@@ -202,7 +206,8 @@ class WorkerProcess:
 
 
 async def _ended(process: BaseProcess) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     loop.add_reader(process.sentinel, ended.set)
     try:
         await ended.wait()
@@ -214,7 +219,8 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
     """Returns the metadata of a base model. Raises ValueError if it cannot be read."""
     where = resolve_base(path)
     try:
-        config, tokenizer = load_config(where), load_tokenizer(where)
+        config = load_config(where)
+        tokenizer = load_tokenizer(where)
     except OSError as error:
         raise ValueError(f'cannot read the base "{name}" at {path}: {error}') from error
     text = config.get_text_config()

@@ -53,11 +53,13 @@ def preference_loss(
     if tokens.group_M is None:
         raise ValueError("preferences need the number of each token's pair")
     summed = _group_sum(tokens.group_M)
-    chosen_M, rejected_M = tokens.advantage_M.clamp(min=0), -tokens.advantage_M.clamp(max=0)
+    chosen_M = tokens.advantage_M.clamp(min=0)
+    rejected_M = -tokens.advantage_M.clamp(max=0)
     if not (summed(chosen_M) * summed(rejected_M)).all():
         raise ValueError("a pair needs tokens with advantages above and below 0: its chosen and its rejected side")
     reference_free = reference_free or kind in REFERENCE_FREE_KINDS
-    share, margin = summed(tokens.weight_M), summed(tokens.advantage_M * _log_ratio(tokens, reference_free))
+    share = summed(tokens.weight_M)
+    margin = summed(tokens.advantage_M * _log_ratio(tokens, reference_free))
     if kind == "orpo":
         each = _odds_ratio_loss(summed(chosen_M * tokens.logp_M), summed(rejected_M * tokens.logp_M), beta)
     else:
@@ -101,7 +103,8 @@ def bradley_terry_loss(tokens: LossInputs, *, center_coef: float = 0.0) -> tuple
     summed = _group_sum(tokens.group_M)
     chosen = summed(tokens.advantage_M.clamp(min=0) * tokens.value_M)
     rejected = summed(-tokens.advantage_M.clamp(max=0) * tokens.value_M)
-    share, margin = summed(tokens.weight_M), chosen - rejected
+    share = summed(tokens.weight_M)
+    margin = chosen - rejected
     loss = (share * (center_coef * (chosen + rejected).square() - logsigmoid(margin))).sum()
     return loss, {
         "accuracy": (share * (margin > 0)).sum(),
@@ -124,7 +127,8 @@ def kto_loss(tokens: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, TensorMe
         raise ValueError("kto needs the number of each token's side")
     summed = _group_sum(tokens.group_M)
     weight = summed(tokens.advantage_M) / summed(torch.ones_like(tokens.advantage_M))
-    share, reward = summed(tokens.weight_M), beta * torch.sign(weight) * summed(_log_ratio(tokens, False))
+    share = summed(tokens.weight_M)
+    reward = beta * torch.sign(weight) * summed(_log_ratio(tokens, False))
     loss = (share * weight.abs() * torch.sigmoid(-reward)).sum()
     reward = reward.detach()
     return loss, {"reward": (share * reward).sum(), "accuracy": (share * (reward > 0)).sum()}

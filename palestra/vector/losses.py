@@ -233,7 +233,8 @@ class _ClippedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, clip: float, entropy: float, out: Tensor, action: Tensor, action_mask: Tensor | None, *rest: Tensor
     ) -> tuple[Tensor, np.ndarray]:
-        gradient, metrics = torch.empty_like(out), np.zeros((len(out), len(METRICS)))
+        gradient = torch.empty_like(out)
+        metrics = np.zeros((len(out), len(METRICS)))
         mask = torch.empty(len(out), 0, 0, dtype=torch.bool) if action_mask is None else action_mask
         arrays = [x.detach().numpy() for x in (out, action, mask, *rest, gradient)]
         _clipped_loss(np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy), metrics, *arrays)
@@ -263,13 +264,16 @@ def _clipped_loss(
     """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member."""
     members, rows, actions = out.shape
     masked = action_mask.shape[1] > 0
-    logp, p = np.empty(actions, np.float32), np.empty(actions, np.float32)
+    logp = np.empty(actions, np.float32)
+    p = np.empty(actions, np.float32)
     for m in range(members):
         for r in range(rows):
             for a in range(actions):
                 logp[a] = out[m, r, a] if not masked or action_mask[m, r, a] else LOWEST
             entropy = _normalise(logp, p)
-            taken, share, credit = action[m, r], weight[m, r], advantage[m, r]
+            taken = action[m, r]
+            share = weight[m, r]
+            credit = advantage[m, r]
             gap = np.float64(logp[taken] - old_logp[m, r])  # in float32 its divergence below would be lost in rounding
             ratio = math.exp(gap)
             worth = ratio * credit
@@ -289,7 +293,9 @@ def _clipped_loss(
 @jit
 def _normalise(logp: np.ndarray, p: np.ndarray) -> np.float32:
     """Turns logits [A] into log-probabilities in place, writes their probabilities to `p`; returns the entropy."""
-    largest, total, entropy = logp[0], np.float32(0), np.float32(0)
+    largest = logp[0]
+    total = np.float32(0)
+    entropy = np.float32(0)
     for a in range(1, len(logp)):
         largest = max(largest, logp[a])
     for a in range(len(logp)):

@@ -200,7 +200,8 @@ class VectorTrainer:
         its own, since settings may be chosen by it."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
         recorder = ReplayRecorder(evaluation.env, evaluation.replays)
-        first, teams = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0, list(self.teams.values())
+        first = FIRST_DEV_SEED if evaluation.name == DEV_EVAL else 0
+        teams = list(self.teams.values())
         metrics = play_eval(
             recorder, evaluation.players(), evaluation.episodes, seed, first_env_seed=first, teams=teams
         )

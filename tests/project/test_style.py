@@ -14,10 +14,10 @@ PACKAGE = Path(__file__).parents[2] / "palestra"
 COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-PACKED_PER_THOUSAND = 23.0
+PACKED_PER_THOUSAND = 2.5
 NESTED_PER_THOUSAND = 7.0
-CONDITIONAL_PER_THOUSAND = 38.5
-PARTICIPLES = 200
+CONDITIONAL_PER_THOUSAND = 37.5
+PARTICIPLES = 136
 LONG_LINES_PERCENT = 12.0
 MAX_PARAMETERS = 8
 # Commands and envs have an option for each parameter; kernels take their arrays one by one.

@@ -87,7 +87,8 @@ def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
     base = _describe_base(base)
     kinds = {"adapter": f"A LoRA adapter for {base}", "model": f"A language model, trained from {base}"}
     what = kinds.get(agent.kind, "A small network that plays a vectorised game")
-    env, learns = ", ".join(_envs(tree)), _learns(agent, tree)
+    env = ", ".join(_envs(tree))
+    learns = _learns(agent, tree)
     trained = f", trained in {env} by {learns}" if env else ""
     return f"{what}{trained} with palestra. Its name there is `{agent.versioned_name}`: {agent.version} updates."
 
@@ -121,7 +122,8 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
 
 
 def _row(name: str, lines: list[Tree]) -> list[str]:
-    first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
+    first = lines[0] if lines[0]["step"] < 0 else None
+    last = lines[-1]
     columns: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
     columns += [("return", format_return)] if "return" in last else []
     columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
@@ -133,7 +135,8 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
 
 
 def _own(seat: str, line: Tree) -> str:
-    value, half = line["returns"].get(seat), line.get("returns_ci95", {}).get(seat)
+    value = line["returns"].get(seat)
+    half = line.get("returns_ci95", {}).get(seat)
     return "-" if value is None else f"{value:.2f}" + (f" ± {half:.2f}" if half is not None else "")
 
 

@@ -69,7 +69,8 @@ def serve_agents(
 async def _serve(
     agents: dict[str, ServedAgent], server: ChatServer, key: str | None, say: Callable[[str], None]
 ) -> None:
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
     on_stop(lambda: loop.call_soon_threadsafe(over.set), DRAIN_TIMEOUT_S + FORCED_EXIT_DELAY_S)
 
     def deliver(asked: ChatCall) -> None:  # runs on the server's thread; policies run on this one
@@ -123,7 +124,8 @@ class ServedAgent:
     async def _fitting_prompt(self, chat: Chat) -> np.ndarray:
         """Returns the prompt tokens [P] of a conversation, rewritten if it exceeds the policy's `context.max_tokens`.
         Raises ValueError if it is too long or the chat template fails."""
-        loop, context = asyncio.get_running_loop(), self.policy.context
+        loop = asyncio.get_running_loop()
+        context = self.policy.context
         chat, ids = await loop.run_in_executor(TOKENIZER_THREAD, self._encode_call, chat)
         limit = context.max_tokens
         if limit is None or len(ids) <= limit:
@@ -196,7 +198,8 @@ class ContextLimit:
     would take hundreds of bytes per character."""
 
     def __init__(self, tokenizer: Any, engine: Engine) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_positions(engine) or 2**20
+        self.tokenizer = tokenizer
+        self.max_tokens = max_positions(engine) or 2**20
         self.max_chars = self.max_tokens * max_chars_per_token(tokenizer)
 
     def check(self, chat: Chat) -> int:

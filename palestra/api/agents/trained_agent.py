@@ -122,7 +122,8 @@ def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
     speech = agent.lm_settings
     path: str | None = str(agent.folder)
     if agent.kind == "model" and agent.run is None:  # a published model is its own base
-        speech, path = speech | {"base": str(agent.folder.resolve())}, None
+        speech = speech | {"base": str(agent.folder.resolve())}
+        path = None
     config = validate(FrozenConfig, speech | {"path": path})
     try:
         return engines.build_frozen_policy(agent.versioned_name, config)
@@ -141,7 +142,8 @@ def open_published(folder: Path) -> TrainedAgent:
     """
     check_run_folder(folder)
     check_model_files(folder)
-    kind, facts = weights_kind(folder), AgentFacts(name=folder.resolve().name)
+    kind = weights_kind(folder)
+    facts = AgentFacts(name=folder.resolve().name)
     if (folder / AGENT_FILE).exists():
         facts = _read_facts(AgentFacts, folder / AGENT_FILE)
     elif kind == "adapter":  # PEFT's own folder
@@ -187,7 +189,8 @@ def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgen
     if is_vector_config(tree):
         return {name: _agent(name, folder, path, checkpoint) for name, folder in folders.items()}
     config = validate(TextConfig, tree)
-    roles, policies = _roles(config), config.policies_at(checkpoint.step)
+    roles = _roles(config)
+    policies = config.policies_at(checkpoint.step)
     return {
         name: _agent(name, folder, path, checkpoint, _speech(policies[name]), roles.get(name, ""))
         for name, folder in folders.items()

@@ -135,7 +135,8 @@ def load_base_config(task: TaskConfig, folder: Path) -> Tree:
 def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:
     """Returns the config of a cell: the task's, then the changes of the algorithm, whose `algorithm` replaces the
     task's, then those of the algorithm on this task."""
-    task_spec, changes = grid.tasks[task], grid.algorithms[algorithm]
+    task_spec = grid.tasks[task]
+    changes = grid.algorithms[algorithm]
     start = merge(tree, task_spec.changes)
     if "algorithm" in changes:
         start.pop("algorithm", None)

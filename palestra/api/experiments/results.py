@@ -28,7 +28,9 @@ from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import Line, RunLogs, series_of
 
-RESULTS_FILE, PAGE_FILE, FIGURE_FILE = "results.json", "results.md", "results.svg"
+RESULTS_FILE = "results.json"
+PAGE_FILE = "results.md"
+FIGURE_FILE = "results.svg"
 FEW_SEEDS = 5  # with fewer, percentile intervals of a bootstrap contain the true mean in about 85 % of cases or less
 METRICS = ("success", "return")
 LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "optimality gap (less is better)"}
@@ -95,7 +97,8 @@ def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tu
     Raises NotANumber if the last line has no number for it, and ValueError if there is no such evaluation or metric.
     """
     if (logs.path / TASKS_FILE).exists():
-        lines, what = [line for line in logs.team if "nash_conv" in line], "its last assessment"
+        lines = [line for line in logs.team if "nash_conv" in line]
+        what = "its last assessment"
         if not lines:
             raise ValueError(f"{logs.path} has measured no nash_conv: set population.nash_conv_every above 0")
         return "nash_conv", _last_value(logs, lines, "nash_conv", what)

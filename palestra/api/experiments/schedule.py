@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 CELLS_FILE = "cells.jsonl"  # a line for each cell that ended
 LOGS = "logs"  # folder with the output of each run
-FAILED, STOPPED, NO_FOLDER = 1, 3, 4  # exit codes of a cell
+# exit codes of a cell
+FAILED = 1
+STOPPED = 3
+NO_FOLDER = 4
 POLL_S = 0.1
 Status = Literal["done", "failed", "stopped"]
 
@@ -91,7 +94,8 @@ def check_score(request: LaunchRequest, task: TaskConfig) -> None:
 def _first_difference(stored: dict[str, Any], request: Any) -> str:
     from palestra.core.config import parse
 
-    old, new = flatten_tree(stored), flatten_tree(parse(dump(request.config)))
+    old = flatten_tree(stored)
+    new = flatten_tree(parse(dump(request.config)))
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key):
             return f"{key} is {old.get(key)} there and {new.get(key)} in the grid"
@@ -124,13 +128,16 @@ def run_cells(
     no further cell is started, and running ones end after their current step, with a checkpoint. `start` starts the
     process of a cell, by default on this machine; other machines must share `root` and the working directory.
     """
-    done, before = finished_cells(root), _statuses(root)
+    done = finished_cells(root)
+    before = _statuses(root)
     waiting = [cell for cell in cells if cell.name not in done]
     (root / LOGS).mkdir(parents=True, exist_ok=True)
     for cell in waiting:
         if before.get(cell.name) == "done":  # its run was removed, and is trained again
             _record(CellResult(cell, "stopped", 0.0), root)
-    stopping, running, results = False, dict[str, tuple[GridCell, CellProcess, float]](), list[CellResult]()
+    stopping = False
+    running = dict[str, tuple[GridCell, CellProcess, float]]()
+    results = list[CellResult]()
     try:
         while running or (waiting and not stopping):
             if not stopping and stop_requested():

@@ -31,8 +31,11 @@ from palestra.core.seeding import derive_seed
 from palestra.runs.series import RunLogs
 from palestra.runs.settings import diff_settings, flatten_tree
 
-STUDY_FILE, TUNE_FILE = "study.jsonl", "tune.yaml"
-TRIALS_FILE, PAGE_FILE, BEST_FILE = "trials.jsonl", "results.md", "best.yaml"
+STUDY_FILE = "study.jsonl"
+TUNE_FILE = "tune.yaml"
+TRIALS_FILE = "trials.jsonl"
+PAGE_FILE = "results.md"
+BEST_FILE = "best.yaml"
 REASON = "reason"  # key under which the study has the reason of a failed trial
 MAX_ROWS = 20  # trials listed on the page
 
@@ -57,7 +60,10 @@ class Search:
     """
 
     def __init__(self, config: TuneConfig, base: Tree, evaluation: str | None, root: Path) -> None:
-        self.config, self.base, self.evaluation, self.root = config, base, evaluation, root
+        self.config = config
+        self.base = base
+        self.evaluation = evaluation
+        self.root = root
         self.metric = config.metric or ""
         self.optuna = _import_optuna()
         self._space = {key: _distribution(self.optuna, values) for key, values in config.space.items()}
@@ -163,7 +169,9 @@ class Search:
 
     def _values(self, trial: Any) -> tuple[list[float], str]:
         """Returns the scores of the trial's finished runs, and why one of them has none."""
-        done, values, reason = finished_cells(self.root), list[float](), ""
+        done = finished_cells(self.root)
+        values = list[float]()
+        reason = ""
         for name in [cell.name for cell in self._cells(trial) if cell.name in done]:
             try:
                 values.append(self._score(name))
@@ -196,7 +204,8 @@ class Search:
 
     def write_results(self) -> list[Path]:
         """Writes the trials as JSON lines, the best config, and a page in Markdown; returns the files, page last."""
-        trials, best = self.trials, self.best
+        trials = self.trials
+        best = self.best
         files = [self.root / TRIALS_FILE, self.root / PAGE_FILE]
         atomic_write(files[0], b"".join(to_json_line(trial._asdict()) for trial in trials))
         if best is not None:
@@ -207,7 +216,8 @@ class Search:
         return files
 
     def _page(self, trials: Sequence[Trial]) -> str:
-        config, scored = self.config, [trial for trial in trials if trial.score is not None]
+        config = self.config
+        scored = [trial for trial in trials if trial.score is not None]
         scored.sort(key=lambda trial: (trial.score or 0.0) * (-1 if config.direction == "maximize" else 1))
         keys = list(config.space)
         rows = [

@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # parameter numbers from glibc's malloc.h
+# parameter numbers from glibc's malloc.h
+TRIM_THRESHOLD = -1
+TOP_PAD = -2
+MMAP_MAX = -4
 MIN_MAPPED_BYTES = 2**22  # smaller tensors would spend more time on page faults than memory is worth
 
 

@@ -21,7 +21,9 @@ from pydantic import BaseModel, TypeAdapter
 NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "anything", NoneType: "null"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 REQUIRED = "required"  # in place of a default
-INDENT, MAX_LINE_CHARS = "    ", 100  # of the keys in a class's `__doc__`
+# of the keys in a class's `__doc__`
+INDENT = "    "
+MAX_LINE_CHARS = 100
 DOCUMENT_END = "...\n"  # ends a YAML document that is one word
 
 
@@ -132,7 +134,8 @@ def _values(field: Any) -> str:
 
 def _type(annotation: Any) -> str:
     """Returns a type in words."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return _type(parts[0])
     if origin is Literal:

@@ -114,7 +114,8 @@ def dump(config: BaseModel) -> str:
 
 def _fault(model: type[BaseModel], error: Any) -> str:
     """Formats one pydantic error as one line."""
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind == "extra_forbidden":
         path, owner = _resolve(model, error["loc"][:-1])
         return _unknown_key(path, str(error["loc"][-1]), _keys(owner))
@@ -224,7 +225,8 @@ def _keys(annotation: Any) -> list[str]:
 def type_choices(model: type[BaseModel], field: str) -> list[str]:
     """Returns the values that `type:` may take in a field that holds one of several config types, or a mapping of names
     to them."""
-    waiting, found = [model.model_fields[field].annotation], list[str]()
+    waiting = [model.model_fields[field].annotation]
+    found = list[str]()
     while waiting:
         part = waiting.pop(0)
         if isinstance(part, type) and issubclass(part, BaseModel):

@@ -143,7 +143,8 @@ def _marked(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 def _check_data(value: Any) -> None:
     """Raises ValueError for data that contains itself, grows too large through aliases, or cannot be encoded."""
-    waiting, seen = [(value, 0)], 0
+    waiting = [(value, 0)]
+    seen = 0
     while waiting:
         part, depth = waiting.pop()
         seen += 1
@@ -254,7 +255,8 @@ def _place(tree: Tree, keys: Sequence[str], value: Any, setting: str) -> None:
     for depth, key in enumerate(keys[:-1], start=1):
         below: Any = {} if tree.get(key) is None else tree[key]
         if not isinstance(below, dict):
-            path, kind = ".".join(keys[:depth]), name_kind(below)
+            path = ".".join(keys[:depth])
+            kind = name_kind(below)
             raise ValueError(f"cannot set {setting!r}: {path} is {kind}, not a mapping; set {path} as a whole")
         tree[key] = below
         tree = below

@@ -41,7 +41,8 @@ class RequestRefused(EndpointError):
 
     def __init__(self, message: str, status: int, reason: str) -> None:
         super().__init__(message)
-        self.status, self.reason = status, reason
+        self.status = status
+        self.reason = reason
 
 
 def _check_variable(name: str | None) -> str | None:
@@ -145,7 +146,8 @@ class RetryingClient:
     async def _try(self, url: str, body: Json, parse: Callable[[httpx.Response], Any]) -> Any:
         """Makes one attempt and returns what `parse` reads. Raises AttemptFailed if another attempt may succeed, else
         EndpointError."""
-        endpoint, httpx = self.endpoint, _httpx()
+        endpoint = self.endpoint
+        httpx = _httpx()
         try:
             async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
                 response = await self._post(url, body)
@@ -175,7 +177,8 @@ class RetryingClient:
     async def _post(self, url: str, body: Json) -> httpx.Response:
         """Sends the request and reads the response. Raises EndpointError if it is longer than `MAX_ANSWER_BYTES`
         bytes."""
-        endpoint, content = self.endpoint, bytearray()
+        endpoint = self.endpoint
+        content = bytearray()
         async with self.client.stream("POST", url, json=body, headers=_headers(endpoint)) as response:
             async for piece in response.aiter_bytes():
                 content += piece

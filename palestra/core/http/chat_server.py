@@ -41,7 +41,8 @@ class ChatSession:
         server: ServerProtocol | None = None,
         key: str | None = None,
     ) -> None:
-        self.models, self.deliver = tuple(models), deliver
+        self.models = tuple(models)
+        self.deliver = deliver
         self.key = f"palestra-{secrets.token_urlsafe(18)}" if key is None else key
         self._server = server or _server()
         self.url = self._server.url

@@ -65,13 +65,11 @@ class AdmissionMiddleware:
         auth_check: AuthCheck = lambda path, headers: None,
         error_body: ErrorBody = lambda status, reason: {"detail": reason},
     ) -> None:
-        self.app, self.origins, self.limits, self.auth_check, self.error_body = (
-            app,
-            origins,
-            limits,
-            auth_check,
-            error_body,
-        )
+        self.app = app
+        self.origins = origins
+        self.limits = limits
+        self.auth_check = auth_check
+        self.error_body = error_body
         self.num_requests = self.buffered_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +121,8 @@ class AdmissionMiddleware:
 
     def _in_time(self, receive: Receive) -> Receive:
         """Returns a `receive` that raises RequestRejected (408) in the app if the body arrives too slowly."""
-        deadline, is_complete = asyncio.get_running_loop().time() + self.limits.body_timeout_s, False
+        deadline = asyncio.get_running_loop().time() + self.limits.body_timeout_s
+        is_complete = False
 
         async def timed() -> Message:
             nonlocal deadline, is_complete
@@ -191,7 +190,8 @@ async def _refuse(receive: Receive, send: Send, status: int, content: Any) -> No
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Cancels it and raises RequestRejected if the client disconnects. The body must have
     been read before."""
-    wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    wanted = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not wanted.done():

@@ -21,9 +21,12 @@ class LoopThread:
     """
 
     def __init__(self, name: str, exit_timeout_s: float | None = None) -> None:
-        self.loop, self.exit_timeout_s = asyncio.new_event_loop(), exit_timeout_s
+        self.loop = asyncio.new_event_loop()
+        self.exit_timeout_s = exit_timeout_s
         self.on_close: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._lock, self._closing = threading.RLock(), False  # reentrant, for finalizers
+        # reentrant, for finalizers
+        self._lock = threading.RLock()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _open.add(self)
         self._thread.start()

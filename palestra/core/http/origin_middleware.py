@@ -65,7 +65,8 @@ class OriginPolicy:
     def foreign_page(self, headers: Mapping[str, str]) -> str | None:
         """Returns the origin of the requesting page if it is not accepted; None for accepted pages and other
         programs."""
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site", "none")
         if origin in self.allowed_origins:
             return None
         if origin is None:

@@ -44,7 +44,8 @@ class RetryPolicy:
         An attribute `retry_after_s` of such an error is the least number of seconds to wait. Raises the last error on
         giving up, and every other exception at once.
         """
-        start, failures = time.monotonic(), 0
+        start = time.monotonic()
+        failures = 0
         while True:
             try:
                 return await attempt()

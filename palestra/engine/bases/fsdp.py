@@ -35,7 +35,8 @@ class FSDPParams:
     """Gathers and reshards the weights of an FSDP model."""
 
     def __init__(self, root: Any, modules: list[Any]) -> None:
-        self.root, self.modules = root, modules
+        self.root = root
+        self.modules = modules
 
     @contextlib.contextmanager
     def gather_weights(self) -> Iterator[None]:

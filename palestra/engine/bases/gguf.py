@@ -96,7 +96,8 @@ def _read(file: Path) -> tuple[Any, Any, Any]:
 
     where = {"path": str(file.parent), "gguf_file": file.name}
     with _explain_damage(file):
-        reader, config = GGUFReader(str(file)), load_config(**where)
+        reader = GGUFReader(str(file))
+        config = load_config(**where)
     complete_config(config, reader, str(file))
     with torch.device("meta"):
         empty = model_from_config(AutoModelForCausalLM, config, dtype=torch.float32)
@@ -173,7 +174,8 @@ def split_digits(tokenizer: Any, fields: Any) -> None:
     """Makes the tokenizer of a SmolLM file split numbers into digits, as the file asks for; transformers 5.23 does not
     read that field, and tokenises spaces before digits differently."""
     if _field(fields, "pre") == "smollm":
-        digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+        digits = Digits(individual_digits=True)
+        words = ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
 
 

@@ -178,7 +178,8 @@ def _set_rope(config: Any, left: Mapping[str, Any], context: int | None, factors
     """Sets the rotary embedding as the fields `left` and the frequencies' divisors `factors` state it. Returns the
     fields that it has used. Raises ValueError if `factors` are not those of a known kind."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    full, done = parameters.get("full_attention", parameters), set()
+    full = parameters.get("full_attention", parameters)
+    done = set()
     for key, of in (("rope.freq_base", full), ("rope.freq_base_swa", parameters.get("sliding_attention"))):
         if key in left and of:
             of["rope_theta"] = left[key]
@@ -206,7 +207,8 @@ def _rotary_share(config: Any, rope: Mapping[str, Any]) -> float:
 def _rope_of_scaling(stated: Mapping[str, Any], context: int | None, *, sliding: bool) -> dict[str, Any] | None:
     """Returns the rope parameters of a stated scaling, empty for none; None if its kind is not known. With `sliding`
     layers, which have an embedding of their own, only a linear scaling is that of the others alone."""
-    kind, factor = stated.get("type", "linear"), stated.get("factor") or 1.0
+    kind = stated.get("type", "linear")
+    factor = stated.get("factor") or 1.0
     if kind == "none" or (factor == 1.0 and kind in ("linear", "yarn")):
         return {}
     if kind == "linear":

@@ -79,7 +79,9 @@ class Engine:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, *, plain: bool = False) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.autocast_dtype: torch.dtype | None = None
@@ -242,7 +244,8 @@ class Engine:
         """Context in which passes are computed in the dtype `autocast_dtype` (None: the engine's default). With
         `recompute`, backward passes recompute each decoder layer instead of keeping its activations."""
         before = self.autocast_dtype, self._recompute
-        self.autocast_dtype, self._recompute = autocast_dtype or self.autocast_dtype, recompute
+        self.autocast_dtype = autocast_dtype or self.autocast_dtype
+        self._recompute = recompute
         try:
             yield
         finally:
@@ -269,7 +272,8 @@ class Engine:
         """Context in which every linear layer uses `route`. If only the rows `keep_M` continue to the end, the head
         uses the route of these rows."""
         before = self._route, self._kept
-        self._route, self._kept = route, route if route is None or keep_M is None else route.narrow(keep_M)
+        self._route = route
+        self._kept = route if route is None or keep_M is None else route.narrow(keep_M)
         try:
             yield
         finally:
@@ -351,8 +355,10 @@ class Engine:
         with self.use_route(route), self._autocast():
             if self.plain_path:
                 return self.plain_path.head_logits(hidden_MH)
-            decoder, known = decoder_of(self.model), self._decoder_output(last_hidden_state=hidden_MH[None])
-            decoder_forward, decoder.forward = decoder.forward, lambda *args, **kwargs: known
+            decoder = decoder_of(self.model)
+            known = self._decoder_output(last_hidden_state=hidden_MH[None])
+            decoder_forward = decoder.forward
+            decoder.forward = lambda *args, **kwargs: known
             ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some read its shape
             try:
                 # a squeezed tensor's gradient is a view, that of [0] is not

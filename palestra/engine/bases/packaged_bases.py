@@ -69,7 +69,8 @@ def cache_folder(file: Path) -> Path:
 
 
 def _packaged_file(base: str) -> Path:
-    packaged, folder = PACKAGED_BASES[base], _package_folder(base)
+    packaged = PACKAGED_BASES[base]
+    folder = _package_folder(base)
     if folder is None:
         raise ValueError(f'the base "{base}" is in a package that is not installed: {packaged.install}')
     if not (folder / packaged.file).is_file():

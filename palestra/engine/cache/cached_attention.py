@@ -39,7 +39,8 @@ class PrefillLayout:
     def __init__(self, slots: Sequence[CacheSlot], starts_N: np.ndarray) -> None:
         """`slots` are those of the prompts, with the full prompt length; `starts_N` counts the tokens already
         stored."""
-        self.slots, self.device = slots, slots[0].pool.kv[0].device
+        self.slots = slots
+        self.device = slots[0].pool.kv[0].device
         length_N = np.array([slot.length for slot in slots])
         new_N = length_N - starts_N
         self.group_S = np.repeat(np.arange(len(slots)), new_N)
@@ -67,7 +68,8 @@ class PrefillLayout:
         """Sets the tokens with queries: `token_M`, rising indices of the flat row."""
         asked_N = np.bincount(self.group_S[token_M], minlength=len(self.slots))
         first_N = np.cumsum(asked_N) - asked_N
-        back_M, offset = np.zeros(len(token_M), np.int64), 0
+        back_M = np.zeros(len(token_M), np.int64)
+        offset = 0
         self.parts = []
         for members in _similar(self.slots, asked_N):
             q = int(asked_N[members].max())
@@ -153,16 +155,20 @@ def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.nda
     members: list[int] = []
     need = keys = 0
     for i in order:
-        q, k = int(asked_N[i]), slots[i].length
+        q = int(asked_N[i])
+        k = slots[i].length
         padded = q * max(keys, k) * (len(members) + 1)
         if members and (
             slots[i].pool is not slots[members[0]].pool
             or padded > max(MIN_SPLIT_PAIRS, MAX_PADDING_RATIO * (need + q * k))
         ):
             yield np.array(members)
-            members, need, keys = [], 0, 0
+            members = []
+            need = 0
+            keys = 0
         members.append(i)
-        need, keys = need + q * k, max(keys, k)
+        need = need + q * k
+        keys = max(keys, k)
     yield np.array(members)
 
 
@@ -276,7 +282,8 @@ class PagesOfPool:
     def _select(self, page_Y: np.ndarray) -> np.ndarray:
         """Sets which pages of the pool to compute: those between the first and the last that a row reads, or if these
         are too many, a copy of those read. Returns the number of each of `page_Y` among them."""
-        self._first, self._gathered = int(page_Y.min()), None
+        self._first = int(page_Y.min())
+        self._gathered = None
         self.num_pages = int(page_Y.max()) + 1 - self._first
         distinct = np.unique(page_Y)
         if self.num_pages <= MAX_SKIPPED_RATIO * len(distinct):
@@ -289,7 +296,8 @@ class PagesOfPool:
         """Returns what to add to the scores [n, 1, Q or 1, 1, P], so that no row sees keys that are not there, nor any
         before its position `first_R` [R]. What it adds for those is finite: a row may see none of a page's keys, and
         the page's share is then 0."""
-        device, dtype = self.pool.kv[0].device, self.pool.kv[0].dtype
+        device = self.pool.kv[0].device
+        dtype = self.pool.kv[0].dtype
         key_P = np.arange(self.filled_n.max())
         hide_n1P = np.where(key_P < self.filled_n[:, None], 0.0, -np.inf)[:, None]
         if first_R is not None:

@@ -29,7 +29,9 @@ from palestra.engine.cache.prefix_store import PrefixStore
 T = TypeVar("T")
 ANSWERS = 0  # key of the pool of answers
 DEFAULT_BUDGET_DIVISOR = 2  # the default budget is half of the free memory
-MIN_PREFILL_TOKENS, MAX_PREFILL_TOKENS = 256, 8192  # prompt tokens of a pass
+# prompt tokens of a pass
+MIN_PREFILL_TOKENS = 256
+MAX_PREFILL_TOKENS = 8192
 PREFILL_DIVISOR = 4
 
 
@@ -75,9 +77,11 @@ class KVCache:
         store: PrefixStore | None = None,
         one_pool: bool = False,
     ) -> None:
-        self.memory, self.one_pool = memory or CacheMemory(), one_pool
+        self.memory = memory or CacheMemory()
+        self.one_pool = one_pool
         self.store = store or PrefixStore(0, self.memory)
-        self.layers, self.token_bytes = layers, token_bytes(layers, kv_heads * width, dtype.itemsize)
+        self.layers = layers
+        self.token_bytes = token_bytes(layers, kv_heads * width, dtype.itemsize)
         self._empty = torch.zeros(2, 0, kv_heads, PAGE_TOKENS, width, device=device, dtype=dtype)
         self._pools: dict[int, PagePool] = {}  # by the most answers to a prompt of the pool
 

@@ -32,7 +32,8 @@ class CacheMemory:
     """Bytes in use by the pools and the prefix store of one cache, and their limit (None: no limit)."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.used = limit, 0
+        self.limit = limit
+        self.used = 0
 
     def check(self, size: int) -> None:
         """Raises CacheFull if `size` more bytes exceed the limit."""
@@ -79,7 +80,9 @@ class PagePool:
 
     def __init__(self, memory: CacheMemory, layers: int, empty: Tensor, *, stays: bool = False) -> None:
         """`empty` [2, 0, h, P, D] has the pool's shape, device and dtype."""
-        self.memory, self.kv, self.stays = memory, [empty] * layers, stays
+        self.memory = memory
+        self.kv = [empty] * layers
+        self.stays = stays
         self._owners: list[tuple[CacheSlot, int]] = []  # the sequence of each page in use, and the page's index in it
 
     @property
@@ -132,9 +135,11 @@ class PagePool:
 
     def move_in(self, slots: Sequence[CacheSlot]) -> None:
         """Moves `slots`, which are all in one other pool, to this pool. Raises CacheFull if there is no room."""
-        source, old = slots[0].pool, [page for slot in slots for page in slot.pages]
+        source = slots[0].pool
+        old = [page for slot in slots for page in slot.pages]
         self.reserve(len(old))
-        first, counts = self.num_used, [len(slot.pages) for slot in slots]
+        first = self.num_used
+        counts = [len(slot.pages) for slot in slots]
         for mine, theirs in zip(self.kv, source.kv, strict=True):
             mine[:, first : first + len(old)] = theirs[:, old]
         source._drop(slots)
@@ -182,7 +187,8 @@ class PagePool:
     def _resize(self, size: int) -> None:
         """Copies the pool to one of `size` pages, a layer at a time. Pages beyond those in use are zero: a mask does
         not keep NaN out."""
-        page, used = self._layer_page_bytes, self.num_used
+        page = self._layer_page_bytes
+        used = self.num_used
         more = max(0, size - self.num_pages) * self.page_bytes
         self.memory.check(more + min(size, self.num_pages) * page)  # all at once: not after some layers
         for layer, old in enumerate(self.kv):

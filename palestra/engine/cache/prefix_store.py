@@ -36,7 +36,9 @@ class PrefixStore:
     """
 
     def __init__(self, capacity: int, memory: CacheMemory | None = None) -> None:
-        self.capacity, self.num_tokens, self.memory = capacity, 0, memory or CacheMemory()
+        self.capacity = capacity
+        self.num_tokens = 0
+        self.memory = memory or CacheMemory()
         self._entries: OrderedDict[tuple[int, bytes], list[StoredPart]] = OrderedDict()
 
     @property

@@ -77,7 +77,8 @@ def _reduced_rope(rope: Any) -> Any:
     """Returns parameters of rotary embeddings with a short length from which queries are scaled (Ministral 3)."""
     if not isinstance(rope, dict):
         return rope
-    rope, length = {key: _reduced_rope(value) for key, value in rope.items()}, "original_max_position_embeddings"
+    rope = {key: _reduced_rope(value) for key, value in rope.items()}
+    length = "original_max_position_embeddings"
     if rope.get("llama_4_scaling_beta") and rope.get(length):
         rope[length] = min(rope[length], MAX_WINDOW)
     return rope

@@ -68,12 +68,14 @@ def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
 
 def _cases(model: PreTrainedModel, long: bool) -> list[Case]:
     """Returns the cases by owner: siblings of one prompt, longer prompts that begin with it, and others."""
-    rng, ids = np.random.default_rng(0), _plain_ids(model)
+    rng = np.random.default_rng(0)
+    ids = _plain_ids(model)
 
     def draw(n: int) -> np.ndarray:
         return rng.choice(ids, n)
 
-    start, past = draw(9), 2 * MAX_WINDOW + 8 if long else 5
+    start = draw(9)
+    past = 2 * MAX_WINDOW + 8 if long else 5
     cases = [Case(start, draw(NUM_DECODED), 0), Case(start, draw(NUM_DECODED), 0)]
     cases += [Case(np.concatenate([start, draw(more)]), draw(NUM_DECODED), 0) for more in (3, past)]
     if long:
@@ -107,7 +109,8 @@ def with_adapter(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[No
     def adding(a: Tensor, b: Tensor, scale: float) -> Callable[..., Tensor]:
         return lambda _, args, out: out + (scale * (args[0].float() @ a.T @ b.T)).to(out.dtype)
 
-    modules, handles = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
+    handles = []
     for name, (a, b) in adapter.weights.items() if adapter else ():
         handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale_of(name) if adapter else 0.0)))
     try:

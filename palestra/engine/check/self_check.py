@@ -52,7 +52,8 @@ class Way(NamedTuple):
     name: str
 
 
-PACKED, PLAIN = Way(False, True, "on packed rows"), Way(True, True, "by its own forward and cache")
+PACKED = Way(False, True, "on packed rows")
+PLAIN = Way(True, True, "by its own forward and cache")
 UNCACHED = Way(True, False, "by its own forward, without a cache")
 
 
@@ -85,7 +86,8 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
     digest = _digest(model, key)
     if known and digest in _checked:
         return _accept(build(model, known.way.plain), known)
-    subjects, reasons = _Subjects(model), [known.reason] if known and known.reason else []
+    subjects = _Subjects(model)
+    reasons = [known.reason] if known and known.reason else []
     for way in ([known.way] if known else [PACKED, PLAIN, UNCACHED]) if subjects.runs(reasons) else ():
         try:
             long = not known and not _small_agrees(subjects, way, build)
@@ -126,7 +128,8 @@ def _accept(engine: Engine, verdict: Verdict) -> Engine:
 def small_verdict(model: PreTrainedModel, build: BuildEngine) -> Verdict:
     """Returns how a model will run, from small models of its kind alone: it may be without weights (on "meta"). Raises
     ValueError if no small model can be run, or the model is refused."""
-    subjects, reasons = _Subjects(model), []
+    subjects = _Subjects(model)
+    reasons = []
     for way in (PACKED, PLAIN, UNCACHED):
         try:
             if not _small_agrees(subjects, way, build):
@@ -260,7 +263,9 @@ def _training_logits(
     forests = [build_forest([case.tokens for case in cases if case.owner == owner]) for owner in owners]
     joined = concat_forests(forests)
     keep = np.flatnonzero(joined.positions_S > 0)  # not all rows: the check covers the selection, too
-    layout, ids_S, positions_S = TreeLayout(joined, engine.device), joined.ids_S, joined.positions_S
+    layout = TreeLayout(joined, engine.device)
+    ids_S = joined.ids_S
+    positions_S = joined.positions_S
     row = engine.tensor(ids_S), engine.tensor(positions_S), layout
     if isinstance(adapters, Adapter):
         route = SingleAdapterRoute(adapters)

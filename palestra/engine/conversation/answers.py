@@ -110,14 +110,17 @@ class AnswerForm:
 
     def is_thinking(self, text: str, *, forced: bool) -> bool:
         """Returns whether an answer's text is a thought without an end; `forced` as in `read`."""
-        marks, begins = self.thought, text.lstrip()
+        marks = self.thought
+        begins = text.lstrip()
         if marks is None or not (forced or begins.startswith(marks.open)):
             return False
         return marks.close not in begins.removeprefix(marks.open)
 
     def _part_thought(self, text: str, *, forced: bool) -> tuple[str, str]:
         """Returns the thought and the rest of an answer. A thought that does not end is all of it."""
-        marks, begins, thought = self.thought, text.lstrip(), ""
+        marks = self.thought
+        begins = text.lstrip()
+        thought = ""
         if marks and (forced or begins.startswith(marks.open)):
             thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
             text = rest.lstrip()
@@ -210,7 +213,8 @@ def _find_answer_form(renderer: Renderer) -> AnswerForm:
 
 def leading_specials(renderer: Renderer, text: str) -> list[str]:
     """Returns the special tokens with which a text begins after white space, one directly after the other."""
-    begins, found = text.lstrip(), list[str]()
+    begins = text.lstrip()
+    found = list[str]()
     while token := max(filter(begins.startswith, renderer.special_texts), key=len, default=""):
         begins = begins.removeprefix(token)
         found.append(token)

@@ -78,7 +78,9 @@ class MarkedCalls(ABC):
 
     def read(self, text: str, tools: Sequence[Json]) -> FoundCalls:
         """Returns the content and the calls of an answer."""
-        content, calls, unreadable = list[str](), list[ToolCall](), list[str]()
+        content = list[str]()
+        calls = list[ToolCall]()
+        unreadable = list[str]()
         at = 0
         while at < len(text) and (marked := self.mark.search(text, at)):
             content.append(text[at : marked.start()])
@@ -91,7 +93,8 @@ class MarkedCalls(ABC):
                 calls += read
             except ValueError:
                 found = self.close.search(text, marked.end())
-                closed, end = found if found and found[0].strip() else None, len(text)
+                closed = found if found and found[0].strip() else None
+                end = len(text)
                 unreadable.append(text[marked.start() : closed.end() if closed else end].strip())
             at = closed.end() if closed else end
         if not content:
@@ -245,9 +248,11 @@ def _json_calls(one: str, two: str = "") -> CallReader | None:
         names = [key for key, each in value.items() if each == TOOL_NAME]
         arguments = [key for key, each in value.items() if _is_probe(each)]
         if names and arguments:
-            before, after = one[:start].rstrip(), one[end:]
+            before = one[:start].rstrip()
+            after = one[end:]
             if before.endswith("["):
-                before, after = before[:-1].rstrip(), after.removeprefix("]")
+                before = before[:-1].rstrip()
+                after = after.removeprefix("]")
             mark = _flexible(before) if before else rf'\A\s*(?=\[?\s*\{{\s*"{re.escape(names[0])}")'
             close = re.compile(_flexible(after))
             return JsonCalls("", re.compile(mark), re.compile(mark + r"\s*"), close, names[0], arguments[0])
@@ -276,8 +281,10 @@ def _element_calls(one: str, two: str = "") -> CallReader | None:
     if -1 in places or places != sorted(places):
         return None
     ends = [place + len(word) for place, word in zip(places, words, strict=True)]
-    after_name, after_key = one[ends[0] : places[1]], one[ends[1] : places[2]]
-    between, after = one[ends[2] : places[3]], one[ends[4] :]
+    after_name = one[ends[0] : places[1]]
+    after_key = one[ends[1] : places[2]]
+    between = one[ends[2] : places[3]]
+    after = one[ends[4] :]
     value_close = re.sub(r"\s*\[?$", "", whole_tags(common_start(between, after)))
     key_open = between[len(value_close) :].lstrip()
     if not value_close.strip() or not key_open or not after_name.endswith(key_open):

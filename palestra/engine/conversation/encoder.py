@@ -54,7 +54,9 @@ class ChatEncoder:
         history_thoughts: HistoryThoughts = "template",
         cache_size: int = 65536,
     ) -> None:
-        self.tokenizer, self.options, self.history_thoughts = tokenizer, options or {}, history_thoughts
+        self.tokenizer = tokenizer
+        self.options = options or {}
+        self.history_thoughts = history_thoughts
         self.renderer = Renderer(tokenizer, options)
         self._special_ids = {*self.renderer.special, tokenizer.eos_token_id}
         self._prompt = lru_cache(maxsize=cache_size)(self._encode_prompt)
@@ -136,7 +138,8 @@ class ChatEncoder:
     def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns what follows an answer, without the white space that ends both it and each turn of a template that
         has no special token for that."""
-        text, end = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False), self.form.blank_end
+        text = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False)
+        end = self.form.blank_end
         repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")
         if not repeated:
             return between
@@ -153,7 +156,8 @@ class ChatEncoder:
         return found
 
     def _encode_prompt(self, messages: str, tools: str) -> np.ndarray:
-        asked, offered = json.loads(messages), json.loads(tools)
+        asked = json.loads(messages)
+        offered = json.loads(tools)
         text = self.renderer.render(asked, offered)
         self._check_shown([message for message in asked if message["role"] != "assistant"], text)
         if offered and self.form.calls is None:
@@ -171,7 +175,8 @@ class ChatEncoder:
         if not self.renderer.has_template:
             lines = (f"\n{message['content']}" for message in map(to_template_message, added))
             return self.encode_text("".join(lines)), None
-        marked, is_kept = self._marked(answers[0]), True
+        marked = self._marked(answers[0])
+        is_kept = True
         start, _, between = self.renderer.render([*before, marked, *added], offered).partition(TEXT_MARK)
         if "tool_calls" in marked or self.drops_thoughts:
             finished = self.renderer.render([*before, marked], offered, generate=False)
@@ -284,7 +289,8 @@ class ChatEncoder:
 
     def _answer_text(self, messages: list[Json], tools: list[Json], text: str, thought: str) -> tuple[str, str]:
         """Returns the text of an answer without its end token, and that token."""
-        form, told = self.form, text.rstrip()
+        form = self.form
+        told = text.rstrip()
         text = told.removesuffix(form.end) if form.end and told.endswith(form.end) else text
         if not self.renderer.has_template and not thought:
             return self.renderer.harmless(text), form.end

@@ -25,8 +25,10 @@ ASKED: Json = {"role": "user", "content": "?"}
 TEXT_MARK = "Zq7Answer"  # words that no template writes by itself: what surrounds them is the template's
 THOUGHT_MARK = "Zq7Thought"
 TOOL_NAME = "zq7_tool"
-FIRST_KEY, FIRST_VALUE = "zq7_a", "Zq7First"
-LAST_KEY, LAST_VALUE = "zq7_b", "Zq7Last"
+FIRST_KEY = "zq7_a"
+FIRST_VALUE = "Zq7First"
+LAST_KEY = "zq7_b"
+LAST_VALUE = "Zq7Last"
 RESULT_MARK = "Zq7Result"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 INLINE = "content"  # a thought is part of the content, between <think> and </think>
@@ -114,7 +116,8 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None) -> None:
-        self.tokenizer, self.options = tokenizer, options or {}
+        self.tokenizer = tokenizer
+        self.options = options or {}
         self.special = {number: str(t) for number, t in tokenizer.added_tokens_decoder.items() if t.special}
         spelled = sorted((t for t in self.special.values() if len(t) > 1), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
@@ -210,7 +213,8 @@ class Renderer:
 def _formed(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:
     """Returns one message in the template's form; `numbers` are the short ids of calls so far."""
     formed = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
-    thought, calls = message.get("reasoning_content"), message.get("tool_calls")
+    thought = message.get("reasoning_content")
+    calls = message.get("tool_calls")
     if thought and form.thought_key == INLINE:
         formed["content"] = with_thought(formed["content"], thought)
     elif thought and form.thought_key:

@@ -77,7 +77,8 @@ class DecodeGraphs:
     `compute` and returns a function that runs it again, and its result, which that function overwrites."""
 
     def __init__(self, engine: Engine, record: Record | None = None) -> None:
-        self.engine, self._record = engine, record or CudaRecorder()
+        self.engine = engine
+        self._record = record or CudaRecorder()
         self.refusal = ""  # why steps run plainly
         self.num_repeated = 0  # steps that were repeated
         self._steps: dict[StepShape, RecordedStep] = {}
@@ -164,7 +165,8 @@ class DecodeGraphs:
     def _add(self, shape: StepShape, step: DecodeStep, own_RV: Tensor) -> None:
         """Records a step, whose logits are `own_RV`."""
         try:
-            joined, key = self._join(step), (shape.columns, shape.layers)
+            joined = self._join(step)
+            key = (shape.columns, shape.layers)
             if key not in self._columns:
                 stack = None if step.route is None else step.route.stack
                 self._columns[key] = AdapterColumns(stack, shape.columns, joined)
@@ -199,7 +201,10 @@ class RecordedStep:
     """A step of one shape, recorded, with the tensors that it reads."""
 
     def __init__(self, engine: Engine, shape: StepShape, pool: PagePool, columns: AdapterColumns) -> None:
-        self.engine, self.shape, self.pool, self.columns = engine, shape, pool, columns
+        self.engine = engine
+        self.shape = shape
+        self.pool = pool
+        self.columns = columns
         cuda = engine.device.type == "cuda"
         self._host = torch.zeros(shape.rows, NUM_SCALARS + shape.width, dtype=torch.long, pin_memory=cuda)
         self._inputs = self._host.to(engine.device)
@@ -219,7 +224,8 @@ class RecordedStep:
     def _load(self, step: DecodeStep) -> None:
         """Copies a step to where the recorded one reads. Rows beyond its own repeat the last one, and write the same to
         the cache."""
-        rows, values = len(step.tokens), self._host.numpy()
+        rows = len(step.tokens)
+        values = self._host.numpy()
         values[:rows, 0] = step.tokens
         values[:rows, 1] = [slot.length for slot in step.prompts]
         values[:rows, 2] = [slot.length for slot in step.answers]
@@ -245,7 +251,8 @@ class PagedLayout:
     """The attention layout of a decoding step with fixed shapes. `DecodeLayout` is the layout of a plain step."""
 
     def __init__(self, pool: PagePool, table: PageTable) -> None:
-        self.pool, self.table = pool, table
+        self.pool = pool
+        self.table = table
         self.position_R = table.length_R - 1
         last_R = table.answer_R - 1
         place_R = table.pages_of_prompts(PAGE_TOKENS) + last_R // PAGE_TOKENS

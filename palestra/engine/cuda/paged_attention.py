@@ -99,7 +99,8 @@ def _by_kernels(
     partial = q_RHD.new_empty(rows, heads, shares, width, dtype=torch.float32)
     top, total = q_RHD.new_empty(2, rows, heads, shares, dtype=torch.float32)
     out = torch.empty_like(q_RHD)
-    groups, padded = heads // h, max(16, power_of_2(width))
+    groups = heads // h
+    padded = max(16, power_of_2(width))
     attend_to_share[rows, h, shares](
         q_RHD, kv_2NhPD[0], kv_2NhPD[1], table.page_RW, table.prompt_R, table.answer_R, first_R,
         partial, top, total,

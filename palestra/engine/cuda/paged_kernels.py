@@ -19,8 +19,11 @@ def attend_to_share(
     HAS_CAP: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, share_id = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    prompt, answer = tl.load(prompt_ptr + row), tl.load(answer_ptr + row)
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    share_id = tl.program_id(2)
+    prompt = tl.load(prompt_ptr + row)
+    answer = tl.load(answer_ptr + row)
     first = tl.load(first_ptr + row)
     prompt_pages = (prompt + PAGE - 1) // PAGE
     pages = prompt_pages + (answer + PAGE - 1) // PAGE
@@ -28,7 +31,9 @@ def attend_to_share(
     begin = share_id * each
     end = tl.minimum(begin + each, pages)
 
-    group, width, key = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_WIDTH), tl.arange(0, PAGE)
+    group = tl.arange(0, PADDED_GROUPS)
+    width = tl.arange(0, PADDED_WIDTH)
+    key = tl.arange(0, PAGE)
     real = (group[:, None] < GROUPS) & (width[None, :] < WIDTH)
     head = kv_head * GROUPS + group
     q = tl.load(q_ptr + (row * HEADS + head[:, None]) * WIDTH + width[None, :], mask=real, other=0.0)
@@ -68,8 +73,10 @@ def combine_shares(
     HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
     PADDED_SHARES: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
-    share_id, width = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED_WIDTH)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    share_id = tl.arange(0, PADDED_SHARES)
+    width = tl.arange(0, PADDED_WIDTH)
     place = (row * HEADS + head) * shares + share_id
     top = tl.load(top_ptr + place, mask=share_id < shares, other=-1e30)
     total = tl.load(total_ptr + place, mask=share_id < shares, other=0.0)
@@ -93,7 +100,9 @@ def write_tokens(
     k_head, k_row, k_step, v_head, v_row, v_step,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row, head, width = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_WIDTH)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    width = tl.arange(0, PADDED_WIDTH)
     is_real = width < WIDTH
     at = tl.load(place_ptr + row * HEADS + head) * WIDTH + width
     k = tl.load(k_ptr + head * k_head + row * k_row + width * k_step, mask=is_real)
@@ -108,7 +117,9 @@ def rotate(
     q_head, q_row, k_head, k_row, cos_row, sin_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
-    row, head, half = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_HALF)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    half = tl.arange(0, PADDED_HALF)
     is_real = half < HALF
     cos_low = tl.load(cos_ptr + row * cos_row + half, mask=is_real).to(tl.float32)
     cos_high = tl.load(cos_ptr + row * cos_row + HALF + half, mask=is_real).to(tl.float32)

@@ -67,8 +67,10 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     (_, heads, rows, width), kv_heads = q.shape, k.shape[1]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    cos, sin = cos.contiguous(), sin.contiguous()
-    out_q, out_k = q.new_empty(1, rows, heads, width), q.new_empty(1, rows, kv_heads, width)
+    cos = cos.contiguous()
+    sin = sin.contiguous()
+    out_q = q.new_empty(1, rows, heads, width)
+    out_k = q.new_empty(1, rows, kv_heads, width)
     kernel[rows, heads + kv_heads](
         q, k, cos, sin, out_q, out_k, *q.stride()[1:3], *k.stride()[1:3], cos.stride(1), sin.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, PADDED_HALF=power_of_2(width // 2),

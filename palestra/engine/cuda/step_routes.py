@@ -57,7 +57,8 @@ class JoinedLayers:
     it."""
 
     def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
-        self.names, self.sizes = tuple(layers), [layer.out_features for layer in layers.values()]
+        self.names = tuple(layers)
+        self.sizes = [layer.out_features for layer in layers.values()]
         self.weight = _as_one([layer.weight for layer in layers.values()])
         biases = [layer.bias for layer in layers.values() if layer.bias is not None]
         self.bias = _as_one(biases) if biases else None
@@ -143,9 +144,11 @@ class AdapterColumns:
         """Copies the adapters of `stack` here, each to as many columns as the largest rank."""
         if stack is self._loaded:
             return
-        n, used = len(stack.snapshots), stack.num_columns
+        n = len(stack.snapshots)
+        used = stack.num_columns
         torch._foreach_zero_([matrix for pair in self.pairs.values() for matrix in pair])
-        targets, sources = [], []
+        targets = []
+        sources = []
         for name, (a_iT, b_To) in self.pairs.items():
             stacked = stack.stacked_pair(name)
             assert stacked is not None
@@ -166,7 +169,8 @@ class ColumnRoute:
     """The route of a recorded step: each row uses the columns `own_RT` (None: all)."""
 
     def __init__(self, columns: AdapterColumns, own_RT: Tensor | None) -> None:
-        self.columns, self.own_RT = columns, own_RT
+        self.columns = columns
+        self.own_RT = own_RT
         self._ahead: dict[
             str, tuple[Tensor, Tensor]
         ] = {}  # inputs and outputs of layers that were computed with others

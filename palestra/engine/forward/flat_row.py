@@ -53,7 +53,9 @@ class AdapterRoute(Protocol):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    span, softcap, sinks_H = module.key_span, kwargs.get("softcap"), kwargs.get("s_aux")
+    span = module.key_span
+    softcap = kwargs.get("softcap")
+    sinks_H = kwargs.get("s_aux")
     plain = span is None and softcap is None and sinks_H is None
     terms = NO_TERMS if plain else AttentionTerms(span, softcap, sinks_H)
     out = kwargs["layout"].attend(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"], terms)

@@ -92,7 +92,8 @@ def fuse_layers(model: nn.Module) -> int:
 
 
 def _fused_norm(module: Any) -> Forward | None:
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", None)
     if weight is None or eps is None or weight.dim() != 1:
         return None
 

@@ -74,7 +74,8 @@ def check_length(config: Any, longest: int) -> None:
 
 def limit_length(model: PreTrainedModel) -> None:
     """Makes passes of packed rows with longer sequences raise ValueError; does nothing for other rotary embeddings."""
-    decoder, config = decoder_of(model), model.config.get_text_config()
+    decoder = decoder_of(model)
+    config = model.config.get_text_config()
     if length_limit(config) is None or decoder._forward_pre_hooks:
         return
 

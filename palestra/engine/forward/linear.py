@@ -47,7 +47,8 @@ class PackedWeight:
             return weight
         version = weight.data_ptr(), weight._version
         if self._packed is None or self._of != version:
-            self._packed, self._of = packing(weight), version
+            self._packed = packing(weight)
+            self._of = version
         return self._packed
 
 

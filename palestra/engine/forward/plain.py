@@ -45,7 +45,9 @@ class PlainPath:
     false each new token computes the whole sequence again."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.reason, self.uses_cache = engine, "", True
+        self.engine = engine
+        self.reason = ""
+        self.uses_cache = True
         decoder: Any = decoder_of(engine.model)
         self._own_forward = decoder.forward
         accepted = inspect.signature(decoder.forward).parameters
@@ -71,7 +73,10 @@ class PlainPath:
         """Returns the last hidden states [M, H] of the rows `keep_M` (None: all) of a forest's flat row, under the
         engine's current route."""
         forest = layout.forest
-        size, first, outputs, rows = len(forest.ids_S), 0, [], []
+        size = len(forest.ids_S)
+        first = 0
+        outputs = []
+        rows = []
         keep = np.arange(size) if keep_M is None else keep_M.cpu().numpy()
         route = self.engine.route
         for of_block, count in route.blocks(size) if route else [(None, size)]:
@@ -92,7 +97,8 @@ class PlainPath:
             length = len(item.path)
             if batch and length * (len(batch) + 1) > MAX_PADDING_RATIO * (need + length):
                 yield batch
-                batch, need = [], 0
+                batch = []
+                need = 0
             batch.append(item)
             need += length
         if batch:

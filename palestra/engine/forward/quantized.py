@@ -45,7 +45,8 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, kind: Quantization) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         codes, scales = quantize(layer.weight.detach(), kind)
-        self.kind, self.bias = kind, layer.bias
+        self.kind = kind
+        self.bias = layer.bias
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("scales", scales, persistent=True)
 

@@ -21,7 +21,8 @@ def grouped_attention(
     [n, H, Q, K] (None: every key, or with `is_causal` those up to the query's own index)."""
     groups = q_nHQD.shape[1] // k_nhKD.shape[1]
     if groups > 1 and mask is not None and uses_cuda(q_nHQD):
-        k_nhKD, v_nhKD = repeat_heads(k_nhKD, groups), repeat_heads(v_nhKD, groups)
+        k_nhKD = repeat_heads(k_nhKD, groups)
+        v_nhKD = repeat_heads(v_nhKD, groups)
     grouped = q_nHQD.shape[1] != k_nhKD.shape[1]
     return F.scaled_dot_product_attention(
         q_nHQD, k_nhKD, v_nhKD, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped

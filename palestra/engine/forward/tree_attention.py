@@ -53,7 +53,9 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.zeros(0, np.int64)] * len(sequences)
     segments = []
-    last_ids, last_path, size = np.zeros(0, np.int64), np.zeros(0, np.int64), 0
+    last_ids = np.zeros(0, np.int64)
+    last_path = np.zeros(0, np.int64)
+    size = 0
     for i in order:
         sequence = sequences[i]
         cut = common_prefix(last_ids, sequence)
@@ -129,7 +131,8 @@ class TreeLayout:
     """
 
     def __init__(self, forest: Forest, device: torch.device, keep_M: np.ndarray | None = None) -> None:
-        self.forest, self.device = forest, device
+        self.forest = forest
+        self.device = device
         size = len(forest.ids_S)
         keep_M = np.arange(size) if keep_M is None else keep_M
         self._row_S = np.full(size, -1)
@@ -148,7 +151,8 @@ class TreeLayout:
         joins = terms.span is None and not terms.needs_scores
         padded = self._padded.get((terms.span, joins)) or self._pad(terms.span, joins)
         q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
-        heads, kv_heads = q_HSD.shape[0], k_HSD.shape[0]
+        heads = q_HSD.shape[0]
+        kv_heads = k_HSD.shape[0]
         out = torch.cat([self._bucket(b, q, k, v, heads, kv_heads, scale, terms) for b in padded.buckets])
         return out.index_select(0, padded.output_index_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
 
@@ -213,13 +217,20 @@ def _similar(segments: list[QuerySegment]) -> Iterator[list[QuerySegment]]:
     group: list[QuerySegment] = []
     need = queries = keys = 0
     for segment in sorted(segments, key=lambda s: (len(s.at), len(s.path))):
-        q, k = len(segment.at), len(segment.path)
-        wide, deep = max(queries, q), max(keys, k)
+        q = len(segment.at)
+        k = len(segment.path)
+        wide = max(queries, q)
+        deep = max(keys, k)
         if group and wide * deep * (len(group) + 1) > MAX_PADDING_RATIO * (need + q * k):
             yield group
-            group, need, wide, deep = [], 0, q, k
+            group = []
+            need = 0
+            wide = q
+            deep = k
         group.append(segment)
-        need, queries, keys = need + q * k, wide, deep
+        need = need + q * k
+        queries = wide
+        keys = deep
     if group:
         yield group
 
@@ -228,7 +239,8 @@ def _bucket(segments: list[QuerySegment], row_S: np.ndarray, device: torch.devic
     n = len(segments)
     nq = max(len(segment.at) for segment in segments)
     nk = max(len(segment.path) for segment in segments)
-    queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
+    queries = np.zeros((n, nq), np.int64)
+    keys = np.zeros((n, nk), np.int64)
     last = np.zeros((n, nq), np.int64)  # a padded query attends to key 0, so that its softmax is defined
     first = np.zeros((n, nq), np.int64)
     for row, (at, path, begin) in enumerate(segments):

@@ -32,7 +32,8 @@ def find_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the linear layers of the model's decoder and its head, by name in model order: nn.Linear, GPT-2's Conv1D,
     and subclasses, such as quantised ones, that return one tensor. Routers of experts, which return several, are left
     out."""
-    decoder, head = decoder_of(model), model.get_output_embeddings()
+    decoder = decoder_of(model)
+    head = model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()} | {id(head)}
     return {
         name: module
@@ -98,7 +99,8 @@ class Adapter:
         seed: int,
         model: PreTrainedModel | None = None,
     ) -> None:
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         generator = torch.Generator().manual_seed(seed)
         self.weights: Weights = {}
         names = target_names(linears, config.target_modules)
@@ -197,7 +199,8 @@ class Snapshot:
     """
 
     def __init__(self, weights: Weights, name: str = "", extras: Extras | None = None) -> None:
-        self.id, self.name = next(_ids), name
+        self.id = next(_ids)
+        self.name = name
         self.weights = {k: (a.detach().clone(), b.detach().clone()) for k, (a, b) in weights.items()}
         self.extras = extras or Extras()
         self._gains: dict[str, Tensor] = {}

@@ -82,7 +82,8 @@ class LoraConfig(LoraVariantsConfig):
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the adapter's output at the layer or stacked weight `name`."""
-        alpha, rank = _by_pattern(self.alpha_pattern, name, self.alpha), self.rank_of(name)
+        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_patterns(self, names: Iterable[str]) -> None:

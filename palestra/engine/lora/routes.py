@@ -32,7 +32,8 @@ class SingleAdapterRoute:
     holds the pass's dropout masks (None: no dropout)."""
 
     def __init__(self, adapter: Adapter, dropout: Dropout | None = None) -> None:
-        self.adapter, self.dropout = adapter, dropout
+        self.adapter = adapter
+        self.dropout = dropout
 
     @property
     def owner(self) -> Adapter:
@@ -119,18 +120,21 @@ class LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        a_x, b_x = a.to(x.dtype), b.to(x.dtype)
+        a_x = a.to(x.dtype)
+        b_x = b.to(x.dtype)
         rows = x.flatten(0, -2)
         inner = rows @ a_x.T
         out = linear(rows, weight, bias).addmm_(inner, b_x.T, alpha=scale)
         ctx.save_for_backward(x, weight, a_x, b_x, inner)
-        ctx.scale, ctx.dtypes = scale, (a.dtype, b.dtype)
+        ctx.scale = scale
+        ctx.dtypes = (a.dtype, b.dtype)
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, inner = ctx.saved_tensors
-        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+        rows = x.flatten(0, -2)
+        grad_rows = grad.flatten(0, -2)
         grad_inner = torch.empty_like(inner).addmm_(grad_rows, b, beta=0, alpha=ctx.scale)
         grad_a = (grad_inner.T @ rows).to(ctx.dtypes[0])
         grad_b = torch.empty_like(b).addmm_(grad_rows.T, inner, beta=0, alpha=ctx.scale).to(ctx.dtypes[1])
@@ -156,14 +160,19 @@ class MultiAdapterRoute:
     """
 
     def __init__(self, stack: AdapterStack, counts: Sequence[int]) -> None:
-        self.stack, self.counts = stack, list(counts)
-        self.rows, self.width = sum(counts), max(counts, default=0)
+        self.stack = stack
+        self.counts = list(counts)
+        self.rows = sum(counts)
+        self.width = max(counts, default=0)
         even = all(c == self.width for c in counts)
         self._padding = None if even else self._pad()
 
     def _pad(self) -> tuple[Tensor, Tensor]:
         """Returns the row of each padded index, and the padded index of each row."""
-        device, rows, places, start = self.stack.device, [], [], 0
+        device = self.stack.device
+        rows = []
+        places = []
+        start = 0
         for i, count in enumerate(self.counts):
             rows += [start + min(j, count - 1) for j in range(self.width)]
             places += [i * self.width + j for j in range(count)]
@@ -191,7 +200,8 @@ class MultiAdapterRoute:
         if pair is None:
             return y
         a_nir, b_nro = pair
-        rows, out = x.flatten(0, -2)[: self.rows], y.flatten(0, -2)[: self.rows]
+        rows = x.flatten(0, -2)[: self.rows]
+        out = y.flatten(0, -2)[: self.rows]
         if len(self.counts) == 1:
             out.addmm_(rows @ a_nir[0], b_nro[0])
             return y
@@ -209,7 +219,8 @@ class AdapterStack:
     zero-padded for snapshots without weights or with a smaller rank."""
 
     def __init__(self, snapshots: Sequence[Snapshot], linears: Mapping[str, nn.Module]) -> None:
-        self.snapshots, self.linears = list(snapshots), linears
+        self.snapshots = list(snapshots)
+        self.linears = linears
         self.mergeable = all(snapshot.mergeable for snapshot in snapshots)  # else no merged or stacked weights are used
         self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
@@ -230,7 +241,8 @@ class AdapterStack:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
         if name not in self._merged:
             layer: Any = self.linears[name]
-            weight, pair = layer.weight, self.snapshots[0].weights.get(name)
+            weight = layer.weight
+            pair = self.snapshots[0].weights.get(name)
             small = weight.dtype == torch.float32 and weight.numel() <= MAX_MERGED_WEIGHTS
             fits = pair is not None and small and type(layer) is nn.Linear
             self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None

@@ -158,7 +158,8 @@ def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str
 
 
 def _expert_pair(name: str, model: PreTrainedModel, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    module, short = stacked_parameters(model)[name], name.rpartition(".")[2]
+    module = stacked_parameters(model)[name]
+    short = name.rpartition(".")[2]
     weight: Tensor = getattr(module, short)
     count, outputs, inputs = weight.mT.shape if module.is_transposed else weight.shape
     bound = inputs**-0.5  # as PEFT initialises A
@@ -199,7 +200,8 @@ def variant_output(
     kind. As in PEFT, dropout also reaches the base's part that DoRA rescales."""
     if replaced := replaced_parameters(owner, name, layer):
         return call_with(layer, lambda x: type(layer).forward(layer, x), replaced, (x,), {})
-    y, pair = own(layer, x), owner.weights.get(name)
+    y = own(layer, x)
+    pair = owner.weights.get(name)
     if pair is None:
         return y
     a, b = (w.to(x.dtype) for w in pair)
@@ -277,7 +279,8 @@ def call_by_blocks(
         return own(*args, **kwargs)
     if len(blocks) == 1:
         return call_with(module, own, replaced[0], args, kwargs)
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for (_, count), mine in zip(blocks, replaced, strict=True):
         rows = slice(start, start + count)
         block_args = [_rows_of(value, axis, size, rows) for value in args]

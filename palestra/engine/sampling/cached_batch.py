@@ -47,7 +47,8 @@ class CachedBatch(LiveBatch):
         graphs: DecodeGraphs | None = None,
     ) -> None:
         super().__init__(engine)
-        self.cache_bytes, self.prefill_tokens = cache_bytes, prefill_tokens
+        self.cache_bytes = cache_bytes
+        self.prefill_tokens = prefill_tokens
         self.memory = CacheMemory(cache_bytes)
         self.prefix_store = PrefixStore(keep_tokens, self.memory)
         self.graphs = DecodeGraphs(self.engine) if graphs is None and engine.device.type == "cuda" else graphs
@@ -144,7 +145,8 @@ class CachedBatch(LiveBatch):
         for one of these longer prompts."""
         if not rows:
             return
-        group, prompt = rows[0].group, _prompt(rows[0]).slot
+        group = rows[0].group
+        prompt = _prompt(rows[0]).slot
         try:
             copies = self.cache.allocate_prompts(
                 [prompt.length + len(row.token_ids) - 1 for row in rows], [1] * len(rows)
@@ -281,7 +283,8 @@ class CachedBatch(LiveBatch):
         ids: Sequence[np.ndarray],
         groups: Sequence[SequenceGroup],
     ) -> Tensor:
-        layout, flat = PrefillLayout(slots, np.array(starts)), np.concatenate(ids)
+        layout = PrefillLayout(slots, np.array(starts))
+        flat = np.concatenate(ids)
         route = self._route(groups, [len(tokens) for tokens in ids])
         logits_NV = self.engine.logits(self.engine.tensor(flat), layout.positions, layout, route, layout.last_N)
         self.counts["prefill_tokens"] += len(flat)
@@ -328,7 +331,8 @@ class CachedBatch(LiveBatch):
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def remove_finished(self) -> list[SequenceGroup]:
-        rows, self._over = self._over, []
+        rows = self._over
+        self._over = []
         if not rows:
             return []
         for row in rows:
@@ -370,7 +374,8 @@ class CachedBatch(LiveBatch):
     def _keep(self, row: LiveSequence) -> None:
         """Stores the keys and values of a row, except those that are stored already: the prompt's by a sibling, or
         those of an earlier turn."""
-        owner, prompt = row.group.snapshot_id, row.group.request.prompt_ids
+        owner = row.group.snapshot_id
+        prompt = row.group.request.prompt_ids
         # the last sampled token was never an input, so it has no keys and values
         ids = np.concatenate([prompt, np.array(row.token_ids[:-1], np.int32)])
         parts = self.prefix_store.longest_prefix(owner, ids)

@@ -42,7 +42,9 @@ class LiveBatch(ABC):
 
     def reset(self) -> None:
         """Drops all groups, all rows and the cache."""
-        self.groups, self.rows, self._over = {}, [], []
+        self.groups = {}
+        self.rows = []
+        self._over = []
 
     @abstractmethod
     def clear_cache(self) -> None:

@@ -77,7 +77,9 @@ class PlainBatch(LiveBatch):
         group.resumed = []
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:
-        started, rows, logits = [], [], []
+        started = []
+        rows = []
+        logits = []
         for _, part in groupby(groups, key=_cohort_key):
             cohort, logits_RV = self._prefill(list(part))
             started.append(cohort)
@@ -107,7 +109,8 @@ class PlainBatch(LiveBatch):
         return Cohort(rows, cache), logits_BV.index_select(0, index)
 
     def decode(self, rows: Sequence[LiveSequence]) -> None:
-        chosen, logits = set(rows), dict[LiveSequence, Tensor]()
+        chosen = set(rows)
+        logits = dict[LiveSequence, Tensor]()
         cohorts = [self._split(cohort, chosen) for cohort in list(self.cohorts) if chosen.intersection(cohort.rows)]
         try:
             for cohort in cohorts:
@@ -151,7 +154,8 @@ class PlainBatch(LiveBatch):
             cohort.cache = select_sequences(cohort.cache, index)
 
     def remove_finished(self) -> list[SequenceGroup]:
-        rows, self._over = self._over, []
+        rows = self._over
+        self._over = []
         self._leave(rows)
         over = [group for group in dict.fromkeys(row.group for row in rows) if group.is_done]
         for group in over:

@@ -111,7 +111,8 @@ class SequenceGroup:
 
     def admit(self, count: int) -> None:
         """Lets `count` more siblings start or continue, preempted ones first."""
-        resumed, self.preempted = self.preempted[:count], self.preempted[count:]
+        resumed = self.preempted[:count]
+        self.preempted = self.preempted[count:]
         self.resumed += resumed
         self.num_admitted += count - len(resumed)
 
@@ -120,7 +121,8 @@ class SequenceGroup:
         new = min(count, self.num_admitted - self.num_started)
         self.num_admitted -= new
         num_kept = len(self.resumed) - (count - new)
-        self.preempted, self.resumed = self.resumed[num_kept:] + self.preempted, self.resumed[:num_kept]
+        self.preempted = self.resumed[num_kept:] + self.preempted
+        self.resumed = self.resumed[:num_kept]
 
     @property
     def num_starting(self) -> int:
@@ -204,7 +206,8 @@ class LiveSequence:
 
     def to_completion(self, stop_reason: str) -> Completion:
         """Returns the completion, with the stop reason `stop_reason`."""
-        ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
+        ids = np.array(self.token_ids, np.int32)
+        logps = np.array(self.logprobs, np.float32)
         more: dict[str, Any] = {"adapters": tuple(self.adapters)}
         if self.group.request.sampling.records_mask:
             more["sampling_mask"] = SamplingMask.join(self.kept_ids)

@@ -170,7 +170,8 @@ class Sampler:
             self._ended += [(group, error) for group in dict.fromkeys([*self.batch.groups, *self.waiting])]
             self.batch.reset()
             self.waiting.clear()
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         self._rest()
         for group, outcome in ended:
             group.on_done(outcome)
@@ -206,7 +207,8 @@ class Sampler:
 
     async def _settle(self) -> None:
         """Runs all ready coroutines, so that their requests join the next batch."""
-        quiet, seen = 0, len(self.waiting)
+        quiet = 0
+        seen = len(self.waiting)
         while quiet < 6:
             await asyncio.sleep(0)
             quiet, seen = (quiet + 1, seen) if len(self.waiting) == seen else (0, len(self.waiting))

@@ -38,7 +38,9 @@ class Scheduler:
     `max_num_seqs` rows of a client, and `prefill_tokens` tokens of prompts at a time."""
 
     def __init__(self, batch: LiveBatch, *, max_num_seqs: int, prefill_tokens: int) -> None:
-        self.batch, self.max_num_seqs, self.prefill_tokens = batch, max_num_seqs, prefill_tokens
+        self.batch = batch
+        self.max_num_seqs = max_num_seqs
+        self.prefill_tokens = prefill_tokens
         self.waiting: FairQueue[SequenceGroup] = FairQueue()  # groups with siblings that are not admitted
         self.holds_back = False  # after a preemption nothing is admitted until an answer has ended
         self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
@@ -48,9 +50,11 @@ class Scheduler:
         """Raises `num_admitted` of the groups to start now. Returns them, and whether more are waiting only because of
         the limits of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_num_seqs`, or a part of
         both."""
-        room, limit = self.max_num_seqs, self.prefill_tokens
+        room = self.max_num_seqs
+        limit = self.prefill_tokens
         if self.is_shortened:
-            room, limit = -(-room // SHORT_PASS_DIVISOR), -(-limit // (2 * SHORT_PASS_DIVISOR))
+            room = -(-room // SHORT_PASS_DIVISOR)
+            limit = -(-limit // (2 * SHORT_PASS_DIVISOR))
         rows_by_client: Counter[str] = Counter()
         for row in self.batch.rows:
             rows_by_client[row.group.request.client] += row.group.rows_per_answer
@@ -73,7 +77,8 @@ class Scheduler:
                 fits, needed = self.batch.fitting(group, count, free, new_prompt=bool(new))
                 if not fits and (batch or self.batch.rows):
                     break  # until answers have ended
-                count, free = max(1, fits), free - needed
+                count = max(1, fits)
+                free = free - needed
             room -= count * group.rows_per_answer
             group.admit(count)
             rows_by_client[client] += count * group.rows_per_answer
@@ -128,7 +133,8 @@ class Scheduler:
         rows_by_client = Counter(row.group.request.client for row in self.batch.rows)
         if 2 * max(rows_by_client.values(), default=0) <= len(self.batch.rows):
             return []  # unless one client has most of the rows, short passes only cost throughput
-        few, light = len(self.batch.rows) // LIGHT_CLIENT_DIVISOR, set()
+        few = len(self.batch.rows) // LIGHT_CLIENT_DIVISOR
+        light = set()
         for client, rows in sorted(rows_by_client.items(), key=lambda item: item[1]):
             few -= rows
             if few < 0:

@@ -96,7 +96,8 @@ def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[l
     for i in order:
         if pack and size + len(questions[i].ids) > tokens:
             yield pack
-            pack, size = [], 0
+            pack = []
+            size = 0
         pack.append(i)
         size += len(questions[i].ids)
     if pack:
@@ -135,7 +136,8 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
 
 def _hidden_states(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
     """Returns the last hidden states [S, H] of a forest."""
-    ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
+    ids_S = engine.tensor(forest.ids_S)
+    positions_S = engine.tensor(forest.positions_S)
     every = engine.tensor(np.arange(len(forest.ids_S)))
     return engine.hidden_states(ids_S, positions_S, TreeLayout(forest, engine.device), route, every)
 
@@ -170,8 +172,11 @@ def _gather_logprobs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns log-probabilities [A] of `token_A` at `row_A`, and the `k` most likely tokens of each row with their
     log-probabilities [S, k]. The value is meaningless where a token is -1."""
-    size, order = len(hidden_SH), np.argsort(row_A, kind="stable")
-    logp_A, ids_Sk, logps_Sk = np.zeros(len(row_A), np.float32), np.zeros((size, k), np.int64), np.zeros((size, k))
+    size = len(hidden_SH)
+    order = np.argsort(row_A, kind="stable")
+    logp_A = np.zeros(len(row_A), np.float32)
+    ids_Sk = np.zeros((size, k), np.int64)
+    logps_Sk = np.zeros((size, k))
     for rows in row_chunks(size, engine.vocab_size):
         route = _route(engine, [adapter], [rows.stop - rows.start])
         logp_CV = torch.log_softmax(widen(engine.head_logits(hidden_SH[rows], route)), -1)

@@ -159,7 +159,8 @@ def _restrict_among(
 ) -> Tensor | None:
     """Returns `_restrict` from the `C` most likely tokens, best first, and their log-probabilities; None if a row keeps
     more tokens than these, or top-p depends on more."""
-    count, vocabulary = best_RC.shape[1], logp_RV.shape[1]
+    count = best_RC.shape[1]
+    vocabulary = logp_RV.shape[1]
     ks = [min(s.top_k or vocabulary, vocabulary) for s in settings]
     if any(count < k < vocabulary for k in ks):
         return None

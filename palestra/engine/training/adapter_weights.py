@@ -63,7 +63,9 @@ class LossScale:
     """
 
     def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
-        self.value, self.growth_interval, self.good_steps = value, growth_interval, 0
+        self.value = value
+        self.growth_interval = growth_interval
+        self.good_steps = 0
 
     def update(self, finite: bool) -> Metrics:
         """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
@@ -73,7 +75,8 @@ class LossScale:
         if not finite:
             self.value /= 2
         elif self.good_steps == self.growth_interval:
-            self.value, self.good_steps = 2 * self.value, 0
+            self.value = 2 * self.value
+            self.good_steps = 0
         if self.value < 2.0**-14:
             raise ValueError("the gradient is not finite in float16, however small the loss: use precision: bfloat16")
         return metrics
@@ -139,7 +142,10 @@ class AdapterWeights:
         group: ProcessGroup = SINGLE_PROCESS,
         optimizer: OptimizerName = "adamw",
     ) -> None:
-        self.engine, self.adapter, self.pack_tokens, self.group = engine, adapter, pack_tokens, group
+        self.engine = engine
+        self.adapter = adapter
+        self.pack_tokens = pack_tokens
+        self.group = group
         self.optimizer_name = optimizer
         # a sharded model in training is gathered in that dtype: autocast would keep a second copy
         self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
@@ -161,7 +167,8 @@ class AdapterWeights:
         """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
         self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
         count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
-        self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
+        self.policy_parameters = self.local_parameters[:count]
+        self.critic_parameters = self.local_parameters[count:]
         self.optimizer: Any = build_optimizer(
             self.optimizer_name, self.policy_parameters, self.critic_parameters, self._matrices()
         )
@@ -225,7 +232,8 @@ class AdapterWeights:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
         can run in between. The last metrics cover all ranks."""
         total: Metrics = {}
-        share, trained = token_weight(samples), trained_share(samples)
+        share = token_weight(samples)
+        trained = trained_share(samples)
         samples = with_gradient(samples)
         parts = self._micro_batches_by_rank(samples, share)
         for pack in parts[self.group.rank]:
@@ -415,7 +423,9 @@ class ReferenceWeights:
     tensors, without copying. `is_base` is True until the base's weights are replaced."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, on_disk: bool) -> None:
-        self.parameters, self.on_disk, self.is_base = list(parameters), on_disk, True
+        self.parameters = list(parameters)
+        self.on_disk = on_disk
+        self.is_base = True
         self._folder = Path(tempfile.mkdtemp(prefix="palestra-reference-")) if on_disk else None
         if self._folder:
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)

@@ -53,7 +53,10 @@ class ReverseKL:
     def __init__(
         self, engine: Engine, reference: Snapshot | None, examples: Sequence[DistillExample], *, temperature: float
     ) -> None:
-        self.engine, self.reference, self.examples, self.temperature = engine, reference, examples, temperature
+        self.engine = engine
+        self.reference = reference
+        self.examples = examples
+        self.temperature = temperature
         self.example_losses = torch.zeros(len(examples), dtype=torch.float64)
 
     @property
@@ -92,14 +95,17 @@ class _Reference:
 
     @torch.no_grad()
     def __init__(self, engine: Engine, adapter: Snapshot | None, lessons: Sequence[DistillExample]) -> None:
-        self.engine, self.stack = engine, AdapterStack([adapter], engine.linear_layers) if adapter else None
+        self.engine = engine
+        self.stack = AdapterStack([adapter], engine.linear_layers) if adapter else None
         forest = build_forest([np.concatenate([x.reference_prompt, x.answer[:-1]]).astype(np.int64) for x in lessons])
         paths = zip(lessons, forest.paths, strict=True)
         keep, row_A = np.unique(
             np.concatenate([path[len(x.reference_prompt) - 1 :] for x, path in paths]), return_inverse=True
         )
-        ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
-        layout, route = TreeLayout(forest, engine.device), self._route(len(forest.ids_S))
+        ids_S = engine.tensor(forest.ids_S)
+        positions_S = engine.tensor(forest.positions_S)
+        layout = TreeLayout(forest, engine.device)
+        route = self._route(len(forest.ids_S))
         hidden_RH = engine.hidden_states(ids_S, positions_S, layout, route, engine.tensor(keep))
         self.hidden_AH = hidden_RH.index_select(0, engine.tensor(row_A))
 

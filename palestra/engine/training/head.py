@@ -34,7 +34,9 @@ class LMHead:
     is created."""
 
     def __init__(self, engine: Engine, route: AdapterRoute | None) -> None:
-        self.engine, self.route, self.autocast_dtype = engine, route, engine.autocast_dtype
+        self.engine = engine
+        self.route = route
+        self.autocast_dtype = engine.autocast_dtype
         self.vocab_size = engine.vocab_size
 
     def logits(self, hidden_RH: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ class PackedBatch:
         if engine.attention and engine.device.type == "cpu" and len(forest.ids_S) >= MIN_PADDED_TOKENS:
             forest = padded_forest(forest, padded_rows(len(forest.ids_S)))
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
-        kept, experts_SLK = kept_tokens(samples, engine.device), None
+        kept = kept_tokens(samples, engine.device)
+        experts_SLK = None
         if any(s.routed_experts is not None for s in samples):
             layers = engine.model.config.get_text_config().num_hidden_layers
             experts_SLK = packed_experts(samples, forest, engine.routers, layers)
@@ -76,7 +77,8 @@ class PackedBatch:
         """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of logits is computed
         once; with `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
-        tensor, route = engine.tensor, SingleAdapterRoute(adapter, dropout) if adapter else None
+        tensor = engine.tensor
+        route = SingleAdapterRoute(adapter, dropout) if adapter else None
         wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
         replayed = None if self.experts_SLK is None else tensor(self.experts_SLK)
@@ -130,7 +132,8 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
         length = _length(group)
         if part and size + length > tokens:
             result.append(MicroBatch(part, [weight * s.weight for s in part]))
-            part, size = [], 0
+            part = []
+            size = 0
         part += group
         size += length
     return [*result, MicroBatch(part, [weight * s.weight for s in part])] if part else result
@@ -155,7 +158,8 @@ def _length(group: Sequence[Sample]) -> int:
 def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> LossInputs:
     """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the device of `logp_M`.
     `entropy_M` and `value_M` are [M] too."""
-    samples, lengths = pack.samples, [len(s.token_ids) for s in pack.samples]
+    samples = pack.samples
+    lengths = [len(s.token_ids) for s in pack.samples]
 
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=logp_M.device)

@@ -83,7 +83,8 @@ class BlockRoute:
     """The route of a multi-adapter training pass: block i of the rows uses adapter i, and gradients flow into it."""
 
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
-        self.routes, self.counts = [SingleAdapterRoute(adapter) for adapter in adapters], list(counts)
+        self.routes = [SingleAdapterRoute(adapter) for adapter in adapters]
+        self.counts = list(counts)
 
     def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
         return list(zip(self.routes, self.counts, strict=True))
@@ -163,7 +164,8 @@ def _micro_batches(jobs: Sequence[Job], tokens: int) -> Generator[dict[int, list
         for datum in job.data:
             if pack and size + len(datum.tokens) > tokens:
                 yield pack
-                pack, size = {}, 0
+                pack = {}
+                size = 0
             pack.setdefault(number, []).append(datum)
             size += len(datum.tokens)
     if pack:
@@ -190,12 +192,14 @@ def _pass(engine: Engine, parts: list[JobSlice]) -> None:
     """Runs one forward pass for all data, one loss per job, and one backward pass for all losses. Results are recorded
     only after everything has succeeded; only failed losses are recorded before."""
     forests = [build_forest([datum.tokens for datum in part.data]) for part in parts]
-    flat, sizes = concat_forests(forests), [len(forest.ids_S) for forest in forests]
+    flat = concat_forests(forests)
+    sizes = [len(forest.ids_S) for forest in forests]
     route = BlockRoute([part.state.adapter for part in parts], sizes)
     rows = _rows(parts, forests)
     keep = np.unique(np.concatenate([row_n for part_rows in rows for row_n in part_rows]))
     with torch.set_grad_enabled(any(part.state.job.backward for part in parts)):
-        positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
+        positions = engine.tensor(flat.positions_S)
+        layout = TreeLayout(flat, engine.device)
         hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
         head_of = _heads(
             engine, route if len(keep) == len(flat.ids_S) else route.narrow(engine.tensor(keep)), hidden_CH
@@ -253,7 +257,8 @@ class ChunkedHead:
     """The head of one job in a pass whose logits do not fit at once, with the methods of `WholeHead`."""
 
     def __init__(self, engine: Engine, adapter: Adapter, hidden_CH: Tensor) -> None:
-        self.head, self.hidden_CH = LMHead(engine, SingleAdapterRoute(adapter)), hidden_CH
+        self.head = LMHead(engine, SingleAdapterRoute(adapter))
+        self.hidden_CH = hidden_CH
 
     def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
         rows, row_M = row_M.unique(return_inverse=True)
@@ -330,7 +335,8 @@ def _compute_loss(part: JobSlice, predicted: JobLossInputs) -> _JobLoss | None:
 
 def _spread(part: JobSlice, logp_M: np.ndarray) -> list[np.ndarray]:
     """Returns the log-probabilities of each datum in the shape of its targets, 0 at positions that were not scored."""
-    spread, first = [], 0
+    spread = []
+    first = 0
     for datum, wanted in zip(part.data, part.scored_positions, strict=True):
         logps = np.zeros(datum.targets.shape, np.float32)
         size = logps[wanted].size

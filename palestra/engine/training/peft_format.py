@@ -31,8 +31,11 @@ from palestra.engine.lora.config import LoraConfig, matches_pattern
 from palestra.engine.lora.variants import Extras, stacked_parameters
 
 PEFT_PREFIX = "base_model.model."
-A_END, B_END, MAGNITUDE_END = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-BASE_LAYER, WEIGHT_END = ".base_layer", ".weight"
+A_END = ".lora_A.weight"
+B_END = ".lora_B.weight"
+MAGNITUDE_END = ".lora_magnitude_vector"
+BASE_LAYER = ".base_layer"
+WEIGHT_END = ".weight"
 MISREAD = {"laguna": ".shared_experts."}  # layers whose tensors PEFT looks for under wrong names, by kind of model
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")

@@ -72,7 +72,8 @@ def write_program(source: str, *, fenced: bool) -> str:
 def write_test(case: ProgramTest, problem: ProgramProblem, *, fenced: bool) -> str:
     """Returns a test in the form that `read_test` parses."""
     if problem.kind == "stdin":
-        input_text, expected = case.input_text.rstrip(), case.expected_output.rstrip()
+        input_text = case.input_text.rstrip()
+        expected = case.expected_output.rstrip()
         return (
             f"Input:\n```\n{input_text}\n```\nOutput:\n```\n{expected}\n```"
             if fenced

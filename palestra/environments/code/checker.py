@@ -49,7 +49,9 @@ class AssertionRunner:
     """Runs assertions one after the other and collects the calls that they make."""
 
     def __init__(self, preamble: str, entry: str, known: KnownCalls) -> None:
-        self.preamble, self.entry, self.known_calls = preamble, entry, known
+        self.preamble = preamble
+        self.entry = entry
+        self.known_calls = known
         self.requested_calls: dict[str, None] = {}
         self.is_waiting = False
 

@@ -38,7 +38,9 @@ from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.sandbox import ResourceLimits, open_sandbox
 
 PASS_RATE_REWARD = 1.0  # coder's reward, times the share of hidden tests passed
-NO_COMPILE_PENALTY, NO_RUN_PENALTY = 0.05, 0.05  # coder's penalties: does not compile, first test does not run
+# coder's penalties: does not compile, first test does not run
+NO_COMPILE_PENALTY = 0.05
+NO_RUN_PENALTY = 0.05
 CORRECT_TEST_REWARD = 1.0  # tester's reward for a test that the reference passes
 INVALID_TEST_PENALTY = 0.1  # tester's penalty for a test that cannot be read
 SOLVED_REWARD = 1.0  # team reward, with `reward: outcome`
@@ -97,8 +99,14 @@ class CoderTester(Env):
         check_range("max_tests", max_tests, 1, 10_000)
         check_range("time_limit_s", time_limit_s, 0.1, 600)
         check_range("memory_mib", memory_mib, 32, 2**20)
-        self.seats, self.team, self.turns, self.tests = SEATS[team], team, max_turns, max_tests
-        self.source, self.split, self.reward, self.rendering = source, split, reward, rendering
+        self.seats = SEATS[team]
+        self.team = team
+        self.turns = max_turns
+        self.tests = max_tests
+        self.source = source
+        self.split = split
+        self.reward = reward
+        self.rendering = rendering
         self.difficulties = _grades(
             difficulty, SYNTHETIC_DIFFICULTIES if source == SYNTHETIC_SOURCE else PROGRAM_DIFFICULTIES
         )
@@ -127,10 +135,12 @@ class CoderTester(Env):
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over or actions.keys() != set(self.seats):
             raise ValueError(f"reset(seed), then answer for {', '.join(self.seats)} until no seat is observed")
-        before, source = self._judged, read_program(actions["coder"], self.problem.kind)
+        before = self._judged
+        source = read_program(actions["coder"], self.problem.kind)
         test = read_test(actions["tester"], self.problem) if self.team == "coder_tester" else None
         now = await (self._alone(source) if self.team == "single" else self._both(source, test))
-        self._judged, self._turns = now, (*self._turns, now.turn)
+        self._judged = now
+        self._turns = (*self._turns, now.turn)
         success = now.pass_rate == 1.0
         self._over = now.agreed or len(self._turns) >= self.turns
         flaws = {"coder": source is None or now.turn.compile_error is not None, "tester": test is None}
@@ -152,7 +162,8 @@ class CoderTester(Env):
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the reference solution, or a test that it passes. Raises ValueError if the problem has none."""
-        fenced, problem = self.rendering == "full", self.problem
+        fenced = self.rendering == "full"
+        problem = self.problem
         if seat == "tester":
             return write_test(self._correct_test(rng), problem, fenced=fenced)
         if problem.reference is None:
@@ -199,7 +210,8 @@ class CoderTester(Env):
         The two run separately, so a program that hangs on one does not fail the other; expressions are fast and run
         together.
         """
-        hidden, own_tests = self._hidden_tests(), (test,) if test else ()
+        hidden = self._hidden_tests()
+        own_tests = (test,) if test else ()
         if self.problem.kind == "expression":
             tried = await self._on(source, (*hidden, *own_tests))
             return tried, tried if own_tests else None
@@ -318,7 +330,8 @@ def is_test_shown(problem: ProgramProblem, test: ProgramTest) -> bool:
 
 
 def _repeats(test: ProgramTest, example: ProgramTest) -> bool:
-    words, shown = _words(test.input_text), _words(example.input_text)
+    words = _words(test.input_text)
+    shown = _words(example.input_text)
     same = all(map(words_equal, words, shown)) and len(words) >= len(shown)
     return same and (len(words) == len(shown) or outputs_equal(example.expected_output, test.expected_output))
 

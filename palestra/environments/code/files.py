@@ -110,7 +110,8 @@ def _own(row: Row) -> ProgramProblem:
 
 
 def _human_eval(row: Row) -> ProgramProblem:
-    prompt, entry = row["prompt"], row["entry_point"]
+    prompt = row["prompt"]
+    entry = row["entry_point"]
     kind, tests = _checks(row["test"], entry, prompt)
     question = f"Complete this function:\n\n{prompt.rstrip()}"
     reference = prompt + row["canonical_solution"]
@@ -135,7 +136,8 @@ def _checks(test: str, entry: str, prompt: str) -> tuple[ProgramKind, tuple[Prog
 
 
 def _mbpp(row: Row) -> ProgramProblem:
-    text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+    text = row.get("text") or row["prompt"]
+    asserts = "\n".join(row["test_list"])
     entry = find_entry_point(asserts, row["code"])
     setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or [])]).strip()
     try:
@@ -156,7 +158,8 @@ def _imports(code: str) -> str:
 
 def _apps(row: Row) -> ProgramProblem:
     tests = json.loads(row["input_output"])
-    entry, starter = tests.get("fn_name") or "", row.get("starter_code") or ""
+    entry = tests.get("fn_name") or ""
+    starter = row.get("starter_code") or ""
     outputs = _unwrap_values(tests["outputs"]) if entry else [_lines(output) for output in tests["outputs"]]
     pairs = zip(tests["inputs"], outputs, strict=True)
     cases = tuple(_call(inputs, output) if entry else ProgramTest(_lines(inputs), output) for inputs, output in pairs)
@@ -376,7 +379,8 @@ def _parsed_call(test: ast.expr, names: Set[str | None]) -> ProgramTest | None:
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names) or call.keywords:
         return None
     try:
-        arguments, value = [ast.literal_eval(node) for node in call.args], ast.literal_eval(test.comparators[0])
+        arguments = [ast.literal_eval(node) for node in call.args]
+        value = ast.literal_eval(test.comparators[0])
     except (ValueError, TypeError):
         return None
     return ProgramTest(repr(tuple(arguments)), repr(value))

@@ -129,7 +129,8 @@ def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Sea
 
 def _describe_case(case: ProgramTest, problem: ProgramProblem) -> str:
     if problem.kind == "stdin":
-        input_text, expected = _clip(case.input_text.rstrip()), _clip(case.expected_output.rstrip())
+        input_text = _clip(case.input_text.rstrip())
+        expected = _clip(case.expected_output.rstrip())
         return f"the input\n```\n{input_text}\n```\nshould give\n```\n{expected}\n```"
     if problem.kind == "expression":
         return f"xs = {case.input_text[1:-1].rstrip(',')} should give {case.expected_output}"

@@ -43,7 +43,8 @@ def outputs_equal(expected: str, actual: str) -> bool:
     """True if two outputs are equal apart from blanks at line ends, empty lines at the end, and the seventh digit of
     numbers that are expected with a decimal point.
     """
-    wanted, got = _lines(expected), _lines(actual)
+    wanted = _lines(expected)
+    got = _lines(actual)
     return wanted == got or (len(wanted) == len(got) and all(map(_same_line, wanted, got)))
 
 
@@ -54,7 +55,9 @@ def _lines(text: str) -> list[str]:
 def _same_line(wanted: str, got: str) -> bool:
     if wanted == got:
         return True
-    wanted_words, got_words = re.split(r"(\s+)", wanted), re.split(r"(\s+)", got)  # words, and the blanks between them
+    # words, and the blanks between them
+    wanted_words = re.split(r"(\s+)", wanted)
+    got_words = re.split(r"(\s+)", got)
     return len(wanted_words) == len(got_words) and all(map(words_equal, wanted_words, got_words))
 
 

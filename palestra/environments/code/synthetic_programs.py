@@ -21,10 +21,9 @@ from palestra.envs.support.splits import first_of_split, split_of_text
 NUM_TESTS = 8  # hidden tests of a problem, besides those that tell it from shorter chains
 MAX_LISTS = 200  # lists drawn to tell a chain from a shorter one
 MAX_DRAWS = 20_000  # draws per problem
-MAX_LIST_LENGTH, MAX_ABS_VALUE = (
-    100,
-    10**6,
-)  # limits for a tester's list: its length, and the absolute value of its numbers
+# limits for a tester's list: its length, and the absolute value of its numbers
+MAX_LIST_LENGTH = 100
+MAX_ABS_VALUE = 10**6
 Numbers = Sequence[int]
 
 
@@ -128,7 +127,8 @@ class SyntheticProgram:
 
     @property
     def code(self) -> str:
-        written, each = "xs", "x"
+        written = "xs"
+        each = "x"
         for step in filter(None, (self.first_map, self.second_map)):
             each = step.code.format(each)
         if each != "x" or self.filter_step:

@@ -25,14 +25,12 @@ ProgramKind = Literal["stdin", "function", "expression", "assertion"]
 CACHE_BYTES = 2**24  # bytes of cached results
 MAX_OUTPUT_CHARS = 4000  # characters of a result that are kept: more than is ever displayed
 MAX_STATUS_BYTES = 2**12  # bytes of a status or exception that are read back
-RESULT_SLACK_BYTES, RESULT_LENGTH_FACTOR = (
-    2**14,
-    12,
-)  # bytes of a result that are read back: slack + factor * length of the expected result
-MAX_CALL_RESULT_BYTES, MAX_ALL_RESULTS_BYTES = (
-    2**18,
-    2**23,
-)  # bytes that are read back of one call's result, and of all calls of an assertion
+# bytes of a result that are read back: slack + factor * length of the expected result
+RESULT_SLACK_BYTES = 2**14
+RESULT_LENGTH_FACTOR = 12
+# bytes that are read back of one call's result, and of all calls of an assertion
+MAX_CALL_RESULT_BYTES = 2**18
+MAX_ALL_RESULTS_BYTES = 2**23
 MAX_ARGUMENT_BYTES = 2**21  # bytes of the arguments of all calls by assertions
 MAX_CALL_ROUNDS = 8  # dependent calls of an assertion, each needing the previous value; with more it fails
 WAITING = "waiting"
@@ -260,7 +258,8 @@ def _trial(outcome: RunResult, code: ProgramSpec, case: ProgramTest, name: str, 
 
 def _answer(outcome: RunResult, name: str, most: int) -> tuple[bool, str]:
     """Returns (True, value as JSON) if a call returned, else (False, exception)."""
-    status, data = _status(outcome, name), outcome.files.get(name, b"")
+    status = _status(outcome, name)
+    data = outcome.files.get(name, b"")
     if len(data) > most:
         return False, "the result is too long"
     return status.completed, _text(data).partition("\n")[2] if status.completed else status.output

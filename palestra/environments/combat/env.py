@@ -108,13 +108,14 @@ class Combat(NativeEnv):
         )
         rules, self.start_params = combat_params(map, options)
         self.params = rules
-        seats, units = rules.allies, len(self.start_params.type_U)
-        enemies, actions = units - seats, ATTACK + units - seats
-        ally, enemy = (
-            4 + rules.allies_have_shields + rules.num_type_bits,
-            3 + rules.enemies_have_shields + rules.num_type_bits,
-        )
-        self.num_envs, self.seats = num_envs, tuple(f"unit_{n}" for n in range(seats))
+        seats = rules.allies
+        units = len(self.start_params.type_U)
+        enemies = units - seats
+        actions = ATTACK + units - seats
+        ally = 4 + rules.allies_have_shields + rules.num_type_bits
+        enemy = 3 + rules.enemies_have_shields + rules.num_type_bits
+        self.num_envs = num_envs
+        self.seats = tuple(f"unit_{n}" for n in range(seats))
         facing = 2 * rules.has_cone
         self.observation_shapes = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3 + facing,),) * seats
         # Of the other units only allies are entities: attacks name enemies by their place in the observation.
@@ -150,7 +151,9 @@ class Combat(NativeEnv):
     def render(self, game: int) -> np.ndarray:
         """Draws allies in the colours of their seats and enemies in red, each with a bar of health and shield, and a
         line from each living ally to the enemy that it attacked last."""
-        units, allies, last = self.internal_state["units"][game], len(self.seats), self.internal_state["last"][game]
+        units = self.internal_state["units"][game]
+        allies = len(self.seats)
+        last = self.internal_state["last"][game]
         alive = units[:, HEALTH] > 0
         middle = FIELD_SIZE / 2
         edge = min(middle, max(10.0, np.ceil(np.abs(units[alive][:, [X, Y]] - middle).max(initial=0)) + 1))
@@ -160,7 +163,8 @@ class Combat(NativeEnv):
             canvas.line((units[n, X], units[n, Y]), (units[enemy, X], units[enemy, Y]), LIGHT_GREY)
         full = self.params.stats_KF[:, [FULL_HEALTH, FULL_SHIELD]].sum(1)[self.internal_state["types"][game]]
         for u in np.flatnonzero(alive):
-            x, y = units[u, X], units[u, Y]
+            x = units[u, X]
+            y = units[u, Y]
             canvas.disc(x, y, UNIT_RADIUS, seat_colour(int(u)) if u < allies else RED)
             left = (units[u, HEALTH] + units[u, SHIELD]) / full[u]
             canvas.rectangle(x, y + 1.1, 1.2, 0.25, LIGHT_GREY)

@@ -38,7 +38,9 @@ FRONT_COLUMN_X = (9.0, 23.0)  # x of the front columns
 MIN_HIT_DAMAGE = 0.5  # minimum damage of a hit on health, for any armour
 LOOPS_PER_STEP = 8.0  # game loops per step
 LOOPS_PER_SECOND = 22.4
-KILL_REWARD, WIN_REWARD = 10.0, 200.0  # rewards, in units of damage
+# rewards, in units of damage
+KILL_REWARD = 10.0
+WIN_REWARD = 200.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def _army(text: str) -> list[str]:
         if letter.isdigit():
             count += letter
         else:
-            kinds, count = kinds + [letter] * int(count), ""
+            kinds = kinds + [letter] * int(count)
+            count = ""
     return kinds
 
 
@@ -139,14 +142,19 @@ class BattleOptions:
 
 def combat_params(name: str, options: BattleOptions) -> tuple[CombatParams, StartParams]:
     """Returns the parameters of map `name` with these options, of a step and of the start."""
-    allies, enemies, max_steps = _army(MAPS[name][0]), _army(MAPS[name][1]), MAPS[name][2]
+    allies = _army(MAPS[name][0])
+    enemies = _army(MAPS[name][1])
+    max_steps = MAPS[name][2]
     types = sorted({*allies}, key=TYPE_ORDER.index)
-    bits, share = "sz" if len(types) > 1 else "", np.zeros(0)
+    bits = "sz" if len(types) > 1 else ""
+    share = np.zeros(0)
     if options.type_weights:
         weights = {TYPE_NAMES[kind]: weight for kind, weight in options.type_weights.items()}
         types = [letter for letter in TYPE_ORDER if weights.get(letter)]
-        bits, share = "".join(types) if len(types) > 1 else "", type_shares(weights)
-        allies, enemies = types[:1] * (options.allies or len(allies)), types[:1] * (options.enemies or len(enemies))
+        bits = "".join(types) if len(types) > 1 else ""
+        share = type_shares(weights)
+        allies = types[:1] * (options.allies or len(allies))
+        enemies = types[:1] * (options.enemies or len(enemies))
         max_steps = RANDOM_STEPS
     drawn = types if options.type_weights else []
     kinds = [UNIT_TYPES[letter] for letter in TYPE_ORDER]

@@ -28,7 +28,8 @@ from palestra.environments.combat.start import COOLDOWN, HEALTH, SHIELD, Battle,
 from palestra.envs.batch.native import store_final
 
 NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
-SIGHT_RANGE, ATTACK_RANGE = 9.0, 6.0
+SIGHT_RANGE = 9.0
+ATTACK_RANGE = 6.0
 WON_GAME_RETURN = 20.0  # return of a won game
 
 
@@ -58,7 +59,8 @@ class CombatArrays(NamedTuple):
 @jit
 def _squared_distance(units: np.ndarray, b: int, u: int, v: int) -> float:
     """Returns the squared distance of units u and v."""
-    x, y = units[b, u, X] - units[b, v, X], units[b, u, Y] - units[b, v, Y]
+    x = units[b, u, X] - units[b, v, X]
+    y = units[b, u, Y] - units[b, v, Y]
     return x * x + y * y
 
 
@@ -77,7 +79,8 @@ def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int
 @jit  # these three are called only with a cone, and slow every step down if they are inlined
 def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
-    x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
+    x = units[b, v, X] - units[b, n, X]
+    y = units[b, v, Y] - units[b, n, Y]
     along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
     across = x if facing == NORTH or facing == SOUTH else y  # noqa: SIM109 - not worth a tuple
     return along >= abs(across)
@@ -95,7 +98,9 @@ def _mask_outside_cone(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
 def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int, facing: int, has_cone: bool) -> None:
     """Writes the action mask of unit n: dead units can only do nothing; living units can stop, move in directions where
     half a move stays on the field, and attack living enemies within `ATTACK_RANGE` (and in the cone)."""
-    alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
+    alive = units[b, n, HEALTH] > 0
+    x = units[b, n, X]
+    y = units[b, n, Y]
     action_mask[b, n, NOOP], action_mask[b, n, STOP] = not alive, alive
     action_mask[b, n, NORTH], action_mask[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
     action_mask[b, n, EAST], action_mask[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
@@ -131,11 +136,17 @@ def _write_facing(row: np.ndarray, at: int, facing: int) -> None:
 def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
     itself; zeros for dead units."""
-    units, action_mask, types, allies, bits = g.units, g.action_mask, g.types, rules.allies, rules.num_type_bits
-    stats_KF, cone = rules.stats_KF, rules.has_cone
+    units = g.units
+    action_mask = g.action_mask
+    types = g.types
+    allies = rules.allies
+    bits = rules.num_type_bits
+    stats_KF = rules.stats_KF
+    cone = rules.has_cone
     enemies = units.shape[1] - allies
     for n in range(allies):
-        row, at = g.obs[b, n], 4
+        row = g.obs[b, n]
+        at = 4
         row[:] = 0
         if units[b, n, HEALTH] <= 0:
             continue
@@ -147,7 +158,8 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
             if v == n:
                 continue
             shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
-            x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
+            x = units[b, v, X] - units[b, n, X]
+            y = units[b, v, Y] - units[b, n, Y]
             squared = x * x + y * y
             near = squared < SIGHT_RANGE * SIGHT_RANGE
             if near and units[b, v, HEALTH] > 0 and (not cone or _in_cone(units, b, n, v, facing)):
@@ -168,7 +180,10 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
 @jit_inline
 def _write_state(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the global state: all allies, all enemies (zeros if dead), then the last action of each ally, one-hot."""
-    row, at, units, bits = g.state[b], 0, g.units, rules.num_type_bits
+    row = g.state[b]
+    at = 0
+    units = g.units
+    bits = rules.num_type_bits
     row[:] = 0
     for u in range(units.shape[1]):
         ally = u < rules.allies
@@ -216,11 +231,13 @@ def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: floa
 @jit
 def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
     """Returns the living unit in start..stop-1 that is nearest to u; -1 if none is alive."""
-    nearest, least = -1, np.inf
+    nearest = -1
+    least = np.inf
     for v in range(start, stop):
         far = _squared_distance(units, b, u, v)
         if far < least and units[b, v, HEALTH] > 0:
-            nearest, least = v, far
+            nearest = v
+            least = far
     return nearest
 
 
@@ -229,10 +246,16 @@ def _order(
     g: CombatArrays, rules: CombatParams, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray
 ) -> None:
     """Sets the walk and the target (-1: none) of every unit for this step."""
-    units, types, allies, reach_KK = g.units, g.types, rules.allies, rules.reach_KK
+    units = g.units
+    types = g.types
+    allies = rules.allies
+    reach_KK = rules.reach_KK
     for u in range(units.shape[1]):
         walk_U2[u, 0], walk_U2[u, 1], shot_U[u] = 0.0, 0.0, -1
-        alive, kind, speed, v = units[b, u, HEALTH] > 0, types[b, u], rules.stats_KF[types[b, u], SPEED], -1
+        alive = units[b, u, HEALTH] > 0
+        kind = types[b, u]
+        speed = rules.stats_KF[types[b, u], SPEED]
+        v = -1
         if u >= allies:
             if alive:
                 v = g.target[b, u - allies]
@@ -257,7 +280,8 @@ def _order(
 @jit
 def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> float:
     """Applies one hit to v: first to its shield, the rest less its armour to its health. Returns the damage done."""
-    absorbed, wound = min(units[b, v, SHIELD], damage), 0.0
+    absorbed = min(units[b, v, SHIELD], damage)
+    wound = 0.0
     if absorbed < damage:
         wound = min(units[b, v, HEALTH], max(damage - absorbed - armour, MIN_HIT_DAMAGE))
     units[b, v, SHIELD] -= absorbed
@@ -269,13 +293,16 @@ def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> flo
 def _shoot(g: CombatArrays, rules: CombatParams, b: int, shot_U: np.ndarray) -> float:
     """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL_REWARD` for
     each kill."""
-    units, types, earned = g.units.shape[1], g.types, 0.0
+    units = g.units.shape[1]
+    types = g.types
+    earned = 0.0
     for u in range(units):
         kind = types[b, u]
         wait = g.units[b, u, COOLDOWN] - LOOPS_PER_STEP
         if shot_U[u] >= 0:
             v = shot_U[u]
-            lived, damage = g.units[b, v, HEALTH] > 0, 0.0
+            lived = g.units[b, v, HEALTH] > 0
+            damage = 0.0
             for _ in range(int(rules.stats_KF[kind, HITS])):
                 damage += _hit(g.units, b, v, rules.damage_KK[kind, types[b, v]], rules.stats_KF[types[b, v], ARMOUR])
             if u < rules.allies:
@@ -315,13 +342,15 @@ def begin_all(g: CombatArrays, rules: CombatParams, start: StartParams) -> None:
 @jit
 def step_all(g: CombatArrays, rules: CombatParams, start: StartParams, actions: np.ndarray) -> None:
     units = g.units.shape[1]
-    walk_U2, shot_U = np.zeros((units, 2)), np.zeros(units, np.int64)
+    walk_U2 = np.zeros((units, 2))
+    shot_U = np.zeros(units, np.int64)
     for b in range(len(g.steps)):
         g.steps[b] += 1
         _order(g, rules, b, actions, walk_U2, shot_U)
         earned = _shoot(g, rules, b, shot_U)
         _walk(g.units, b, walk_U2)
-        allies, enemies = _alive(g.units, b, 0, rules.allies), _alive(g.units, b, rules.allies, units)
+        allies = _alive(g.units, b, 0, rules.allies)
+        enemies = _alive(g.units, b, rules.allies, units)
         g.success[b] = allies and not enemies
         g.terminated[b] = not (allies and enemies)
         g.truncated[b] = not g.terminated[b] and g.steps[b] >= rules.max_steps
@@ -339,12 +368,14 @@ def step_all(g: CombatArrays, rules: CombatParams, start: StartParams, actions: 
 def _weakest(g: CombatArrays, rules: CombatParams, b: int, n: int, left_U: np.ndarray) -> int:
     """Returns the attackable enemy with the least remaining health; enemies that will die anyway come last. -1 if there
     is none."""
-    weakest, least = -1, np.inf
+    weakest = -1
+    least = np.inf
     for v in range(rules.allies, g.units.shape[1]):
         if g.action_mask[b, n, ATTACK + v - rules.allies]:
             rank = left_U[v] + (1e3 if left_U[v] <= 0 else 0.0)
             if rank < least:
-                weakest, least = v, rank
+                weakest = v
+                least = rank
     return weakest
 
 
@@ -352,7 +383,8 @@ def _weakest(g: CombatArrays, rules: CombatParams, b: int, n: int, left_U: np.nd
 def choose_focus_actions(g: CombatArrays, rules: CombatParams, seat: int, chosen: np.ndarray) -> None:
     """Writes the actions of the scripted player "focus" at `seat` to `chosen` int32 [B]: attack the weakest enemy that
     survives the attacks of the seats before, else move towards the nearest."""
-    units, left_U = g.units, np.zeros(g.units.shape[1])
+    units = g.units
+    left_U = np.zeros(g.units.shape[1])
     for b in range(len(chosen)):
         for v in range(rules.allies, len(left_U)):
             left_U[v] = units[b, v, HEALTH] + units[b, v, SHIELD]
@@ -361,7 +393,8 @@ def choose_focus_actions(g: CombatArrays, rules: CombatParams, seat: int, chosen
             v = _weakest(g, rules, b, n, left_U) if g.agent_mask[b, n] else -1
             if v < 0 or units[b, n, COOLDOWN] >= LOOPS_PER_STEP:
                 continue
-            kind, other = g.types[b, n], g.types[b, v]
+            kind = g.types[b, n]
+            other = g.types[b, v]
             if _distance(units, b, n, v) <= rules.reach_KK[kind, other]:
                 left_U[v] -= rules.stats_KF[kind, HITS] * (rules.damage_KK[kind, other] - rules.stats_KF[other, ARMOUR])
         if not g.agent_mask[b, seat]:
@@ -370,6 +403,8 @@ def choose_focus_actions(g: CombatArrays, rules: CombatParams, seat: int, chosen
             chosen[b] = ATTACK + v - rules.allies
         else:
             v = _nearest(units, b, seat, rules.allies, units.shape[1])
-            east, north = units[b, v, X] - units[b, seat, X], units[b, v, Y] - units[b, seat, Y]
-            along, across = EAST if east > 0 else WEST, NORTH if north > 0 else SOUTH
+            east = units[b, v, X] - units[b, seat, X]
+            north = units[b, v, Y] - units[b, seat, Y]
+            along = EAST if east > 0 else WEST
+            across = NORTH if north > 0 else SOUTH
             chosen[b] = along if abs(east) >= abs(north) else across

@@ -37,7 +37,8 @@ def _draw_types(g: Battle, share_K: np.ndarray, allies: int, b: int) -> None:
         if allies <= u < 2 * allies:
             g.types[b, u] = g.types[b, u - allies]
             continue
-        dice, kind = uniform(g.rng[b], 0.0, 1.0), 0
+        dice = uniform(g.rng[b], 0.0, 1.0)
+        kind = 0
         while dice >= share_K[kind]:
             kind += 1
         g.types[b, u] = kind
@@ -62,13 +63,16 @@ def _surround(g: Battle, allies: int, b: int) -> None:
     """Places allies in the middle and enemies in one to four groups, each anywhere on another of the four diagonals
     between a corner and the middle."""
     rng = g.rng[b]
-    groups, corners, along = 1 + random_below(rng, 4), np.arange(4), np.zeros(4)
+    groups = 1 + random_below(rng, 4)
+    corners = np.arange(4)
+    along = np.zeros(4)
     for i in range(groups):
         j = i + random_below(rng, 4 - i)
         corners[i], corners[j] = corners[j], corners[i]
         along[i] = uniform(rng, 0.0, MIDDLE - LANE)
     for u in range(g.units.shape[1]):
-        x, y = MIDDLE, MIDDLE
+        x = MIDDLE
+        y = MIDDLE
         if u >= allies:
             i = random_below(rng, groups)
             x = along[i] if corners[i] < 2 else FIELD_SIZE - along[i]
@@ -103,7 +107,8 @@ def begin_battle(g: Battle, start: StartParams, stats_KF: np.ndarray, allies: in
         _surround(g, allies, b)
     total = 0.0
     for u in range(g.units.shape[1]):
-        health, shield = stats_KF[g.types[b, u], FULL_HEALTH], stats_KF[g.types[b, u], FULL_SHIELD]
+        health = stats_KF[g.types[b, u], FULL_HEALTH]
+        shield = stats_KF[g.types[b, u], FULL_SHIELD]
         g.units[b, u, HEALTH], g.units[b, u, SHIELD], g.units[b, u, COOLDOWN] = health, shield, 0
         g.units[b, u, X] = min(max(g.units[b, u, X], 0.0), FIELD_SIZE - 1e-6)
         g.units[b, u, Y] = min(max(g.units[b, u, Y], 0.0), FIELD_SIZE - 1e-6)

@@ -89,7 +89,8 @@ def _parts(text: str) -> Iterator[tuple[ArgumentPart, str]]:
         word = match[0].lower()
         if bare or _opens(text, match) or (word == "because" and part != "against"):
             yield part, text[start : match.start()]
-            part, start = _PART[word], match.end()
+            part = _PART[word]
+            start = match.end()
     yield part, text[start:]
 
 

@@ -39,7 +39,9 @@ from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
 WIN_REWARD = 1.0  # competitive: gain of the winner and loss of the loser; truth: team reward
-HONESTY_REWARD, EVIDENCE_REWARD = 0.25, 0.25  # per seat, in mode truth: for correct citations, for the evidence shown
+# per seat, in mode truth: for correct citations, for the evidence shown
+HONESTY_REWARD = 0.25
+EVIDENCE_REWARD = 0.25
 UNREADABLE_PENALTY = 0.1  # per seat, subtracted for an unreadable answer
 OPPONENT_TERM = "opponent"  # the term of a reward that the other side's answer takes, in mode competitive
 VERDICT_TERM = "verdict"  # the term that the verdict pays a side, and the judge for the right one
@@ -81,10 +83,18 @@ class Debate(Env):
         _check(source, topics, rendering)
         if isinstance(judge, EndpointJudge):
             judge.check()
-        self.mode, self.source, self.topics, self.split, self.facts = mode, source, topics, split, facts
-        self.rounds, self.order, self.judge, self.words = rounds, order, judge, max_words
+        self.mode = mode
+        self.source = source
+        self.topics = topics
+        self.split = split
+        self.facts = facts
+        self.rounds = rounds
+        self.order = order
+        self.judge = judge
+        self.words = max_words
         self.weights = weights or ScoreWeights()
-        self.reward, self.rendering = reward, rendering
+        self.reward = reward
+        self.rendering = rendering
         self.seats: tuple[Seat, ...] = (*SIDES, "judge") if judge == "seat" else SIDES
         self.roles = role_prompts(mode, self.seats, rounds, max_words, rendering == "compact")
         self._over = True
@@ -95,7 +105,8 @@ class Debate(Env):
         self.topic = self._topic(seed)
         self.rule_judge = RuleJudge(self.topic, self.rounds, self.mode, self.weights)
         self.speeches: tuple[Speech, ...] = ()
-        self._over, self._sound = False, True
+        self._over = False
+        self._sound = True
         return Step(self._observations(), info={"round": 1})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:

@@ -74,7 +74,8 @@ class ScoreParts:
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
     def __add__(self, other: ScoreParts) -> ScoreParts:
-        ours, theirs = asdict(self), asdict(other)
+        ours = asdict(self)
+        theirs = asdict(other)
         return ScoreParts(**{name: ours[name] + theirs[name] for name in ours})
 
 
@@ -130,7 +131,8 @@ class RuleJudge:
             return ScoreParts()
         ours = [a for a in history if a.side == argument.side]
         opponent_points = [point for a in history if a.side != argument.side for point in a.points]
-        share, honesty = argument.read_share / self.rounds, honesty_score(argument, opponent_points)
+        share = argument.read_share / self.rounds
+        honesty = honesty_score(argument, opponent_points)
         structure = share * (argument.has_claim + argument.has_reason + argument.has_conclusion) / 3
         evidence = argument.read_share * honesty * self._fresh(argument, ours)
         answered = share * rebuttal_score(argument, ours, opponent_points)
@@ -210,7 +212,8 @@ def _ids(points: Sequence[Point]) -> set[str]:
 def repetition_rate(words: Sequence[str], earlier: Sequence[Sequence[str]]) -> float:
     """Returns the share of an answer's word trigrams that its side used before, in this answer or an earlier one."""
     seen = set(chain.from_iterable(map(_grams, earlier)))
-    again, grams = 0, _grams(words)
+    again = 0
+    grams = _grams(words)
     for gram in grams:
         again += gram in seen
         seen.add(gram)

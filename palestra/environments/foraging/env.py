@@ -70,13 +70,15 @@ class Foraging(NativeEnv):
             raise ValueError(f"agents: {agents} on {size} x {size} cells find no room; at most half of the cells")
         if penalty < 0:
             raise ValueError(f"penalty: {penalty} would be a reward for failing; use 0 or more")
-        self.num_envs, self.state_size = num_envs, 3 * (agents + food) + 1
+        self.num_envs = num_envs
+        self.state_size = 3 * (agents + food) + 1
         self.seats = tuple(f"agent_{n}" for n in range(agents))
         self.observation_shapes = ((3 * (food + agents),),) * agents
         others = Entities.in_a_row(3 * food + 3, agents - 1, 3)
         self.observation_entities = ((Entities.in_a_row(0, food, 3), others),) * agents
         self.action_spaces = (Discrete(len(ACTIONS)),) * agents
-        self.action_names, self.seat_colours = ACTIONS, tuple(seat_colour(n) for n in range(agents))
+        self.action_names = ACTIONS
+        self.seat_colours = tuple(seat_colour(n) for n in range(agents))
         self.params = ForagingParams(
             size=size,
             sight=size if sight is None else sight,
@@ -115,7 +117,8 @@ class Foraging(NativeEnv):
     def render(self, game: int) -> np.ndarray:
         """Draws the agents as discs in the colours of their seats and food as green squares, the larger the higher
         their level."""
-        size, highest = self.params.size, max(self.params.max_agent_level, self.params.food_level_scale, 1)
+        size = self.params.size
+        highest = max(self.params.max_agent_level, self.params.food_level_scale, 1)
         canvas = Canvas(0, size)
         for at in range(size + 1):
             canvas.line((at, 0), (at, size), LIGHT_GREY)

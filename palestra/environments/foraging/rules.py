@@ -10,7 +10,9 @@ from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import store_final
 from palestra.envs.batch.rng import next_uint32, random_below
 
-ROW, COLUMN, LEVEL = 0, 1, 2
+ROW = 0
+COLUMN = 1
+LEVEL = 2
 MAX_PLACEMENT_TRIES = 1000  # random tries to find a free cell, as in the package
 
 
@@ -79,7 +81,8 @@ def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
     """True if food lies in one of the eight neighbouring cells, or two cells away in the same row or column."""
     for f in range(food.shape[1]):
         if food[b, f, LEVEL] > 0:
-            rows, columns = abs(food[b, f, ROW] - row), abs(food[b, f, COLUMN] - column)
+            rows = abs(food[b, f, ROW] - row)
+            columns = abs(food[b, f, COLUMN] - column)
             if (rows <= 1 and columns <= 1) or (min(rows, columns) == 0 and max(rows, columns) <= 2):
                 return True
     return False
@@ -89,11 +92,13 @@ def _near_food(food: np.ndarray, b: int, row: int, column: int) -> bool:
 def _place_agents(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     """Places one agent after the other. As in the package, agents that are not placed yet still block the cells of the
     last game."""
-    stream, agents = g.rng[b], g.agents.shape[1]
+    stream = g.rng[b]
+    agents = g.agents.shape[1]
     _skip_permutation(stream, agents)
     for n in range(agents):
         for _ in range(MAX_PLACEMENT_TRIES):
-            row, column = random_below(stream, rules.size), random_below(stream, rules.size)
+            row = random_below(stream, rules.size)
+            column = random_below(stream, rules.size)
             if not _is_occupied(g.agents, b, row, column):
                 g.agents[b, n, ROW], g.agents[b, n, COLUMN] = row, column
                 g.agents[b, n, LEVEL] = rules.min_agent_level + random_below(
@@ -105,9 +110,11 @@ def _place_agents(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
 @jit
 def _three_weakest(g: ForagingArrays, b: int) -> int:
     """Returns the sum of the three lowest agent levels."""
-    agents, total = g.agents.shape[1], 0
+    agents = g.agents.shape[1]
+    total = 0
     for n in range(agents):
-        level, weaker = g.agents[b, n, LEVEL], 0
+        level = g.agents[b, n, LEVEL]
+        weaker = 0
         for m in range(agents):
             other = g.agents[b, m, LEVEL]
             weaker += other < level or (other == level and m < n)
@@ -130,16 +137,19 @@ def _insert_food(g: ForagingArrays, b: int, count: int, row: int, column: int, l
 @jit
 def _place_food(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
     """Places food off the border and apart; less food than asked for if random search finds no cell."""
-    stream, most = g.rng[b], g.food.shape[1]
+    stream = g.rng[b]
+    most = g.food.shape[1]
     high = rules.max_food_level if rules.max_food_level > 0 else _three_weakest(g, b)
     low = high if rules.cooperative else rules.min_food_level
     g.food[b] = 0
     _skip_permutation(stream, most)
-    count, total = 0, 0
+    count = 0
+    total = 0
     for _ in range(MAX_PLACEMENT_TRIES):
         if count == most:
             break
-        row, column = 1 + random_below(stream, rules.size - 2), 1 + random_below(stream, rules.size - 2)
+        row = 1 + random_below(stream, rules.size - 2)
+        column = 1 + random_below(stream, rules.size - 2)
         if not _near_food(g.food, b, row, column) and not _is_occupied(g.agents, b, row, column):
             level = low + random_below(stream, high - low + 1)
             _insert_food(g, b, count, row, column, level)
@@ -169,17 +179,23 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
     Near the north and west border it is the board's corner, and the hidden part of the field of view is added on the
     opposite side for agents but not for food (as in the package).
     """
-    y, x, at = agents[b, n, ROW], agents[b, n, COLUMN], 0
-    top, left = max(y - sight, 0), max(x - sight, 0)
+    y = agents[b, n, ROW]
+    x = agents[b, n, COLUMN]
+    at = 0
+    top = max(y - sight, 0)
+    left = max(x - sight, 0)
     for f in range(food.shape[1]):
-        row_f, column_f, level = food[b, f, ROW], food[b, f, COLUMN], food[b, f, LEVEL]
+        row_f = food[b, f, ROW]
+        column_f = food[b, f, COLUMN]
+        level = food[b, f, LEVEL]
         if level > 0 and abs(row_f - y) <= sight and abs(column_f - x) <= sight:
             at = _put(row, at, row_f - top, column_f - left, level)
     while at < 3 * food.shape[1]:
         at = _put(row, at, -1, -1, 0)
     at = _put(row, at, y - top, x - left, agents[b, n, LEVEL])
     for m in range(agents.shape[1]):
-        row_m, column_m = agents[b, m, ROW] - top, agents[b, m, COLUMN] - left
+        row_m = agents[b, m, ROW] - top
+        column_m = agents[b, m, COLUMN] - left
         if m != n and 0 <= row_m <= 2 * sight and 0 <= column_m <= 2 * sight:
             at = _put(row, at, row_m, column_m, agents[b, m, LEVEL])
     while at < len(row):
@@ -192,21 +208,30 @@ def _write_action_mask(
 ) -> None:
     """Writes the action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside
     food."""
-    y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
-    north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
+    y = agents[b, n, ROW]
+    x = agents[b, n, COLUMN]
+    load = False
+    north = y > 0
+    south = y < size - 1
+    west = x > 0
+    east = x < size - 1
     for f in range(food.shape[1]):
-        down, right = food[b, f, ROW] - y, food[b, f, COLUMN] - x
+        down = food[b, f, ROW] - y
+        right = food[b, f, COLUMN] - x
         if food[b, f, LEVEL] > 0 and abs(down) + abs(right) == 1:
             load = True
-            north, south = north and down != -1, south and down != 1
-            west, east = west and right != -1, east and right != 1
+            north = north and down != -1
+            south = south and down != 1
+            west = west and right != -1
+            east = east and right != 1
     action_mask[b, n, 1], action_mask[b, n, 2], action_mask[b, n, 3], action_mask[b, n, 4] = north, south, west, east
     action_mask[b, n, 5] = load
 
 
 @jit
 def _write_state(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, rules: ForagingParams) -> None:
-    at, far = 0, rules.size - 1
+    at = 0
+    far = rules.size - 1
     for n in range(agents.shape[1]):
         level = agents[b, n, LEVEL] / rules.max_agent_level
         at = _put(row, at, agents[b, n, ROW] / far, agents[b, n, COLUMN] / far, level)
@@ -216,7 +241,8 @@ def _write_state(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, 
 
 @jit
 def _write(g: ForagingArrays, rules: ForagingParams, b: int) -> None:
-    agents, food = g.agents, g.food
+    agents = g.agents
+    food = g.food
     for n in range(agents.shape[1]):
         _write_observation(g.obs[b, n], agents, food, b, n, rules.sight)
         _write_action_mask(g.action_mask, agents, food, b, n, rules.size)
@@ -251,9 +277,11 @@ def _beside(agents: np.ndarray, food: np.ndarray, b: int, n: int, f: int) -> boo
 def _load(g: ForagingArrays, rules: ForagingParams, b: int, chosen_N: np.ndarray) -> int:
     """Writes the rewards of loading and returns how much food is left. No agent is beside two foods: foods lie
     apart."""
-    agents, left = g.agents.shape[1], 0
+    agents = g.agents.shape[1]
+    left = 0
     for f in range(g.food.shape[1]):
-        level, strength = g.food[b, f, LEVEL], 0
+        level = g.food[b, f, LEVEL]
+        strength = 0
         if level == 0:
             continue
         for n in range(agents):
@@ -281,7 +309,8 @@ def begin_all(g: ForagingArrays, rules: ForagingParams) -> None:
 @jit
 def step_all(g: ForagingArrays, rules: ForagingParams, actions: np.ndarray) -> None:
     games, agents = actions.shape
-    chosen_N, to_N2 = np.zeros(agents, np.int64), np.zeros((agents, 2), np.int64)
+    chosen_N = np.zeros(agents, np.int64)
+    to_N2 = np.zeros((agents, 2), np.int64)
     for b in range(games):
         for n in range(agents):
             action = actions[b, n]

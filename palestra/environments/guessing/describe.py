@@ -22,7 +22,8 @@ from palestra.envs.support.few_shot import acting_seat, ask_with_examples
 from palestra.envs.support.options import check_range
 from palestra.envs.support.splits import MAX_DRAWS, Split, first_of_split, split_of_text
 
-DESCRIBER, GUESSER = "describer", "guesser"
+DESCRIBER = "describer"
+GUESSER = "guesser"
 ROLES: dict[Seat, str] = {
     DESCRIBER: "You describe a thing to a colleague, who must name it. Answer in a few words, without its name.",
     GUESSER: "Your colleague describes a thing. Answer with its name, one word of the list.",
@@ -68,14 +69,17 @@ class DescribeGuess(Env):
     def __init__(self, *, choices: int = 8, shots: int = 3, split: Split = "train") -> None:
         check_range("choices", choices, 2, 32)
         check_range("shots", shots, 0, len(DESCRIPTIONS))
-        self.choices, self.split, self.roles = choices, split, dict(ROLES)
+        self.choices = choices
+        self.split = split
+        self.roles = dict(ROLES)
         worked = [list_choices(thing, choices, random.Random(thing)) for thing in [*DESCRIPTIONS][:shots]]
         self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
         self._next: Seat | None = None
 
     def reset(self, seed: int) -> Step:
         self.instance = draw_instance(seed, self.choices, self.split)
-        self.description, self.invalid = "", dict[Seat, bool]()
+        self.description = ""
+        self.invalid = dict[Seat, bool]()
         self._next = DESCRIBER
         return Step(self._observations(), info=self._info(success=False))
 
@@ -85,10 +89,12 @@ class DescribeGuess(Env):
         if seat == DESCRIBER:
             is_withheld = names_thing(reply, self.instance.thing)
             self.description = WITHHELD if is_withheld else " ".join(reply.split())[:MAX_DESCRIPTION_CHARS]
-            self.invalid, self._next = {seat: is_withheld}, GUESSER
+            self.invalid = {seat: is_withheld}
+            self._next = GUESSER
             return Step(self._observations(), info=self._info(success=False))
         guess = named_choice(reply, self.instance.choices)
-        self.invalid, self._next = self.invalid | {seat: guess is None}, None
+        self.invalid = self.invalid | {seat: guess is None}
+        self._next = None
         success = guess == self.instance.thing
         return Step({}, {}, float(success), info=self._info(success))
 
@@ -109,7 +115,8 @@ class DescribeGuess(Env):
 
 def draw_instance(seed: int, choices: int, split: Split) -> Instance:
     """Returns the instance of `split` for `seed`."""
-    rng, things = random.Random(f"describe {seed}"), list(kinds_of_nouns())
+    rng = random.Random(f"describe {seed}")
+    things = list(kinds_of_nouns())
     drawn = (rng.choice(things) for _ in range(MAX_DRAWS))
     thing = first_of_split(
         drawn, split, lambda thing: split_of_text(f"describe {thing}"), f'no thing of split "{split}"'

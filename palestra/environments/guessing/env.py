@@ -62,8 +62,12 @@ class GuessingGame(Env):
         reward: RewardMode,
         rendering: Rendering,
     ) -> None:
-        self.secrets, self.questions, self.answers, self.corrected = tuple(secrets), questions, answers, corrected
-        self.reward, self.rendering = reward, rendering
+        self.secrets = tuple(secrets)
+        self.questions = questions
+        self.answers = answers
+        self.corrected = corrected
+        self.reward = reward
+        self.rendering = rendering
         self.drawn = [secret for secret in secrets if split_of_text(self.canonical_text(secret)) == split]
         if not self.drawn:
             raise ValueError(f'of {len(self.secrets)} secrets none is in split "{split}": give more to guess among')
@@ -123,7 +127,8 @@ class GuessingGame(Env):
         self.history: tuple[AnsweredQuestion, ...] = ()
         self.candidates = self.secrets  # consistent with the true answers
         self.pending_question: Any = None  # the question waiting for an answer
-        self._count, self._over = 0, False
+        self._count = 0
+        self._over = False
         return self._step({}, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -164,8 +169,10 @@ class GuessingGame(Env):
         return self._step({self.asker: gain}, {self.asker: False})
 
     def _answer(self, answer: Any) -> Step:
-        asked, reply = self.pending_question, " ".join(answer_words(answer))
-        truth, readable = self.true_answer(self.secret, asked), reply in self.valid_answers()
+        asked = self.pending_question
+        reply = " ".join(answer_words(answer))
+        truth = self.true_answer(self.secret, asked)
+        readable = reply in self.valid_answers()
         lied = readable and reply != truth
         self.history = (*self.history, AnsweredQuestion(asked, reply if lied and not self.corrected else truth))
         self.pending_question = None
@@ -229,7 +236,8 @@ class GuessNumber(GuessingGame):
         rendering: Rendering = "full",
     ) -> None:
         check_range("high", high, low + 1, low + 9999)
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
         most = (high - low + 1).bit_length() if max_guesses is None else max_guesses
         check_range("max_guesses", most, 1, 1000)
         super().__init__(range(low, high + 1), most, split, answers, corrected, reward, rendering)

@@ -25,7 +25,8 @@ _PAIRS = {"(": "()", "[": "[]", "\\{": "{}", "\\lbrace": "{}"}
 
 def kinds_equal(answer: str, gold: str) -> bool | None:
     """Returns whether two answers of such a kind are equal; None if the right answer is of another."""
-    answer, gold = _plain(answer), _plain(gold)
+    answer = _plain(answer)
+    gold = _plain(gold)
     if _BASED.fullmatch(gold):
         return _parse_based_number(answer) == _parse_based_number(gold)
     if _COLON.fullmatch(gold):
@@ -34,7 +35,8 @@ def kinds_equal(answer: str, gold: str) -> bool | None:
         return _words(answer) == _words(gold)
     if "=" not in answer and len(set(_ASSIGNED.findall(gold))) > 1:
         return _values_equal(answer, gold)
-    said, wanted = outer_brackets(answer), "{}" if "\\pm" in gold else outer_brackets(gold)
+    said = outer_brackets(answer)
+    wanted = "{}" if "\\pm" in gold else outer_brackets(gold)
     return False if said and wanted and said != wanted else None
 
 
@@ -71,14 +73,16 @@ def _parse_based_number(text: str) -> tuple[str, str] | None:
 
 
 def _colons_equal(answer: str, gold: str) -> bool:
-    said, wanted = _COLON.fullmatch(answer), _COLON.fullmatch(gold)
+    said = _COLON.fullmatch(answer)
+    wanted = _COLON.fullmatch(gold)
     if not said or not wanted:
         return False
     return all(map(_parts_equal, said.groups(""), wanted.groups("")))
 
 
 def _parts_equal(said: str, wanted: str) -> bool:
-    one, other = parse_plain_number(said.strip()), parse_plain_number(wanted.strip())
+    one = parse_plain_number(said.strip())
+    other = parse_plain_number(wanted.strip())
     if one is None or other is None:
         return said.split() == wanted.split()
     return numbers_equal(one, other)

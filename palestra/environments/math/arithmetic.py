@@ -69,7 +69,8 @@ def _pair(rng: random.Random) -> ExpressionTree:
 def _triple(rng: random.Random) -> ExpressionTree:
     if rng.random() < 0.2:
         return "*", rng.randint(2, 9), rng.randint(10, 99)
-    one, two = rng.choice("+-"), rng.choice("+-")
+    one = rng.choice("+-")
+    two = rng.choice("+-")
     if rng.random() < 0.5:
         return two, (one, rng.randint(0, 99), rng.randint(0, 99)), rng.randint(0, 99)
     product: ExpressionTree = ("*", rng.randint(2, 9), rng.randint(2, 9))

@@ -30,7 +30,9 @@ from palestra.sandbox import ResourceLimits, RunResult, Sandbox, open_sandbox
 
 CORRECT_REWARD = 1.0  # local reward, times the grade
 UNREADABLE_PENALTY = 0.1  # local penalty of the reasoner for an answer that cannot be read
-NO_RUN_PENALTY, UNREADABLE_OUTPUT_PENALTY = 0.05, 0.05  # of the tool: its program fails; prints nothing readable
+# of the tool: its program fails; prints nothing readable
+NO_RUN_PENALTY = 0.05
+UNREADABLE_OUTPUT_PENALTY = 0.05
 SOLVED_REWARD = 1.0  # team reward for a correct final answer
 
 MathTeam = Literal["solver_checker", "single"]
@@ -70,11 +72,14 @@ class Math(Env):
         reward: RewardMode = "dense",
         rendering: Rendering = "full",
     ) -> None:
-        self.seats, self.turns = SEATS[team], DEFAULT_TURNS[team] if max_turns is None else max_turns
+        self.seats = SEATS[team]
+        self.turns = DEFAULT_TURNS[team] if max_turns is None else max_turns
         check_range("max_turns", self.turns, 1, 100)
         check_range("tool_time_limit_s", tool_time_limit_s, 0.1, 600)
         check_range("grader_time_limit_s", grader_time_limit_s, 0.1, 600)
-        self.tool_seconds, self.judge_seconds, self.reward = tool_time_limit_s, grader_time_limit_s, reward
+        self.tool_seconds = tool_time_limit_s
+        self.judge_seconds = grader_time_limit_s
+        self.reward = reward
         self.is_compact = rendering == "compact"
         self.source = ProblemSource(kinds, difficulty, path, columns, reasoning, split)
         self.roles = role_prompts(self.seats, self.turns, tool_time_limit_s, self._form(), self.is_compact)

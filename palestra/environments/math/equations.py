@@ -38,7 +38,8 @@ def inequality_problem(rng: random.Random, difficulty: int) -> Problem:
     Difficulty 1: one step. 2: two. 3: the letter on both sides, or brackets. 4: brackets, and bounds that may be
     fractions. 5: the number of integers between two bounds.
     """
-    letter, sign = rng.choice(LETTERS), rng.choice(tuple(FLIPPED_SIGNS))
+    letter = rng.choice(LETTERS)
+    sign = rng.choice(tuple(FLIPPED_SIGNS))
     if difficulty == 5:
         return _between(rng, letter)
     left, right = _sides(rng, difficulty, whole=difficulty < 4)
@@ -83,7 +84,8 @@ def _draw_sides(rng: random.Random, difficulty: int) -> tuple[EquationSide, Equa
         left = (_factor(rng, 9), _number(rng, 12), 0)
         return left, (0, 0, left[0] * (x + left[1]))
     if difficulty == 3:
-        left, a = (_factor(rng, 12), 0, _number(rng, 50)), _factor(rng, 12)
+        left = (_factor(rng, 12), 0, _number(rng, 50))
+        a = _factor(rng, 12)
         return left, (a, 0, left[0] * x + left[2] - a * x)
     left = (_factor(rng, 9), _number(rng, 12), _number(rng, 20))
     return left, (_factor(rng, 9), _number(rng, 12), rng.choice((0, _number(rng, 20))))
@@ -109,7 +111,8 @@ def _bound(left: LinearForm, right: LinearForm) -> Fraction:
 
 def _quotient(f: int, c: int, a: int, d: int) -> str:
     """Returns a Python expression for (f - c) / (a - d), exact."""
-    over, under = f"{f}{-c:+d}" if c else str(f), f"{a}{-d:+d}" if d else str(a)
+    over = f"{f}{-c:+d}" if c else str(f)
+    under = f"{a}{-d:+d}" if d else str(a)
     if (f - c) % (a - d):
         return f"Fraction({over},{under})"
     if a - d == 1:
@@ -141,8 +144,11 @@ def _fractions(rng: random.Random, letter: str) -> Problem:
     """Draws (x + b)/m + (x + d)/n = e, with m and n different."""
     while True:
         m, n = sorted(rng.sample(range(2, 10), 2))
-        b, d, e = _number(rng, 9), _number(rng, 9), _number(rng, 12)
-        left, right = (m + n, n * b + m * d), (0, e * m * n)
+        b = _number(rng, 9)
+        d = _number(rng, 9)
+        e = _number(rng, 12)
+        left = (m + n, n * b + m * d)
+        right = (0, e * m * n)
         if _bound(left, right).denominator <= MAX_DENOMINATOR:
             text = f"({letter}{_write_addend(b)})/{m} + ({letter}{_write_addend(d)})/{n} = {e}"
             return _build_problem(text, letter, left, right, f"equation fractions {m} {n} {b} {d} {e}")
@@ -150,10 +156,13 @@ def _fractions(rng: random.Random, letter: str) -> Problem:
 
 def _between(rng: random.Random, letter: str) -> Problem:
     """Draws low < ax + c <= high, each sign < or <=, and asks for the number of integers x."""
-    a, c, signs = _factor(rng, 9), _number(rng, 30), (rng.choice(("<", "<=")), rng.choice(("<", "<=")))
+    a = _factor(rng, 9)
+    c = _number(rng, 30)
+    signs = (rng.choice(("<", "<=")), rng.choice(("<", "<=")))
     low = rng.randint(-80, 60)
     high = low + rng.randint(15, 120)
-    least, most = (low if signs[0] == "<=" else low + 1), (high if signs[1] == "<=" else high - 1)
+    least = low if signs[0] == "<=" else low + 1
+    most = high if signs[1] == "<=" else high - 1
     ends = sorted((Fraction(least - c, a), Fraction(most - c, a)))
     count = math.floor(ends[1]) - math.ceil(ends[0]) + 1
     text = f"{low} {signs[0]} {_write_side((a, 0, c), letter)} {signs[1]} {high}"

@@ -45,7 +45,8 @@ class Form(NamedTuple):
 def is_finished(answer: Any, gold: Any) -> bool:
     """False if more parts of an answer than of the right answer can be computed (1 + 2, 2^10, 7x - x), or if it
     bounds more than a letter and the right answer, a set or relation, does not."""
-    said, wanted = list(preorder_traversal(answer)), list(preorder_traversal(gold))
+    said = list(preorder_traversal(answer))
+    wanted = list(preorder_traversal(gold))
     if sum(map(is_unevaluated, said)) > sum(map(is_unevaluated, wanted)):
         return False
     bounds = any(isinstance(node, Relational | Set) for node in wanted)
@@ -141,7 +142,8 @@ def keeps_form(answer: Any, gold: Any) -> bool:
         return integers_in(answer) == integers_in(gold)
     if _is_plain(answer):
         return True
-    said, wanted = form_of(answer), form_of(gold)
+    said = form_of(answer)
+    wanted = form_of(gold)
     if said.operators > wanted.operators or said.roots > wanted.roots:
         return False
     if all(letter.name == "i" for letter in gold.free_symbols):
@@ -157,7 +159,8 @@ def integers_in(expression: Any) -> list[Any]:
 
 
 def _relation_keeps_form(answer: Any, gold: Any) -> bool:
-    said, wanted = form_of(answer), form_of(gold)
+    said = form_of(answer)
+    wanted = form_of(gold)
     if isinstance(answer, Relational) and isinstance(gold, Relational):
         sides = [sorted(f"{kind_of(side)} {side.free_symbols}" for side in one.args) for one in (answer, gold)]
         return sides[0] == sides[1] and said.operators <= wanted.operators and said.products == wanted.products
@@ -189,7 +192,8 @@ def split_factors(expression: Any) -> tuple[Any, dict[Any, Any]]:
     if isinstance(expression, exp):
         return Integer(1), {E: expression.args[0]}
     if isinstance(expression, Mul):
-        number, powers = Integer(1), dict[Any, Any]()
+        number = Integer(1)
+        powers = dict[Any, Any]()
         for factor in expression.args:
             other, more = split_factors(factor)
             number *= other
@@ -265,7 +269,8 @@ def is_near(gold: Any, answer: Any, tolerance: float) -> bool | None:
     constants = isinstance(gold, Expr) and isinstance(answer, Expr) and not (gold.free_symbols | answer.free_symbols)
     if not constants or not (gold.has(Float) or answer.has(Float)):
         return None
-    wanted, got = complex(gold.evalf(20)), complex(answer.evalf(20))
+    wanted = complex(gold.evalf(20))
+    got = complex(answer.evalf(20))
     return abs(wanted - got) <= tolerance * abs(wanted)
 
 
@@ -276,7 +281,8 @@ def formulas_equal(request: dict[str, Any]) -> bool:
     """True if `formula` equals `wanted`, or, with a `variable`, if its derivative does. Compares as reasoning-gym
     0.1.25 does.
     """
-    formula, wanted = to_sympy(request["formula"]), to_sympy(request["wanted"])
+    formula = to_sympy(request["formula"])
+    wanted = to_sympy(request["wanted"])
     if "variable" not in request:
         return bool(formula == wanted)
     return bool(sympy.simplify(sympy.diff(formula, sympy.Symbol(request["variable"])) - wanted) == 0)

@@ -108,7 +108,8 @@ def _infix(tree: ExpressionTree, signs: Mapping[str, str], leaf: str = "{}") -> 
         text = leaf.format(tree)
         return f"({text})" if tree < 0 and leaf == "{}" else text
     sign, left, right = tree
-    before, after = _infix(left, signs, leaf), _infix(right, signs, leaf if sign != "^" else "{}")
+    before = _infix(left, signs, leaf)
+    after = _infix(right, signs, leaf if sign != "^" else "{}")
     if not isinstance(left, int) and (PRECEDENCE[left[0]] < PRECEDENCE[sign] or sign == "^"):
         before = f"({before})"
     if not isinstance(right, int) and (

@@ -72,13 +72,16 @@ _MATRIX = re.compile(r"(?:[A-Za-z]=)?\\begin(?:(?!\\begin).)*\\end\{[a-z]+\}")
 _FRACTION = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<![\w.}^])([0-9]+)/([0-9]+)(?![0-9.])")
 _SQRT = re.compile(r"(?<!\\)\bsqrt\s*(?:\(([^()]*)\)|(\d+))")
 _BETWEEN_WORDS = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|of|in|to|is|as|by|at|on|or|if|an|be|it)(?![A-Za-z])")
-_OPEN, _CLOSED = ("{", "(", "[", "\\{"), ("}", ")", "]", "\\}")
+_OPEN = ("{", "(", "[", "\\{")
+_CLOSED = ("}", ")", "]", "\\}")
 
 
 def tokenize_answer(text: str) -> list[str] | None:
     """Returns the tokens of an answer; None if it is not readable."""
     text = normalize_latex(text)
-    place, depth, tokens = 0, 0, list[str]()
+    place = 0
+    depth = 0
+    tokens = list[str]()
     while place < len(text):
         match = _TOKEN.match(text, place)
         if not match or len(tokens) >= MAX_TOKENS or not _is_known(match["command"]):
@@ -140,7 +143,8 @@ def count_open_fractions(text: str) -> int:
 
 def is_calculation_of_matrices(tokens: list[str], gold: list[str]) -> bool:
     """True if an answer holds more than one matrix, or anything around it, and the right answer is a single matrix."""
-    said, wanted = "".join(tokens), "".join(gold)
+    said = "".join(tokens)
+    wanted = "".join(gold)
     return "\\begin" in said and bool(_MATRIX.fullmatch(wanted)) and not _MATRIX.fullmatch(said)
 
 

@@ -34,7 +34,8 @@ def _instructions(rng: random.Random, steps: int) -> Problem:
     """Draws instructions: Start with 12. Add 7. Double it. ..."""
     start = rng.randint(1, 50)
     tree: ExpressionTree = start
-    sentences, short = [f"Start with {start}."], f"start {start}"
+    sentences = [f"Start with {start}."]
+    short = f"start {start}"
     for _ in range(steps):
         sign, number = _step(rng, int(evaluate_tree(tree)))
         tree = (sign, tree, number)
@@ -60,20 +61,24 @@ def _definitions(rng: random.Random, steps: int) -> Problem:
     trees: list[ExpressionTree] = [rng.randint(2, 12)]
     lines = [f"a = {trees[0]}"]
     for step, name in enumerate(VARIABLE_NAMES[1 : steps + 1]):
-        factor, sign = rng.randint(2, 5), rng.choice("+-")
+        factor = rng.randint(2, 5)
+        sign = rng.choice("+-")
         earlier = rng.randrange(step) if step and rng.random() < 0.6 else None
         other: ExpressionTree = rng.randint(1, 9) if earlier is None else trees[earlier]
         lines.append(
             f"{name} = {factor} * {VARIABLE_NAMES[step]} {sign} {other if earlier is None else VARIABLE_NAMES[earlier]}"
         )
         trees.append((sign, ("*", factor, trees[-1]), other))
-    facts, last = ", ".join(lines), VARIABLE_NAMES[steps]
+    facts = ", ".join(lines)
+    last = VARIABLE_NAMES[steps]
     return problem_from_tree(trees[-1], f"Let {facts}. What is {last}?", f"{facts}, {last}", f"multi_step {facts}")
 
 
 def _recurrence(rng: random.Random, steps: int) -> Problem:
     """Draws a recurrence and asks for the term after `steps` steps."""
-    first, factor, added = rng.randint(1, 20), rng.randint(2, 4), rng.choice((-1, 1)) * rng.randint(1, 20)
+    first = rng.randint(1, 20)
+    factor = rng.randint(2, 4)
+    added = rng.choice((-1, 1)) * rng.randint(1, 20)
     tree: ExpressionTree = first
     for _ in range(steps):
         tree = ("+" if added > 0 else "-", ("*", factor, tree), abs(added))
@@ -158,7 +163,8 @@ def generate_problem(seed: int, kinds: tuple[ProblemKind, ...], difficulties: tu
 
 
 def _propose_problem(kinds: Sequence[ProblemKind], difficulties: Sequence[int], rng: random.Random) -> Problem:
-    kind, difficulty = rng.choice(kinds), rng.choice(difficulties)
+    kind = rng.choice(kinds)
+    difficulty = rng.choice(difficulties)
     if kind == "arithmetic" and "sum" in kinds:
         return arithmetic_problem(rng, difficulty, sums=False)
     return PROBLEM_GENERATORS[kind](rng, difficulty)

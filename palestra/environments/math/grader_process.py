@@ -81,7 +81,8 @@ def math_grader() -> Grader:
         return any(is_equal(gold, value) for value in values + sides)
 
     def judge(request: Request) -> float | None:
-        gold, answer = read(request["gold"]), read(request["answer"])
+        gold = read(request["gold"])
+        answer = read(request["answer"])
         if answer is None:
             return None
         if gold is None or not form.is_finished(answer, gold) or not is_equal(gold, answer):

@@ -35,7 +35,9 @@ class AnswerGrade:
         return self.score >= 1
 
 
-CORRECT, INCORRECT, UNREADABLE = AnswerGrade(1.0), AnswerGrade(0.0), AnswerGrade(0.0, is_readable=False)
+CORRECT = AnswerGrade(1.0)
+INCORRECT = AnswerGrade(0.0)
+UNREADABLE = AnswerGrade(0.0, is_readable=False)
 
 
 async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu_limit_s: float = 2.0) -> AnswerGrade:

@@ -72,7 +72,10 @@ UNITS = _known_units()
 def parse_unit(text: str) -> Unit | None:
     r"""Parses the unit behind a number: "km", "\text{ km/h}", "square feet"; None if a word of it is not a unit."""
     kinds: dict[str, int] = {}
-    size, sign, power, last = Fraction(1), 1, 1, None
+    size = Fraction(1)
+    sign = 1
+    power = 1
+    last = None
     for token in _PART.findall(_expand_unit(text)):
         if token in ("/", "per"):
             sign = -1
@@ -217,7 +220,8 @@ def numbers_equal(one: PlainNumber, other: PlainNumber, *, asks_percent: bool = 
         if not measure_the_same(one.unit, other.unit):
             return False
         factor = one.unit.size / other.unit.size
-    value, rounded = one.value * factor, one.is_decimal or other.is_decimal
+    value = one.value * factor
+    rounded = one.is_decimal or other.is_decimal
     values = [value]
     if one.is_percent and not other.is_percent:
         is_share = other.value.denominator > 1 or abs(other.value) <= 1
@@ -240,7 +244,9 @@ def _unit(match: re.Match[str]) -> Unit | None:
 
 
 def _improper(match: re.Match[str]) -> str:
-    whole, over, under = int(match[1]), int(match[2]), int(match[3])
+    whole = int(match[1])
+    over = int(match[2])
+    under = int(match[3])
     return f"\\frac{{{whole * under + over}}}{{{under}}}" if 0 < over < under else match[0]
 
 
@@ -276,12 +282,14 @@ def _read(match: re.Match[str]) -> PlainNumber | None:
     if match["again"]:
         return PlainNumber(sign * _repeating(match["start"], match["fixed"], match["again"]), False, True, percent)
     if match["whole"]:
-        over, under = int(match["part"] or match["over2"]), int(match["parts"] or match["under2"])
+        over = int(match["part"] or match["over2"])
+        under = int(match["parts"] or match["under2"])
         if not 0 < over < under:
             return None
         lowest = math.gcd(over, under) == 1
         return PlainNumber(sign * (int(match["whole"]) + Fraction(over, under)), False, lowest, percent)
-    over, under = int(match["over"] or match["top"]), int(match["under"] or match["bottom"])
+    over = int(match["over"] or match["top"])
+    under = int(match["under"] or match["bottom"])
     if under == 0:
         return None
     sign *= -1 if match["inner"] else 1

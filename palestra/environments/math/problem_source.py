@@ -61,7 +61,8 @@ def _read(path: Path, question: str | None, answer: str | None, changed: int) ->
 
 
 def _problem(row: Row, question: str, answer: str, where: str) -> Problem:
-    asked, gold = _cell(row, question, where), published_answer(_cell(row, answer, where))
+    asked = _cell(row, question, where)
+    gold = published_answer(_cell(row, answer, where))
     if not gold or len(gold) > MAX_ANSWER_CHARS:
         raise ValueError(
             f'{where}: no answer in column "{answer}", which has no #### and no \\boxed{{}} and is '

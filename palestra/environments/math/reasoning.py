@@ -32,7 +32,8 @@ def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Proble
     """Returns the problem of `split` for `seed`; the task is drawn uniformly from `tasks`."""
 
     def propose(rng: random.Random) -> Problem:
-        task, index = rng.choice(tasks), rng.randrange(ENTRIES_PER_TASK)
+        task = rng.choice(tasks)
+        index = rng.randrange(ENTRIES_PER_TASK)
         while not evaluated_tasks.has_solution(task, _entry(task, index)):
             index = rng.randrange(ENTRIES_PER_TASK)
         return _problem(task, index)
@@ -97,7 +98,9 @@ async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: flo
 
 def _problem(task: str, index: int) -> Problem:
     entry = _entry(task, index)
-    question, answer = str(entry["question"]), str(entry["answer"] or "")  # some tasks store no answer
+    # some tasks store no answer
+    question = str(entry["question"])
+    answer = str(entry["answer"] or "")
     key = f"reasoning {task} {question}"
     return Problem(question, answer, question, f"print({answer!r})", key, reasoning_entry=(task, index))
 

@@ -26,7 +26,9 @@ from palestra.envs.support.splits import MAX_DRAWS, Split, first_of_split, hash_
 RelayedMessage = Literal["sent", "blank", "foreign"]
 Signs = Literal["++", "+-", "-+", "--"]  # what the two parts of a story do: add or take away
 RelayTeam = Literal["relay", "single"]
-FIRST, SECOND, SOLVER = "first", "second", "solver"
+FIRST = "first"
+SECOND = "second"
+SOLVER = "solver"
 SEATS: dict[RelayTeam, tuple[Seat, ...]] = {"relay": (FIRST, SECOND), "single": (SOLVER,)}
 ROLES: dict[Seat, str] = {
     FIRST: "You read the first part of a story. Tell your colleague, who reads the rest, how many there are by then. "
@@ -116,8 +118,12 @@ class MathRelay(Env):
     ) -> None:
         check_range("limit", limit, 9, LARGEST_LIMIT)
         check_range("shots", shots, 0, MAX_SHOTS)
-        self.seats, self.roles = SEATS[team], {seat: ROLES[seat] for seat in SEATS[team]}
-        self.limit, self.split, self.reward, self.message = limit, split, reward, message
+        self.seats = SEATS[team]
+        self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
+        self.limit = limit
+        self.split = split
+        self.reward = reward
+        self.message = message
         self.signs = tuple(get_args(Signs) if signs is None else signs)
         if not self.signs:
             raise ValueError(f"signs: names none; give at least one of {', '.join(get_args(Signs))}")

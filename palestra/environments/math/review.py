@@ -62,7 +62,9 @@ class MathReview(Env):
         reward: RewardMode = "dense",
     ) -> None:
         check_range("shots", shots, 0, MAX_SHOTS)
-        self.seats, self.roles, self.reward = SEATS[team], {seat: ROLES[seat] for seat in SEATS[team]}, reward
+        self.seats = SEATS[team]
+        self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
+        self.reward = reward
         kinds = ["sum"] if kinds is None else kinds
         self.source = ProblemSource(kinds, difficulty, None, None, None, split)
         examples = ProblemSource(kinds, difficulty, None, None, None, "base")

@@ -99,9 +99,11 @@ class Overcooked(NativeEnv):
             raise ValueError(
                 f"shaped_steps: {shaped_steps} is too small; use 1 or more, or null for a weight that stays"
             )
-        self.num_envs, self.kitchen = num_envs, build_kitchen(layout)
+        self.num_envs = num_envs
+        self.kitchen = build_kitchen(layout)
         self.params = OvercookedParams(max_steps, random_start, float(shaped_reward), shaped_steps or 0)
-        cells, pots = len(self.kitchen.tile_C), len(self.kitchen.pots_P)
+        cells = len(self.kitchen.tile_C)
+        pots = len(self.kitchen.pots_P)
         self.observation_shapes = ((cells * NUM_CHANNELS,),) * 2
         self.action_spaces = (Discrete(NUM_ACTIONS),) * 2
         self.vector_step = frame = empty_step(num_envs, 2, self.observation_shapes[0])
@@ -127,7 +129,8 @@ class Overcooked(NativeEnv):
     def render(self, game: int) -> np.ndarray:
         """Draws counters grey, the serving counter green, pots dark with their onions (amber) or soup (red, smaller
         while it cooks), plates white; cooks in the colours of their seats, with what they hold, face the dot."""
-        height, width = self.kitchen.height, self.kitchen.width
+        height = self.kitchen.height
+        width = self.kitchen.width
         edge = max(height, width)
         canvas = Canvas(0, edge)
 
@@ -158,7 +161,8 @@ class Overcooked(NativeEnv):
                 canvas.disc(x + shift, y, 0.14, AMBER if tile == ONIONS else WHITE)
         elif tile == POT:
             pot = self.kitchen.pot_C[cell]
-            onions, left = self.internal_state["onions"][game, pot], self.internal_state["cooking"][game, pot]
+            onions = self.internal_state["onions"][game, pot]
+            left = self.internal_state["cooking"][game, pot]
             if onions == ONIONS_IN_SOUP:
                 canvas.disc(x, y, 0.2 if left else 0.36, RED)
             else:

@@ -70,7 +70,8 @@ class Kitchen(NamedTuple):
 def build_kitchen(name: str) -> Kitchen:
     """Returns the kitchen of that name."""
     rows = KITCHENS[name]
-    drawn, width = "".join(rows), len(rows[0])
+    drawn = "".join(rows)
+    width = len(rows[0])
     tile_C = np.array([TILES[symbol] for symbol in drawn])
     pots_P = np.flatnonzero(tile_C == POT)
     pot_C = np.full(len(drawn), -1)

@@ -11,19 +11,37 @@ from palestra.environments.overcooked.layouts import COUNTER, FLOOR, ONIONS, PLA
 from palestra.envs.batch.rng import random_below
 
 UP, DOWN, RIGHT, LEFT, STAY, INTERACT = range(6)
-NUM_DIRECTIONS, NUM_ACTIONS = 4, 6
+NUM_DIRECTIONS = 4
+NUM_ACTIONS = 6
 NOTHING, ONION, PLATE, SOUP = range(4)  # what is held or lies on a counter
 NUM_ITEMS = 4
 CELL, FACING, HELD = range(3)  # of a cook
-ONIONS_IN_SOUP, COOKING_STEPS = 3, 20
+ONIONS_IN_SOUP = 3
+COOKING_STEPS = 20
 DELIVERY_REWARD = 20.0  # of both seats, for a soup
-ONION_REWARD, PLATE_REWARD, SOUP_REWARD = 3.0, 3.0, 5.0  # shaped: an onion in a pot, a plate of use, a soup taken
+# shaped: an onion in a pot, a plate of use, a soup taken
+ONION_REWARD = 3.0
+PLATE_REWARD = 3.0
+SOUP_REWARD = 5.0
 URGENT_STEPS = 40  # fewer steps than these are left: all cells have the last channel on
 
 # Channels of a cell in an observation. Those of tomatoes (13, 17, 19, 24) stay 0: this game has none.
-OWN, OTHER, OWN_FACING, OTHER_FACING = 0, 1, 2, 6
-POT_CHANNEL, COUNTER_CHANNEL, ONIONS_CHANNEL, PLATES_CHANNEL, SERVING_CHANNEL = 10, 11, 12, 14, 15
-IN_POT, IN_SOUP, TIME_LEFT, READY, PLATE_CHANNEL, ONION_CHANNEL, URGENT = 16, 18, 20, 21, 22, 23, 25
+OWN = 0
+OTHER = 1
+OWN_FACING = 2
+OTHER_FACING = 6
+POT_CHANNEL = 10
+COUNTER_CHANNEL = 11
+ONIONS_CHANNEL = 12
+PLATES_CHANNEL = 14
+SERVING_CHANNEL = 15
+IN_POT = 16
+IN_SOUP = 18
+TIME_LEFT = 20
+READY = 21
+PLATE_CHANNEL = 22
+ONION_CHANNEL = 23
+URGENT = 25
 NUM_CHANNELS = 26
 TILE_CHANNEL = (-1, COUNTER_CHANNEL, ONIONS_CHANNEL, PLATES_CHANNEL, POT_CHANNEL, SERVING_CHANNEL)  # floor: none
 
@@ -157,7 +175,8 @@ def _write_pot(obs: np.ndarray, b: int, cell: int, onions: int, left: int) -> No
 @jit
 def _write_cell(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, b: int, cell: int) -> None:
     """Writes all channels of a cell, as both seats see them."""
-    urgent, tile = rules.max_steps - g.steps[b] < URGENT_STEPS, kitchen.tile_C[cell]
+    urgent = rules.max_steps - g.steps[b] < URGENT_STEPS
+    tile = kitchen.tile_C[cell]
     for n in range(2):
         for channel in range(NUM_CHANNELS):
             g.obs[b, n, cell, channel] = 0
@@ -207,7 +226,8 @@ def _write_changes(
 def _begin_game(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, b: int) -> None:
     """Begins an episode: cooks face random directions; a random start also draws their cells and what they hold, and
     what is in the pots, evenly from nothing to a ready soup."""
-    stream, spots = g.rng[b], len(kitchen.floor_F)
+    stream = g.rng[b]
+    spots = len(kitchen.floor_F)
     g.steps[b] = 0
     for cell in range(g.counters.shape[1]):
         g.counters[b, cell] = NOTHING
@@ -217,7 +237,8 @@ def _begin_game(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, 
         if rules.random_start:
             g.cooks[b, n, HELD] = random_below(stream, NUM_ITEMS)
     if rules.random_start:
-        first, second = random_below(stream, spots), random_below(stream, spots - 1)
+        first = random_below(stream, spots)
+        second = random_below(stream, spots - 1)
         g.cooks[b, 0, CELL] = kitchen.floor_F[first]
         g.cooks[b, 1, CELL] = kitchen.floor_F[second + (second >= first)]
     for pot in range(g.onions.shape[1]):
@@ -254,7 +275,9 @@ def begin_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams) ->
 
 @jit
 def step_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, actions: np.ndarray) -> None:
-    chosen_N, from_N, to_N = np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
+    chosen_N = np.zeros(2, np.int64)
+    from_N = np.zeros(2, np.int64)
+    to_N = np.zeros(2, np.int64)
     for b in range(len(g.steps)):
         delivered = 0
         for n in range(2):

@@ -17,24 +17,27 @@ from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
 from palestra.envs.vector_base import Discrete, empty_step
 
-SCREEN_SIZE, WALL_HEIGHT = 84, 2
+SCREEN_SIZE = 84
+WALL_HEIGHT = 2
 FRAMES_PER_STEP = 4  # frames per step, and pictures per observation
-BALL_SIZE, PADDLE_LENGTH, PADDLE_WIDTH = 2, 10, 2  # edge lengths of ball and paddle; width of the paddle
+# edge lengths of ball and paddle; width of the paddle
+BALL_SIZE = 2
+PADDLE_LENGTH = 10
+PADDLE_WIDTH = 2
 PADDLE_COLUMNS = (78, 4)  # left column of each seat's paddle
 PADDLE_FRONT_X = (77.0, 7.0)  # x at which the centre of the ball meets each paddle
 MAX_HIT_OFFSET = (PADDLE_LENGTH + BALL_SIZE) / 2
-SERVE_SPEED, SPEED_GAIN_PER_HIT, MAX_BALL_SPEED = (
-    1.0,
-    0.05,
-    2.0,
-)  # horizontal speed of the ball: at the serve, gain per hit, maximum
+# horizontal speed of the ball: at the serve, gain per hit, maximum
+SERVE_SPEED = 1.0
+SPEED_GAIN_PER_HIT = 0.05
+MAX_BALL_SPEED = 2.0
 MAX_HIT_SLOPE = 0.75  # vertical over horizontal speed after a hit with the end of a paddle
 PADDLE_SPEED = 1.0
-BALL_MIN_Y, BALL_MAX_Y = (
-    WALL_HEIGHT + BALL_SIZE / 2,
-    SCREEN_SIZE - WALL_HEIGHT - BALL_SIZE / 2,
-)  # y at which its centre bounces
-PADDLE_MIN_Y, PADDLE_MAX_Y = WALL_HEIGHT + PADDLE_LENGTH / 2, SCREEN_SIZE - WALL_HEIGHT - PADDLE_LENGTH / 2
+# y at which its centre bounces
+BALL_MIN_Y = WALL_HEIGHT + BALL_SIZE / 2
+BALL_MAX_Y = SCREEN_SIZE - WALL_HEIGHT - BALL_SIZE / 2
+PADDLE_MIN_Y = WALL_HEIGHT + PADDLE_LENGTH / 2
+PADDLE_MAX_Y = SCREEN_SIZE - WALL_HEIGHT - PADDLE_LENGTH / 2
 X, Y, SPEED_X, SPEED_Y = range(4)
 TRACKER_TOLERANCE = 2.0  # deviation that the tracker tolerates
 ACTION_MOVES = (
@@ -80,12 +83,15 @@ def _serve(rng: np.ndarray, ball: np.ndarray, hits: np.ndarray, b: int) -> None:
 @jit
 def _fly(ball: np.ndarray, paddles: np.ndarray, hits: np.ndarray, b: int) -> int:
     """Moves the ball by one frame; returns the seat that scores, or -1."""
-    before, x, y = ball[b, X], ball[b, X] + ball[b, SPEED_X], ball[b, Y] + ball[b, SPEED_Y]
+    before = ball[b, X]
+    x = ball[b, X] + ball[b, SPEED_X]
+    y = ball[b, Y] + ball[b, SPEED_Y]
     if y < BALL_MIN_Y or y > BALL_MAX_Y:
         y = 2 * (BALL_MIN_Y if y < BALL_MIN_Y else BALL_MAX_Y) - y
         ball[b, SPEED_Y] = -ball[b, SPEED_Y]
     seat = 0 if ball[b, SPEED_X] > 0 else 1
-    front, offset = PADDLE_FRONT_X[seat], (y - paddles[b, seat]) / MAX_HIT_OFFSET
+    front = PADDLE_FRONT_X[seat]
+    offset = (y - paddles[b, seat]) / MAX_HIT_OFFSET
     crossed = before < front <= x if seat == 0 else before > front >= x
     if crossed and abs(offset) <= 1:
         hits[b] += 1
@@ -138,9 +144,11 @@ def _in_picture(picture: int) -> np.uint32:
 @jit
 def _draw_paddle(words: np.ndarray, drawn: np.ndarray, b: int, view: int, seat: int, column: int) -> None:
     """Rewrites all rows in which the paddle was in any remembered frame: white in the pictures that show it there."""
-    first, last = drawn[b, 0, 2 + seat], drawn[b, 0, 2 + seat]
+    first = drawn[b, 0, 2 + seat]
+    last = drawn[b, 0, 2 + seat]
     for moment in range(1, NUM_DRAWN_FRAMES):
-        first, last = min(first, drawn[b, moment, 2 + seat]), max(last, drawn[b, moment, 2 + seat])
+        first = min(first, drawn[b, moment, 2 + seat])
+        last = max(last, drawn[b, moment, 2 + seat])
     for row in range(first, last + PADDLE_LENGTH):
         word = np.uint32(0)
         for picture in range(FRAMES_PER_STEP):
@@ -154,7 +162,8 @@ def _draw_paddle(words: np.ndarray, drawn: np.ndarray, b: int, view: int, seat: 
 def _draw_ball(words: np.ndarray, drawn: np.ndarray, b: int, view: int, mirrored: bool, erase: bool) -> None:
     """Erases the ball of all remembered positions, or draws it into the four pictures."""
     for moment in range(0 if erase else 1, NUM_DRAWN_FRAMES):
-        column, top = drawn[b, moment, 0], drawn[b, moment, 1]
+        column = drawn[b, moment, 0]
+        top = drawn[b, moment, 1]
         if mirrored:
             column = SCREEN_SIZE - BALL_SIZE - column
         for row in range(top, top + BALL_SIZE):
@@ -279,7 +288,8 @@ class Pong(NativeEnv):
         for name, value in (("num_envs", num_envs), ("points", points), ("max_steps", max_steps)):
             if value < 1:
                 raise ValueError(f"{name}: {value} is too small, nothing is played then; use 1 or more")
-        self.num_envs, self.options = num_envs, (points, max_steps, mirror)
+        self.num_envs = num_envs
+        self.options = (points, max_steps, mirror)
         self.moves = np.array(ACTION_MOVES[0 if minimal else 1])
         self.action_names = ("stay", "up", "down") if minimal else ATARI_ACTIONS
         view = (SCREEN_SIZE, SCREEN_SIZE, FRAMES_PER_STEP)

@@ -66,7 +66,8 @@ def cell_permutations(size: int) -> np.ndarray:
     """Returns the symmetries as cell permutations [I, size * size], int64: `board[cell_permutations[i]]` is image i."""
     high, wide = BOXES[size]
     cells = np.arange(size * size).reshape(size, size)
-    rows, columns = line_orders(size, high), line_orders(size, wide)
+    rows = line_orders(size, high)
+    columns = line_orders(size, wide)
     images = [cells[np.ix_(row, column)] for row, column in product(rows, columns)]
     if high == wide:
         images += [image.T for image in images]
@@ -110,7 +111,8 @@ def _least_grid(board: SudokuBoard) -> bytes:
     for turned, first, second in tops:
         for row, columns in _least_second_rows(turned[first], turned[second]):
             if row < least:
-                least, ties = row, []
+                least = row
+                ties = []
             if row == least:
                 ties.append((turned, first, second, columns))
     return min(_complete_grid(*tie) for tie in ties)

@@ -63,7 +63,9 @@ class Sudoku(Env):
     ) -> None:
         if size not in BOXES:
             raise ValueError(f"size={size} is not a sudoku here: give 4, 6 or 9")
-        self.size, self.clues, self.split = size, DEFAULT_CLUES[size] if clues is None else clues, split
+        self.size = size
+        self.clues = DEFAULT_CLUES[size] if clues is None else clues
+        self.split = split
         check_range("clues", self.clues, MIN_CLUES[size], size * size - 1)
         self.empty = size * size - self.clues
         self.cells = (size * size if team == "single" else size) if max_cells is None else max_cells
@@ -75,7 +77,9 @@ class Sudoku(Env):
                 f"max_turns={max_turns} of {self.cells} cells cannot fill the {self.empty} empty cells: give {needed} "
                 "or more"
             )
-        self.reward, self.rendering, self.seats = reward, rendering, SEATS[team]
+        self.reward = reward
+        self.rendering = rendering
+        self.seats = SEATS[team]
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
@@ -85,7 +89,10 @@ class Sudoku(Env):
         self.instance: Puzzle = draw_puzzle(seed, self.size, self.clues, self.split)
         self.board: SudokuBoard = self.instance.clues
         self.proposed: CellDigits | None = None
-        self._acting, self._turn, self._refused, self._over = 0, 0, "", False
+        self._acting = 0
+        self._turn = 0
+        self._refused = ""
+        self._over = False
         return self._step({}, 0.0, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -116,15 +123,19 @@ class Sudoku(Env):
         return self._step({"proposer": -INVALID_PENALTY if invalid else gain}, 0.0, {"proposer": invalid})
 
     def _fill(self, seat: Seat, answer: Any) -> Step:
-        before, offered = self.board, self._with(self.proposed or {})
+        before = self.board
+        offered = self._with(self.proposed or {})
         cells: CellDigits | None
         if seat == "checker" and answer_words(answer) == [CONFIRM]:
-            cells, self._refused = self.proposed or {}, ""
+            cells = self.proposed or {}
+            self._refused = ""
         else:
             cells, self._refused = self._read(answer)
         invalid = cells is None
         self.board = self._with(cells or {})
-        self._turn, self._acting, self.proposed = self._turn + 1, 0, None
+        self._turn = self._turn + 1
+        self._acting = 0
+        self.proposed = None
         changed = self._gain(offered, self.board) if seat == "checker" else 0.0
         rewards = {seat: -INVALID_PENALTY if invalid else changed}
         return self._step(rewards, self._gain(before, self.board), {seat: invalid})
@@ -159,7 +170,8 @@ class Sudoku(Env):
         return sum(1 if digit == right else -1 for digit, right in pairs if digit)
 
     def _next(self, rng: random.Random) -> CellDigits:
-        right, board = self.instance.solution, list(self.board)
+        right = self.instance.solution
+        board = list(self.board)
         cells: CellDigits = {}
         wrong = [cell for cell, digit in enumerate(board) if digit not in (0, right[cell])]
         while len(cells) < self.cells and (wrong or 0 in board):

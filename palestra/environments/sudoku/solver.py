@@ -78,7 +78,9 @@ def _unit_masks(size: int, board: SudokuBoard) -> list[int]:
 
 def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.Random | None) -> Iterator[SudokuBoard]:
     """Yields all solutions by backtracking; fills the cell with the fewest possible digits first."""
-    best, fewest, choices = -1, form.size + 1, 0
+    best = -1
+    fewest = form.size + 1
+    choices = 0
     every = (2 << form.size) - 2
     for cell, digit in enumerate(board):
         if digit:
@@ -86,7 +88,9 @@ def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.
         row, column, box = form.units_of[cell]
         free = every & ~(masks[row] | masks[column] | masks[box])
         if free.bit_count() < fewest:
-            best, fewest, choices = cell, free.bit_count(), free
+            best = cell
+            fewest = free.bit_count()
+            choices = free
             if fewest <= 1:
                 break
     if best < 0:
@@ -113,7 +117,8 @@ def _digits(bits: int) -> list[int]:
 def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:
     """Returns forced cells as (cell, digit): naked singles (the cell has one possible digit) and hidden singles (the
     digit has one possible cell in a row, column or box). They are correct if the board has no wrong cells."""
-    form, masks = board_geometry(size), _unit_masks(size, board)
+    form = board_geometry(size)
+    masks = _unit_masks(size, board)
     every = (2 << size) - 2
     free = {
         cell: every & ~(masks[row] | masks[column] | masks[box])
@@ -140,13 +145,15 @@ def remove_clues(size: int, solution: SudokuBoard, clues: int, rng: random.Rando
 
     Cells are emptied in random order, except those that would allow another solution.
     """
-    board, left = solution, size * size
+    board = solution
+    left = size * size
     for cell in _shuffle_cells(range(size * size), rng):
         if left == clues:
             break
         emptied = (*board[:cell], 0, *board[cell + 1 :])
         if not _other(size, emptied, cell, solution[cell]):
-            board, left = emptied, left - 1
+            board = emptied
+            left = left - 1
     return board if left == clues else None
 
 

@@ -153,7 +153,8 @@ def _encode_cells(cells: Sequence[ReplCell]) -> str:
 
 def _keep(scratch: ToolState, files: Mapping[str, bytes]) -> str:
     """Stores the files that a program left in its folder; returns a note to the agent on files it could not keep."""
-    stored, lost = dict[str, str](), list[str]()
+    stored = dict[str, str]()
+    lost = list[str]()
     for path, data in files.items():
         try:
             stored[normalize_path(path)] = data.decode()

@@ -138,7 +138,10 @@ class Tools(Env):
         check_range("max_results", max_results, 1, 50)
         check_range("call_time_limit_s", call_time_limit_s, 0.05, 3600)
         check_range("max_result_chars", max_result_chars, 20, 1_000_000)
-        self.seats, self.turns, self.calls, self.reward = SEATS[team], max_turns, max_calls, reward
+        self.seats = SEATS[team]
+        self.turns = max_turns
+        self.calls = max_calls
+        self.reward = reward
         self.is_compact = rendering == "compact"
         self.world = open_task_source(task_source, kinds, documents, tasks, split)
         self._is_of_file = tasks is not None
@@ -168,7 +171,9 @@ class Tools(Env):
         self.messages: tuple[Json, ...] = ()  # conversation of the seat to act
         self.found_needs: frozenset[int] = frozenset()  # indices into `requirements`
         self._good: frozenset[Seat] = frozenset()  # seats already paid VALID_CALLS_REWARD
-        self._made, self._turn, self._over = 0, 0, False
+        self._made = 0
+        self._turn = 0
+        self._over = False
         self._begin(self.seats[0], None)
         return self._step({}, {})
 
@@ -179,7 +184,8 @@ class Tools(Env):
         if set(actions) != {seat}:
             raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
         message = parse_assistant_message(str(actions[seat]))
-        self.messages, self._turn = (*self.messages, message), self._turn + 1
+        self.messages = (*self.messages, message)
+        self._turn = self._turn + 1
         if not message.get("tool_calls") and not TOOL_CALL_PATTERN.search(message["content"]):
             return self._receive_text(seat, message["content"])
         if self._turn >= self.turns:  # no later turn could use the results
@@ -264,7 +270,9 @@ class Tools(Env):
     def _begin(self, seat: Seat, note: str | None) -> None:
         system = [] if self.is_compact else [{"role": "system", "content": self.roles[seat]}]
         asked = {"role": "user", "content": task_prompt(self.task, note, self.is_compact)}
-        self._acting, self._turn, self.messages = seat, 0, (*system, asked)
+        self._acting = seat
+        self._turn = 0
+        self.messages = (*system, asked)
 
     def _step(
         self,
@@ -278,7 +286,8 @@ class Tools(Env):
         info = {"success": success, "kind": self.task.kind, "calls": self._made, "invalid": invalid}
         if self.reward == "outcome":
             terms = {seat: {} for seat in terms}
-        rewards, info = total_rewards(terms), info | terms_info(terms)
+        rewards = total_rewards(terms)
+        info = info | terms_info(terms)
         seen = {} if self._over else {self._acting: Chat(self.messages, self.tool_schemas[self._acting])}
         return Step(seen, rewards, SOLVED_REWARD * success, truncated=late, info=info | {"failures": [*failures]})
 

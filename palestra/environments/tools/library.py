@@ -34,7 +34,8 @@ class DocumentIndex:
     """A full-text index over documents; implements `Library`. `snippet_tokens` is the length of snippets in tokens."""
 
     def __init__(self, documents: tuple[Document, ...], snippet: int = 24) -> None:
-        self.documents, self.snippet_tokens = documents, snippet
+        self.documents = documents
+        self.snippet_tokens = snippet
         self._by_title = {document.title.casefold(): document for document in documents}
         self._lock = threading.Lock()
         self._table = sqlite3.connect(":memory:", check_same_thread=False)
@@ -137,7 +138,9 @@ def read_document(title: str, scratch: ToolState, start: int = 0) -> str:
 
 
 def _document(path: Path, number: int, row: Mapping[str, Any]) -> Document:
-    title, text, facts = row.get("title"), row.get("text"), row.get("facts", {})
+    title = row.get("title")
+    text = row.get("text")
+    facts = row.get("facts", {})
     if not (isinstance(title, str) and title.strip() and isinstance(text, str) and isinstance(facts, dict)):
         raise ValueError(f'{path}, line {number} needs a "title" and a "text", and "facts" as an object if it has any')
     return Document(title.strip(), text, {str(name): str(value) for name, value in facts.items()})

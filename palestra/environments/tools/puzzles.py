@@ -21,7 +21,8 @@ ITEMS = (  # noqa: SIM905
 def compute_task(rng: random.Random) -> ToolTask:
     """Draws arithmetic with large operands, most of them of five to nine digits."""
     a, b, c = (rng.randint(10 ** rng.randint(5, 7), 10**8) for _ in range(3))
-    small, modulus = rng.randint(11, 60), rng.randint(10_000, 99_999)
+    small = rng.randint(11, 60)
+    modulus = rng.randint(10_000, 99_999)
     expression = rng.choice((
         f"{a} * {b} + {c}",
         f"({a} + {b}) * {c}",
@@ -113,9 +114,11 @@ def _all_primes() -> list[int]:
 
 
 def _digits(rng: random.Random) -> ProgramPuzzle:
-    base, power = rng.randint(3, 97), rng.randint(1500, 2500)
+    base = rng.randint(3, 97)
+    power = rng.randint(1500, 2500)
     source = f"import sys\nsys.set_int_max_str_digits(0)\nprint(sum(map(int, str({base}**{power}))))"
-    total, rest = 0, base**power
+    total = 0
+    rest = base**power
     while rest:  # in parts: Python does not convert integers of more than 4,300 digits
         rest, part = divmod(rest, 10**1000)
         total += sum(map(int, str(part)))
@@ -128,8 +131,11 @@ def _digits(rng: random.Random) -> ProgramPuzzle:
 
 
 def _recurrence(rng: random.Random) -> ProgramPuzzle:
-    times, start = rng.randint(200, 400), rng.randint(2, 999)
-    factor, plus, modulus = rng.randint(100, 999), rng.randint(100, 999), rng.randint(20_000, 99_999)
+    times = rng.randint(200, 400)
+    start = rng.randint(2, 999)
+    factor = rng.randint(100, 999)
+    plus = rng.randint(100, 999)
+    modulus = rng.randint(20_000, 99_999)
     x = start
     for _ in range(times):
         x = (factor * x + plus) % modulus
@@ -148,7 +154,8 @@ def _collatz(rng: random.Random) -> ProgramPuzzle:
     for start in range(low, high + 1):
         n = start
         while n > 1:
-            n, steps = (3 * n + 1 if n % 2 else n // 2), steps + 1
+            n = 3 * n + 1 if n % 2 else n // 2
+            steps = steps + 1
     source = (
         f"steps = 0\nfor n in range({low}, {high} + 1):\n    while n > 1:\n        n = 3 * n + 1 if n % 2 else n // 2\n"
         "        steps += 1\nprint(steps)"

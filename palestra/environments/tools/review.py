@@ -30,7 +30,9 @@ from palestra.envs.support.splits import MAX_DRAWS, Split, first_of_split, split
 CallTeam = Literal["caller_reviewer", "single"]
 QuestionKind = Literal["sum", "lookup"]
 KINDS: tuple[QuestionKind, ...] = ("sum", "lookup")
-CALLER, REVIEWER, AGENT = "caller", "reviewer", "agent"
+CALLER = "caller"
+REVIEWER = "reviewer"
+AGENT = "agent"
 SEATS: dict[CallTeam, tuple[Seat, ...]] = {"caller_reviewer": (CALLER, REVIEWER), "single": (AGENT,)}
 SUM_EXAMPLE = render_tool_call("calculator", {"expression": "4812 + 377"})
 SEARCH_EXAMPLE = render_tool_call("search", {"query": "Elmstead"})
@@ -108,8 +110,12 @@ class ToolReview(Env):
         self.kinds = KINDS if kinds is None else tuple(kinds)
         if not self.kinds:
             raise ValueError(f"kinds: names none; give at least one of {', '.join(KINDS)}")
-        self.seats, self.roles = SEATS[team], {seat: ROLES[seat] for seat in SEATS[team]}
-        self.limit, self.max_calls, self.split, self.reward = limit, max_calls, split, reward
+        self.seats = SEATS[team]
+        self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
+        self.limit = limit
+        self.max_calls = max_calls
+        self.split = split
+        self.reward = reward
         self.examples = {seat: example_turns(seat, shots, self.kinds, limit) for seat in self.seats}
         self._next: Seat | None = None
 
@@ -124,7 +130,8 @@ class ToolReview(Env):
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         seat = acting_seat(self._next, actions)
-        reply, self._replies = str(actions[seat]), self._replies + 1
+        reply = str(actions[seat])
+        self._replies = self._replies + 1
         has_call = TOOL_CALL_PATTERN.search(reply) is not None
         if seat == CALLER or (has_call and len(self.calls) < self._calls_allowed):
             return self._call(seat, reply)
@@ -188,7 +195,8 @@ def _sum_question(seed: int, limit: int, split: Split) -> Question:
 
 def _lookup_question(seed: int, split: Split) -> Question:
     """Returns a question for a number of a place; the wrong call searches for another place."""
-    rng, names = random.Random(f"tool review {seed}"), place_names()
+    rng = random.Random(f"tool review {seed}")
+    names = place_names()
     drawn = (rng.choice(names) for _ in range(MAX_DRAWS))
     name = first_of_split(
         drawn, split, lambda name: split_of_text(f"tool review {name}"), f'no place of split "{split}"'
@@ -215,7 +223,9 @@ class PlaceLibrary:
     def numbers(self, name: str) -> dict[str, str]:
         """Returns the numbers in the document of a place."""
         rng = random.Random(f"{name} {self.seed}")
-        people, founded, bridges = rng.randint(1000, 99_999), rng.randint(1001, 1899), rng.randint(2, 99)
+        people = rng.randint(1000, 99_999)
+        founded = rng.randint(1001, 1899)
+        bridges = rng.randint(2, 99)
         return {"people": f"{people:,}", "founded": str(founded), "bridges": str(bridges)}
 
     def _text(self, name: str) -> str:

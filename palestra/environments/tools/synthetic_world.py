@@ -18,7 +18,9 @@ from palestra.environments.tools.tool_state import SearchHit
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
 PLACE_NAMES = frozenset(first + second for first in SYLLABLES for second in SYLLABLES)
 SYNTHETIC_TASK_KINDS: tuple[TaskKind, ...] = ("lookup", "compute", "lookup_compute", "files")
-MIN_NUMBER, MAX_NUMBER = 100, 999  # range of populations and operands
+# range of populations and operands
+MIN_NUMBER = 100
+MAX_NUMBER = 999
 
 
 class SyntheticLibrary:
@@ -72,14 +74,17 @@ def _work(expression: str, answer: int) -> ToolRequirement:
 
 
 def _lookup(places: SyntheticLibrary, name: str) -> ToolTask:
-    people, question = str(places.population(name)), f"How many people live in {name}?"
-    key, needs = f"drill {name} {people}", ((_need(places, name),),)
+    people = str(places.population(name))
+    question = f"How many people live in {name}?"
+    key = f"drill {name} {people}"
+    needs = ((_need(places, name),),)
     return ToolTask("lookup", question, f"{name} people", people, key, needs, library=places)
 
 
 def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -> ToolTask | None:
     high, low = sorted((one, other), key=places.population, reverse=True)
-    most, least = places.population(high), places.population(low)
+    most = places.population(high)
+    least = places.population(low)
     if most == least:
         return None
     answer = most + least if sign == "+" else most - least
@@ -93,17 +98,22 @@ def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -
 
 
 def _compute(rng: random.Random) -> ToolTask:
-    one, other = rng.randint(MIN_NUMBER, MAX_NUMBER), rng.randint(MIN_NUMBER, MAX_NUMBER)
-    expression, key = f"{one} * {other}", f"drill {min(one, other)} * {max(one, other)}"
+    one = rng.randint(MIN_NUMBER, MAX_NUMBER)
+    other = rng.randint(MIN_NUMBER, MAX_NUMBER)
+    expression = f"{one} * {other}"
+    key = f"drill {min(one, other)} * {max(one, other)}"
     return ToolTask(
         "compute", f"What is {expression}?", expression, str(one * other), key, ((_work(expression, one * other),),)
     )
 
 
 def _files(rng: random.Random) -> ToolTask:
-    path, numbers = rng.choice("abcdefgh"), [rng.randint(MIN_NUMBER, MAX_NUMBER) for _ in range(2)]
-    text, answer = " ".join(map(str, numbers)), sum(numbers)
+    path = rng.choice("abcdefgh")
+    numbers = [rng.randint(MIN_NUMBER, MAX_NUMBER) for _ in range(2)]
+    text = " ".join(map(str, numbers))
+    answer = sum(numbers)
     read = ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
     needs = ((read,), (_work(" + ".join(map(str, numbers)), answer),))
-    question, key = f"What is the sum of the numbers in the file {path}?", f"drill {path} {text}"
+    question = f"What is the sum of the numbers in the file {path}?"
+    key = f"drill {path} {text}"
     return ToolTask("files", question, f"sum {path}", str(answer), key, needs, {path: text})

@@ -123,7 +123,9 @@ def read_tasks(path: Path) -> Mapping[Split, Sequence[ToolTask]]:
 
 
 def _task(row: Mapping[str, object], where: str) -> ToolTask:
-    question, answer, files = row.get("question"), row.get("answer"), row.get("files", {})
+    question = row.get("question")
+    answer = row.get("answer")
+    files = row.get("files", {})
     if not (isinstance(question, str) and question.strip()) or isinstance(answer, bool | None | list | dict):
         raise ValueError(f'{where} needs a "question" and an "answer", which is a text or a number')
     if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):

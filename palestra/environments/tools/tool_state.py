@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
-MAX_PATH_CHARS, MAX_NAME_BYTES = 200, 100  # characters of a path, and bytes of a name in it
+# characters of a path, and bytes of a name in it
+MAX_PATH_CHARS = 200
+MAX_NAME_BYTES = 100
 MAX_FILES = 64
 MAX_TOTAL_CHARS = 256 * 2**10  # characters in all files together
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")

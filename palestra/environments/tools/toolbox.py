@@ -95,7 +95,8 @@ class Toolbox:
     def __init__(
         self, tools: Iterable[Tool | Callable[..., Any]], time_limit: float = 10.0, max_result_chars: int = 4000
     ) -> None:
-        self.time_limit, self.max_result_chars = time_limit, max_result_chars
+        self.time_limit = time_limit
+        self.max_result_chars = max_result_chars
         self.tools: dict[str, Tool] = {}
         for each in tools:
             tool = each if isinstance(each, Tool) else make_tool(each)

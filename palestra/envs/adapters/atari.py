@@ -21,10 +21,8 @@ def area_resize_weights(source_size: int, target_size: int) -> np.ndarray:
     """Returns averaging weights float32 [target_size, source_size] that resize a row of `source_size` pixels to
     `target_size` (area interpolation)."""
     edges = np.linspace(0, source_size, target_size + 1)
-    low, high = (
-        np.maximum(edges[:-1, None], np.arange(source_size)),
-        np.minimum(edges[1:, None], np.arange(1, source_size + 1)),
-    )
+    low = np.maximum(edges[:-1, None], np.arange(source_size))
+    high = np.minimum(edges[1:, None], np.arange(1, source_size + 1))
     return (np.clip(high - low, 0, None) * (target_size / source_size)).astype(np.float32)
 
 
@@ -56,9 +54,12 @@ class AtariGame:
             if isinstance(error.__cause__, OSError):
                 raise ValueError(f'there is no ROM for "{game}": {error.__cause__}') from error
             raise
-        self.frame_skip, self.noop_max, self.agent_indicator = frame_skip, noop_max, agent_indicator
+        self.frame_skip = frame_skip
+        self.noop_max = noop_max
+        self.agent_indicator = agent_indicator
         seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.observation_shapes[0]
-        self.rows, self.columns = area_resize_weights(height, SCREEN_SIZE), area_resize_weights(width, SCREEN_SIZE).T
+        self.rows = area_resize_weights(height, SCREEN_SIZE)
+        self.columns = area_resize_weights(width, SCREEN_SIZE).T
         self.pictures = np.zeros((SCREEN_SIZE, SCREEN_SIZE, frame_stack), np.uint8)
         self.frames = [np.zeros((height, width), np.uint8)] * 2
         self.spec: VectorEnvSpec = replace(
@@ -66,7 +67,8 @@ class AtariGame:
         )
 
     def reset(self, seed: int) -> SingleStep:
-        step, rng = self.inner.reset(seed), np.random.default_rng(seed)
+        step = self.inner.reset(seed)
+        rng = np.random.default_rng(seed)
         nothing = self.spec.zero_actions(1)[0]
         for _ in range(rng.integers(self.noop_max + 1)):
             step = self.inner.step(nothing)

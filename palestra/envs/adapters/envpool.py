@@ -37,7 +37,9 @@ class EnvPoolEnv(VectorEnv):
 
     def __init__(self, num_envs: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
         check_at_least_one("num_envs", num_envs)
-        self.num_envs, self.id, self.options = num_envs, id, options or {}
+        self.num_envs = num_envs
+        self.id = id
+        self.options = options or {}
         self.pools: list[tuple[Any, np.ndarray]] = []  # each with the indices of its games
         pool = self._make_pool([0])
         obs, info = pool.reset()
@@ -56,7 +58,8 @@ class EnvPoolEnv(VectorEnv):
         self.is_turn_based = "current_player" in info
         self._view = None if isinstance(obs, dict | tuple) else obs_encoder(pool.observation_space, id)
         size = self._observations(obs, 1).shape[2:]
-        self.observation_shapes, self.action_spaces = (size,) * len(self.seats), kinds
+        self.observation_shapes = (size,) * len(self.seats)
+        self.action_spaces = kinds
         pixels = self._view is not None and self._view.is_uint8
         masks = self._masks(obs, info) is not None
         self.vector_step = VectorEnvSpec(
@@ -66,10 +69,8 @@ class EnvPoolEnv(VectorEnv):
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self.close()
-        numbers, alone = (
-            [episode_seed(int(seed), 0) for seed in seeds],
-            len(self.seats) > 1 and not self.has_joint_actions,
-        )
+        numbers = [episode_seed(int(seed), 0) for seed in seeds]
+        alone = len(self.seats) > 1 and not self.has_joint_actions
         rows = [[b] for b in range(self.num_envs)] if alone else [list(range(self.num_envs))]
         self.pools = [(self._make_pool([numbers[b] for b in games]), np.array(games)) for games in rows]
         frame = self.vector_step
@@ -79,7 +80,8 @@ class EnvPoolEnv(VectorEnv):
         return frame
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        frame, clipped = self.vector_step, clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
+        frame = self.vector_step
+        clipped = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
         for pool, rows in self.pools:
             pool.send(self._pool_actions(clipped[rows], rows))
         for pool, rows in self.pools:
@@ -146,7 +148,8 @@ class EnvPoolEnv(VectorEnv):
         if mask is None:
             return None
         sizes = {space.n if isinstance(space, Discrete) else 0 for space in self.action_spaces}
-        size, shape = max(sizes), mask.shape[1:]
+        size = max(sizes)
+        shape = mask.shape[1:]
         if sizes != {size} or size == 0 or shape not in ((size,), (len(self.seats), size)):
             raise ValueError(
                 f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only used for one integer of '

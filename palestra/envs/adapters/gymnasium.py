@@ -48,7 +48,8 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
     within dictionaries and tuples.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        shape, pixels = space.shape, _is_bytes(space)
+        shape = space.shape
+        pixels = _is_bytes(space)
         if (stored := _image_shape(shape)) is not None:
             encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
             scaled = encode if pixels else _unit_scaled(encode, space)
@@ -96,7 +97,8 @@ def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces
     itself if they are in 0 to 1 already, or have no bounds."""
     if not isinstance(space, spaces.Box):
         return encode
-    low, high = float(space.low.min()), float(space.high.max())
+    low = float(space.low.min())
+    high = float(space.high.max())
     if (low, high) == (0.0, 1.0) or not 0 < high - low <= MAX_PIXEL_RANGE:
         return encode
     return partial(_encode_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
@@ -291,7 +293,8 @@ class GymnasiumGame:
             raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.obs_encoders)}")
         info = self.env.reset(seed=0)[1]
         self.is_multi_agent = several
-        has_masked_obs, kinds = any(self.has_dict_obs), tuple(choice.space for choice in self.action_decoders)
+        has_masked_obs = any(self.has_dict_obs)
+        kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
@@ -315,12 +318,15 @@ class GymnasiumGame:
     def step(self, actions: np.ndarray) -> SingleStep:
         written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
         seen, reward, ended, cut, info = self.env.step(tuple(written) if self.is_multi_agent else written[0])
-        terminated, truncated = self.flags(ended, "terminated"), self.flags(cut, "truncated")
-        rewards, gone = np.where(self.seats_done, 0.0, self.rewards(reward, info)), self.seats_done
+        terminated = self.flags(ended, "terminated")
+        truncated = self.flags(cut, "truncated")
+        rewards = np.where(self.seats_done, 0.0, self.rewards(reward, info))
+        gone = self.seats_done
         self.seats_terminated = self.seats_terminated | (~gone & terminated)
         self.seats_done = gone | terminated | truncated
         step = self._build_step(seen, info, gone)
-        step.rewards, step.seat_terminated = rewards, self.seats_terminated
+        step.rewards = rewards
+        step.seat_terminated = self.seats_terminated
         if self.seats_done.all():
             step.terminated = bool(self.seats_terminated.all())
             step.truncated = not step.terminated

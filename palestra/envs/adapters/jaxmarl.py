@@ -27,7 +27,10 @@ class CompiledEnv:
     """
 
     def __init__(self, id: str, env: Any) -> None:
-        self.id, self.env, self.agents = id, env, tuple(env.agents)  # some envs number their agents
+        # some envs number their agents
+        self.id = id
+        self.env = env
+        self.agents = tuple(env.agents)
         self.seats = tuple(str(agent) for agent in self.agents)
         self.is_smax = hasattr(env, "num_allies")
         self.has_scripted_enemies = self.is_smax and id != "SMAX"  # the env plays one side
@@ -60,7 +63,8 @@ class CompiledEnv:
         key, here = jax.random.split(key)
         seat_actions = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}
         obs, state, rewards, done, _ = self.env.step_env(here, state, seat_actions)
-        over, last = jnp.asarray(done["__all__"], bool), self.observe(obs, state, done)
+        over = jnp.asarray(done["__all__"], bool)
+        last = self.observe(obs, state, done)
         cut = over & self._hit_time_limit(state, steps + 1)
         came = {"truncated": cut, "terminated": over & ~cut, "final_obs": last["obs"]}
         gone = self._terminated_seats(gone, done, over, cut)
@@ -148,19 +152,15 @@ class JaxMarlEnv(VectorEnv):
         clock: Literal["cuts", "ends"] = "cuts",
     ) -> None:
         check_at_least_one("num_envs", num_envs)
-        self.num_envs, self.compiled, self.reward_scale, self.time_limit = (
-            num_envs,
-            compiled_env(id, map, options or {}),
-            scale,
-            clock,
-        )
+        self.num_envs = num_envs
+        self.compiled = compiled_env(id, map, options or {})
+        self.reward_scale = scale
+        self.time_limit = clock
         spec = self.compiled.spec
-        self.seats, self.observation_shapes, self.action_spaces, self.state_size = (
-            spec.seats,
-            spec.observation_shapes,
-            spec.action_spaces,
-            spec.state_size,
-        )
+        self.seats = spec.seats
+        self.observation_shapes = spec.observation_shapes
+        self.action_spaces = spec.action_spaces
+        self.state_size = spec.state_size
         self.vector_step = spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:

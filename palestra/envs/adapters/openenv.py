@@ -67,8 +67,14 @@ class OpenEnv(Env):
     ) -> None:
         check_range("max_steps", max_steps, 1, 100_000)
         check_range("timeout", timeout, 0.001, 86_400)
-        self.url, self.field, self.show, self.options = _ws_url(url), field, show, dict(reset or {})
-        self.steps, self.success, self.timeout, self.reward = max_steps, success, timeout, reward
+        self.url = _ws_url(url)
+        self.field = field
+        self.show = show
+        self.options = dict(reset or {})
+        self.steps = max_steps
+        self.success = success
+        self.timeout = timeout
+        self.reward = reward
         form = f" ({field})" if field else " as a JSON object"
         self.roles = {"agent": ROLE_PROMPT.format(form=form) if role is None else role}
         self._session: _Session | None = None
@@ -76,10 +82,15 @@ class OpenEnv(Env):
 
     async def reset(self, seed: int) -> Step:
         await self.close()
-        self._seed, self._actions, self._total, self._owed = seed, list[dict[str, Any]](), 0.0, 0.0
+        self._seed = seed
+        self._actions = list[dict[str, Any]]()
+        self._total = 0.0
+        self._owed = 0.0
         self._session = await _Session.open(self.url, self.timeout)
         reply = await self._session.ask("reset", {**self.options, "seed": seed})
-        self._shown, self._over, self._count = self._text(reply), False, 0
+        self._shown = self._text(reply)
+        self._over = False
+        self._count = 0
         return self._step(reply, {})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
@@ -113,13 +124,16 @@ class OpenEnv(Env):
         except BaseException:  # also a cancellation: only this method knows the twin
             await twin.close()
             raise
-        twin._count, twin._over = self._count, self._over
-        twin._total, twin._owed = self._total, self._owed
+        twin._count = self._count
+        twin._over = self._over
+        twin._total = self._total
+        twin._owed = self._owed
         return twin
 
     async def close(self) -> None:  # callers await the result of `Env.close`
         if self._session:
-            session, self._session = self._session, None
+            session = self._session
+            self._session = None
             await session.close()
 
     # ---- actions and observations
@@ -149,7 +163,8 @@ class OpenEnv(Env):
         self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str | None = None, cost: float = 0
     ) -> Step:
         earned = float(reply.get("reward") or 0.0)
-        self._total, self._owed = self._total + earned, self._owed + earned
+        self._total = self._total + earned
+        self._owed = self._owed + earned
         done = bool(reply.get("done"))
         self._over = done or self._count >= self.steps
         paid = self._owed if self._over or self.reward == "dense" else 0.0
@@ -170,7 +185,10 @@ class _Session:
     """The WebSocket session of one episode."""
 
     def __init__(self, url: str, timeout: float, socket: Any) -> None:
-        self.url, self.timeout, self.socket, self.silent = url, timeout, socket, False
+        self.url = url
+        self.timeout = timeout
+        self.socket = socket
+        self.silent = False
 
     @classmethod
     async def open(cls, url: str, timeout: float) -> _Session:
@@ -203,7 +221,8 @@ class _Session:
         reply = answer.get("data") or {}
         if answer.get("type") != "error":
             return dict(reply)
-        why, code = _complaint(reply), reply.get("code")
+        why = _complaint(reply)
+        code = reply.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
             raise ActionRejected(why)
         fix = "; let the server hold more (max_concurrent_envs)" if code == "CAPACITY_REACHED" else ""

@@ -73,7 +73,8 @@ class OpenSpielGame:
         self._draw()
         step = self._build_step()
         returns = np.array(self.state.returns())
-        step.rewards, self.returns = returns - self.returns, returns
+        step.rewards = returns - self.returns
+        self.returns = returns
         return step
 
     def render(self) -> str:
@@ -87,7 +88,8 @@ class OpenSpielGame:
             if drawn_before == MAX_CHANCE_STEPS:
                 raise ValueError(f'"{self.game}" draws {MAX_CHANCE_STEPS:,} chance outcomes and no player acts')
             drawn_before += 1
-            outcomes, left = self.state.chance_outcomes(), self.rng.random()
+            outcomes = self.state.chance_outcomes()
+            left = self.rng.random()
             drawn = outcomes[-1][0]  # if rounding leaves the sum of probabilities below the number drawn
             for outcome, chance in outcomes:
                 left -= chance
@@ -107,7 +109,8 @@ class OpenSpielGame:
         return SingleStep(observations, agent_mask, action_mask=action_mask)
 
     def _legal(self, seat: int) -> np.ndarray:
-        mask, legal = np.zeros(self.game.num_distinct_actions(), bool), self.state.legal_actions(seat)
+        mask = np.zeros(self.game.num_distinct_actions(), bool)
+        legal = self.state.legal_actions(seat)
         if legal and max(legal) >= len(mask):
             raise ValueError(
                 f'"{self.game.get_type().short_name}" allows action {max(legal)} of {len(mask)} distinct actions: its '
@@ -187,7 +190,8 @@ class OpenSpielRules(Rules[OpenSpielState]):
     """
 
     def __init__(self, game: str = DEFAULT_GAME, view: TensorKind | None = None) -> None:
-        self.name, self.game = game, _load_game(game)
+        self.name = game
+        self.game = _load_game(game)
         if why := why_not_enumerable(self.game):
             raise ValueError(f'"{game}" cannot be enumerated: {why}')
         self.tensor_kind = _tensor_kind(self.game, view)
@@ -235,7 +239,8 @@ class TablePolicy(Policy):
 
     def __init__(self, rules: OpenSpielRules, players: Sequence[Mapping[str, Mapping[int, float]]]) -> None:
         super().__init__(rules.game, list(range(rules.num_players)))
-        self.rules, self.players = rules, players
+        self.rules = rules
+        self.players = players
 
     def action_probabilities(self, state: Any, player_id: int | None = None) -> dict[int, float]:
         """Returns the probabilities of the legal actions of the player to move."""

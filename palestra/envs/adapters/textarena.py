@@ -35,7 +35,8 @@ class RngState:
     """One game's states of the global generators of Python and NumPy."""
 
     def __init__(self, seed: int) -> None:
-        self.python, self.numpy = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self.python = random.Random(seed).getstate()
+        self.numpy = np.random.RandomState(seed % 2**32).get_state()
 
     @contextmanager
     def install_states(self) -> Iterator[None]:
@@ -47,7 +48,8 @@ class RngState:
             try:
                 yield
             finally:
-                self.python, self.numpy = random.getstate(), np.random.get_state()
+                self.python = random.getstate()
+                self.numpy = np.random.get_state()
                 random.setstate(before[0])
                 np.random.set_state(before[1])
 
@@ -99,7 +101,10 @@ class TextArena(Env):
     ) -> None:
         check_range("players", players, 1, 100)
         check_range("max_steps", max_steps, 1, 100_000)
-        self.game, self.players, self.options, self.steps = game, players, dict(options or {}), max_steps
+        self.game = game
+        self.players = players
+        self.options = dict(options or {})
+        self.steps = max_steps
         self.reward = reward
         self.seats = tuple(f"player_{number}" for number in range(players))
         company = "one player" if players == 1 else f"{players} players"
@@ -146,7 +151,8 @@ class TextArena(Env):
     # ---- the TextArena game
 
     def _begin(self, seed: int) -> None:
-        self._seed, self._dice = seed, RngState(seed)
+        self._seed = seed
+        self._dice = RngState(seed)
         with self._dice.install_states():
             self._arena = make_game(self.game, self.options)
             try:

@@ -124,7 +124,8 @@ class Verifiers(Workflow):
 
 async def play_episode(play: WorkflowContext) -> WorkflowResult:
     """Plays one verifiers episode on the task of the seed. Raises RuntimeError if verifiers reports a failure."""
-    tasks, block = play.options["tasks"], play.options["env"]
+    tasks = play.options["tasks"]
+    block = play.options["env"]
     with _key_in_environment(play.api_key) as variable:
         client = vf.EvalClientConfig(base_url=play.base_url, api_key_var=variable)
         models = {"model": None, "client": client}

@@ -44,14 +44,16 @@ class VmasEnv(VectorEnv):
         self.vector_step = VectorEnvSpec(self.seats, self.observation_shapes, self.action_spaces).empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
-        self._seed, self._drawn = combine_seeds(*(int(seed) for seed in seeds)), 0
+        self._seed = combine_seeds(*(int(seed) for seed in seeds))
+        self._drawn = 0
         frame = self.vector_step
         frame.rewards[:], frame.terminated[:], frame.truncated[:] = 0, False, False
         self._write(frame.obs, self.env.reset(seed=self._next_seed()))
         return frame
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        frame, clipped = self.vector_step, clip_actions(self.action_spaces, actions)
+        frame = self.vector_step
+        clipped = clip_actions(self.action_spaces, actions)
         self.env.seed(self._next_seed())  # all envs of the process share the stream: reseed it for this step
         seen, rewards, terminated, truncated, _ = self.env.step(
             [self._seat_actions(n, clipped[:, n]) for n in range(len(self.seats))]

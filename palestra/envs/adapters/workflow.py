@@ -103,7 +103,10 @@ class Workflow(Env):
             raise ValueError(f"seats: {seats} must name at least one model, and each once")
         check_range("timeout", timeout, 0.001, 86_400)
         check_range("settle", settle, 0, 86_400)
-        self.seats, self.split, self.timeout, self.settle = tuple(seats), split, timeout, settle
+        self.seats = tuple(seats)
+        self.split = split
+        self.timeout = timeout
+        self.settle = settle
         self.options = options or {}
         self.program = _load_function(function) if function else None
         self.command = command or []
@@ -112,7 +115,8 @@ class Workflow(Env):
 
     async def reset(self, seed: int) -> Step:
         self.close()
-        self._seed, self._played = seed, list[dict[Seat, tuple[ChatCall, ChatReply]]]()
+        self._seed = seed
+        self._played = list[dict[Seat, tuple[ChatCall, ChatReply]]]()
         self._running = _ProgramRun(self, seed)
         return await self._next()
 
@@ -180,7 +184,8 @@ class _ProgramRun:
     """A program running on its own thread; its calls and result are delivered to the env's event loop."""
 
     def __init__(self, env: Workflow, seed: int) -> None:
-        self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
         self.waiting: dict[Seat, deque[ChatCall]] = {seat: deque() for seat in env.seats}
         self.unanswered: list[ChatCall] = []
         self.paid: list[tuple[Seat, str, float]] = []
@@ -222,7 +227,9 @@ class _ProgramRun:
 
     def take_rewards(self) -> dict[Seat, dict[str, float]]:
         """Removes and returns the rewards paid since the last call, summed by seat and term."""
-        paid, self.paid, totals = self.paid, [], dict[Seat, dict[str, float]]()
+        paid = self.paid
+        self.paid = []
+        totals = dict[Seat, dict[str, float]]()
         for seat, term, reward in paid:
             _add_term(totals, seat, term, reward)
         return totals

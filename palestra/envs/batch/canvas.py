@@ -35,7 +35,9 @@ class Canvas:
     """A picture of the square from `low` to `high` on both axes, y up. Edges are smoothed over one pixel."""
 
     def __init__(self, low: float, high: float, size: int = PICTURE_SIZE) -> None:
-        self.low, self.scale, self.size = low, size / (high - low), size
+        self.low = low
+        self.scale = size / (high - low)
+        self.size = size
         self.pixels = np.full((size, size, 3), BACKGROUND, np.float32)
 
     def disc(self, x: float, y: float, radius: float, colour: Colour, opacity: float = 1.0) -> None:
@@ -51,13 +53,15 @@ class Canvas:
     def rectangle(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         """Draws a filled rectangle around (x, y)."""
         area, x_W, y_H = self._window((x, y), (x, y), max(width, height) / 2)
-        inside_W, inside_H = width * self.scale / 2 - np.abs(x_W), height * self.scale / 2 - np.abs(y_H)
+        inside_W = width * self.scale / 2 - np.abs(x_W)
+        inside_H = height * self.scale / 2 - np.abs(y_H)
         self._paint(area, np.minimum(inside_W, inside_H[:, None]) + 0.5, colour)
 
     def line(self, start: tuple[float, float], end: tuple[float, float], colour: Colour) -> None:
         """Draws a line of two pixels' width."""
         area, x_W, y_H = self._window(start, end, 0)
-        across, up = (end[0] - start[0]) * self.scale, -(end[1] - start[1]) * self.scale
+        across = (end[0] - start[0]) * self.scale
+        up = -(end[1] - start[1]) * self.scale
         along = np.clip((x_W * across + y_H[:, None] * up) / (across**2 + up**2 or 1), 0, 1)
         self._paint(area, 1.5 - np.hypot(x_W - along * across, y_H[:, None] - along * up), colour)
 
@@ -70,7 +74,8 @@ class Canvas:
     ) -> tuple[tuple[slice, slice], np.ndarray, np.ndarray]:
         """Returns the rows and columns of the pixels around `start` and `end` with `margin`, and the distances of their
         centres from `start` in pixels, to the right [W] and down [H]."""
-        column, row = (start[0] - self.low) * self.scale, self.size - (start[1] - self.low) * self.scale
+        column = (start[0] - self.low) * self.scale
+        row = self.size - (start[1] - self.low) * self.scale
         columns = self._pixels(start[0], end[0], margin)
         rows = self._pixels(start[1], end[1], margin)
         rows = slice(self.size - rows.stop, self.size - rows.start)

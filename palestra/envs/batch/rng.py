@@ -32,7 +32,10 @@ def seed_streams(seeds: np.ndarray) -> np.ndarray:
 @jit
 def _multiply(a: np.uint64, b: np.uint64) -> tuple:
     """Returns the 128-bit product a * b as (high word, low word)."""
-    a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
+    a_low = a & _LOW
+    a_high = a >> _HALF
+    b_low = b & _LOW
+    b_high = b >> _HALF
     low = a_low * b_low
     middle = a_high * b_low + (low >> _HALF)
     cross = a_low * b_high + (middle & _LOW)
@@ -47,7 +50,8 @@ def next_uint64(row: np.ndarray) -> np.uint64:
     sum_low = low + row[3]
     carry = _ONE if sum_low < low else np.uint64(0)
     row[0], row[1] = high + row[2] + carry, sum_low
-    word, turn = row[0] ^ row[1], row[0] >> np.uint64(58)
+    word = row[0] ^ row[1]
+    turn = row[0] >> np.uint64(58)
     return (word >> turn) | (word << ((np.uint64(64) - turn) & np.uint64(63)))
 
 

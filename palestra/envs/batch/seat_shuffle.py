@@ -30,17 +30,13 @@ class SeatShuffledEnv(VectorEnv):
                 f'seats of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '
                 "give each a population of its own"
             )
-        self.env, self.num_envs, self.seats, self.scripted_policies = (
-            env,
-            env.num_envs,
-            env.seats,
-            env.scripted_policies,
-        )
-        self.observation_shapes, self.action_spaces, self.state_size = (
-            env.observation_shapes,
-            env.action_spaces,
-            env.state_size,
-        )
+        self.env = env
+        self.num_envs = env.num_envs
+        self.seats = env.seats
+        self.scripted_policies = env.scripted_policies
+        self.observation_shapes = env.observation_shapes
+        self.action_spaces = env.action_spaces
+        self.state_size = env.state_size
         self.observation_entities = env.observation_entities
         self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
         self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))

@@ -43,7 +43,8 @@ class SharedStep:
     """A frame of all games and their next actions in shared memory: a new block, or the existing block `name`."""
 
     def __init__(self, spec: VectorEnvSpec, num_envs: int, name: str | None = None) -> None:
-        vector_step, actions = spec.empty_step(num_envs), spec.zero_actions(num_envs)
+        vector_step = spec.empty_step(num_envs)
+        actions = spec.zero_actions(num_envs)
         arrays = [actions, *(array for _, array in _arrays(vector_step))]
         self.shared_memory = _Memory(
             name, create=name is None, size=sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
@@ -118,7 +119,9 @@ class _Worker:
     """One process and its `part` of the games. `failures` counts failures since its last complete step."""
 
     def __init__(self, make: bytes, part: slice, games: int, timeout_s: float) -> None:
-        self.part, self.timeout_s, self.failures = part, timeout_s, 0
+        self.part = part
+        self.timeout_s = timeout_s
+        self.failures = 0
         self._job = (make, part, games)
         self.start()
 
@@ -177,7 +180,9 @@ class SubprocVectorEnv(VectorEnv):
     def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int, *, timeout_s: float = 300.0) -> None:
         check_at_least_one("num_envs", num_envs)
         check_at_least_one("num_processes", num_processes)
-        self.num_envs, self.restarts, self._seeds = num_envs, 0, [0] * num_envs
+        self.num_envs = num_envs
+        self.restarts = 0
+        self._seeds = [0] * num_envs
         bounds = np.linspace(0, num_envs, min(num_envs, num_processes) + 1).astype(int).tolist()
         parts = [slice(low, high) for low, high in pairwise(bounds)]
         self._workers: list[_Worker] = []
@@ -190,11 +195,9 @@ class SubprocVectorEnv(VectorEnv):
             self._memory.append(SharedStep(self.spec, num_envs))
             for worker in self._workers:
                 worker.send("memory", self._memory[0].shared_memory.name)
-        self.seats, self.observation_shapes, self.action_spaces = (
-            self.spec.seats,
-            self.spec.observation_shapes,
-            self.spec.action_spaces,
-        )
+        self.seats = self.spec.seats
+        self.observation_shapes = self.spec.observation_shapes
+        self.action_spaces = self.spec.action_spaces
         self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
@@ -236,7 +239,8 @@ class SubprocVectorEnv(VectorEnv):
         return kept | {f"frame.{name}": array.copy() for name, array in _arrays(self.vector_step)}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        self._seeds, before = saved["seeds"].tolist(), np.concatenate([[0], np.cumsum(saved["made"])])
+        self._seeds = saved["seeds"].tolist()
+        before = np.concatenate([[0], np.cumsum(saved["made"])])
         with _closed_on_error(self):
             for worker in self._open():
                 part = {name: array[worker.part] for name, array in saved.items() if name != "moves"}
@@ -282,7 +286,8 @@ class SubprocVectorEnv(VectorEnv):
 
     def _replace(self, worker: _Worker, why: str) -> None:
         """Starts the games of a failed process in a new one, with retries."""
-        part, begun = worker.part, False
+        part = worker.part
+        begun = False
         while not begun:
             worker.failures += 1
             if worker.failures >= MAX_FAILURES:
@@ -311,7 +316,8 @@ class SubprocVectorEnv(VectorEnv):
 
     def _gather(self) -> None:
         """Copies the shared frame: a dying process may leave its arrays half-written, and they end with `close`."""
-        shared, own = self._memory[0].vector_step, self.vector_step
+        shared = self._memory[0].vector_step
+        own = self.vector_step
         assert shared is not None
         over = shared.done
         for name, array in _arrays(shared):
@@ -356,8 +362,11 @@ class PackageVectorEnv(VectorEnv):
         if num_processes < 0:
             raise ValueError(f"num_processes is {num_processes}: 0 plays in this process, more in as many others")
         self.inner = SubprocVectorEnv(make, num_envs, num_processes) if num_processes else SyncVectorEnv(make, num_envs)
-        self.num_envs, self.seats, self.observation_shapes = num_envs, self.inner.seats, self.inner.observation_shapes
-        self.action_spaces, self.state_size = self.inner.action_spaces, self.inner.state_size
+        self.num_envs = num_envs
+        self.seats = self.inner.seats
+        self.observation_shapes = self.inner.observation_shapes
+        self.action_spaces = self.inner.action_spaces
+        self.state_size = self.inner.state_size
         self._label = label
 
     @property

@@ -143,14 +143,14 @@ class SyncVectorEnv(VectorEnv):
     def __init__(self, make: MakeSingleEnv, num_envs: int) -> None:
         check_at_least_one("num_envs", num_envs)
         self.single_envs = [make() for _ in range(num_envs)]
-        self.num_envs, self.spec = num_envs, self.single_envs[0].spec
-        self.seats, self.observation_shapes, self.action_spaces = (
-            self.spec.seats,
-            self.spec.observation_shapes,
-            self.spec.action_spaces,
-        )
+        self.num_envs = num_envs
+        self.spec = self.single_envs[0].spec
+        self.seats = self.spec.seats
+        self.observation_shapes = self.spec.observation_shapes
+        self.action_spaces = self.spec.action_spaces
         self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
-        self._seeds, self._played = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+        self._seeds = np.zeros(num_envs, np.int64)
+        self._played = np.zeros(num_envs, np.int64)
         self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
         self._moves = np.stack([self.spec.zero_actions(num_envs)] * 64, 1)
 
@@ -164,7 +164,8 @@ class SyncVectorEnv(VectorEnv):
         return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        actions, vector_step = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
+        actions = clip_actions(self.action_spaces, actions, self.vector_step.action_mask)
+        vector_step = self.vector_step
         self._record_actions(actions)
         for b, game in enumerate(self.single_envs):
             step = game.step(actions[b])
@@ -289,7 +290,8 @@ def clip_actions(
             return inside
         fine = np.take_along_axis(action_mask, inside[..., None], 2)[..., 0]
         return np.where(fine, inside, action_mask.argmax(2))
-    low, high = np.zeros(actions.shape[1:]), np.zeros(actions.shape[1:])
+    low = np.zeros(actions.shape[1:])
+    high = np.zeros(actions.shape[1:])
     for n, space in enumerate(_wide(action_spaces)):
         if isinstance(space, Continuous):
             low[n, : len(space.low)], high[n, : len(space.high)] = space.low, space.high

@@ -55,7 +55,8 @@ class RemoteEnvSpec:
     """
 
     def __init__(self, server_config: EnvServersConfig, kind: pb.Kind, description: pb.Description) -> None:
-        self.server_config, self.kind = server_config, kind
+        self.server_config = server_config
+        self.kind = kind
         self.seats: tuple[Seat, ...] = tuple(description.seats)
         self.roles: Mapping[Seat, str] = read_mapping(description.roles)
         self.has_expert = description.expert
@@ -69,7 +70,9 @@ class RemoteEnv(Env):
     """An env of a `RemoteEnvSpec`, run on a server. Restores lost sessions by replay on the same or another server."""
 
     def __init__(self, spec: RemoteEnvSpec) -> None:
-        self.spec, self.seats, self.roles = spec, spec.seats, spec.roles
+        self.spec = spec
+        self.seats = spec.seats
+        self.roles = spec.roles
         self._connection: EnvConnection | None = None
         self._session = 0
         self._seed: pb.Value | None = None
@@ -78,7 +81,9 @@ class RemoteEnv(Env):
 
     async def reset(self, seed: int) -> Step:
         self._leave()
-        self._seed, self._actions, self._step_digests = encode_value(seed), [], []
+        self._seed = encode_value(seed)
+        self._actions = []
+        self._step_digests = []
         step = await self._open_session([], "")
         counters["env_sessions"] += 1
         self._note(done=1)
@@ -100,7 +105,9 @@ class RemoteEnv(Env):
         The server makes the copy before later requests of either env. If it cannot, the copy's next call raises.
         """
         twin = type(self)(self.spec)
-        twin._seed, twin._actions, twin._step_digests = self._seed, [*self._actions], [*self._step_digests]
+        twin._seed = self._seed
+        twin._actions = [*self._actions]
+        twin._step_digests = [*self._step_digests]
         if self._connection and not self._connection.lost_reason:
             twin._connection, twin._session = self._connection, self._connection.allocate_session()
             self._connection.send(pb.Request(session=self._session, fork=twin._session))
@@ -155,12 +162,14 @@ class RemoteEnv(Env):
         while attempts < MAX_LOST_SERVERS:
             connection = await get_pool(self.spec.server_config).acquire()
             self._leave()
-            self._connection, request.session = connection, connection.allocate_session()
+            self._connection = connection
+            request.session = connection.allocate_session()
             self._session = request.session
             try:
                 reply = await connection.call(request, self.spec.server_config.request_timeout * (1 + len(actions)))
             except SessionLost as lost:
-                attempts, why = attempts + 1, str(lost)
+                attempts = attempts + 1
+                why = str(lost)
                 self._note(why, lost=1)
                 continue
             if reply.fault.why == pb.Fault.DRAINING:

@@ -64,16 +64,23 @@ class EnvConnection:
     """
 
     def __init__(self, address: str, channel: Any, stream: Any, hello: pb.Replies) -> None:
-        self.address, self.worker_id, self.num_workers = address, hello.hello.worker, hello.hello.workers
-        self.load, self.draining = hello.load, hello.draining
+        self.address = address
+        self.worker_id = hello.hello.worker
+        self.num_workers = hello.hello.workers
+        self.load = hello.load
+        self.draining = hello.draining
         self.own_sessions: set[int] = set()
         self.lost_reason = ""
         self._own_at_report = 0  # own open sessions when `load` was received
-        self._channel, self._stream = channel, stream
+        self._channel = channel
+        self._stream = stream
         self._pending_replies: dict[int, PendingReply] = {}
-        self._numbers, self._ids = count(1), count(1)
+        self._numbers = count(1)
+        self._ids = count(1)
         self._queue: deque[pb.Request] = deque()
-        self._is_woken, self._wake, self._loop = False, asyncio.Event(), asyncio.get_running_loop()
+        self._is_woken = False
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.read_task = asyncio.create_task(self._read())
         self._others = [asyncio.create_task(self._write()), asyncio.create_task(self._look())]
 
@@ -126,8 +133,10 @@ class EnvConnection:
         """
         if request.ByteSize() > MAX_REQUEST_BYTES:
             raise ValueError(f"a request of {request.ByteSize():,} bytes exceeds the limit of {MAX_REQUEST_BYTES:,}")
-        loop, number = asyncio.get_running_loop(), next(self._ids)
-        future, request.id = loop.create_future(), number
+        loop = asyncio.get_running_loop()
+        number = next(self._ids)
+        future = loop.create_future()
+        request.id = number
         self._pending_replies[number] = PendingReply(future, loop, time.monotonic() + timeout_s)
         self.send(request)
         if self.lost_reason:  # lost after the pending requests were failed: fail this one too
@@ -174,7 +183,8 @@ class EnvConnection:
 
     def _message(self) -> pb.Requests:
         """Takes the oldest queued requests, up to the server's limits for one message."""
-        message, size = pb.Requests(), 0
+        message = pb.Requests()
+        size = 0
         while self._queue and len(message.requests) < MAX_REQUESTS_PER_MESSAGE:
             size += self._queue[0].ByteSize()
             if message.requests and size > MAX_REQUEST_BYTES:

@@ -30,8 +30,10 @@ class ConnectionPool:
         self.last_errors: dict[str, SessionLost | AccessRefused] = {}  # last connection error, by address
         self.tried_addresses: set[str] = set()
         self.is_starting = True  # true until every server has been tried once
-        self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
-        self.created_at, self.last_used = self.loop.time(), time.monotonic()
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.created_at = self.loop.time()
+        self.last_used = time.monotonic()
         self.set_addresses(server_config.addresses())
         self.refresh_task = asyncio.create_task(self._look())
 

@@ -22,7 +22,8 @@ def env_factory(env: Mapping[str, Any]) -> Callable[[], Env]:
 
     The config is checked now, before any model is loaded. Raises ValueError if it is invalid or no server answers.
     """
-    kind, options = env["type"], {key: value for key, value in env.items() if key not in NON_OPTION_KEYS}
+    kind = env["type"]
+    options = {key: value for key, value in env.items() if key not in NON_OPTION_KEYS}
     if env.get("at"):
         return remote_env_spec(env)
     cls: Any = load_env_class(kind)

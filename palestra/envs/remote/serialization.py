@@ -196,7 +196,8 @@ def _array(into: pb.Array, value: np.ndarray) -> None:
             f"an array of dtype {value.dtype} cannot be sent to or from an env on another machine: give it one of "
             "numbers, truth values, dates or text"
         )
-    into.dtype, into.data = value.dtype.str, value.tobytes()
+    into.dtype = value.dtype.str
+    into.data = value.tobytes()
     into.shape.extend(value.shape)
 
 
@@ -214,7 +215,8 @@ def _deeper(depth: int) -> int:
 
 
 def _array_of(message: pb.Array) -> np.ndarray:
-    dtype, shape = np.dtype(message.dtype[:64]), tuple(message.shape[:64])
+    dtype = np.dtype(message.dtype[:64])
+    shape = tuple(message.shape[:64])
     if (
         dtype.kind not in PLAIN_DTYPE_KINDS
         or not dtype.itemsize

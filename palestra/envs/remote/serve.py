@@ -139,7 +139,8 @@ class EnvWorkerProcess:
         """Reads received heartbeats; the next one is then due within `timeout_s` seconds."""
         with suppress(OSError):  # the worker has died; `has_exited` reports it
             if self.child.pipe.poll() and os.read(self.child.pipe.fileno(), 2**16):
-                self.heartbeat_deadline, self.is_serving = time.monotonic() + timeout_s, True
+                self.heartbeat_deadline = time.monotonic() + timeout_s
+                self.is_serving = True
 
     def has_exited(self) -> bool:
         """Returns True if the process has exited."""
@@ -150,7 +151,8 @@ class WorkerSupervisor:
     """Supervisor of the workers: starts, monitors, replaces and stops them."""
 
     def __init__(self, options: EnvServerOptions, print_line: PrintLine) -> None:
-        self.options, self.print_line = options, print_line
+        self.options = options
+        self.print_line = print_line
         self.workers: list[EnvWorkerProcess] = []
         self.kill_time: float | None = (
             None  # after a stop signal: `time.monotonic` time at which running workers are killed
@@ -184,7 +186,8 @@ class WorkerSupervisor:
         if self.kill_time:
             self._kill(self.workers)
             os._exit(128 + number)
-        self.kill_time, self.num_killed = time.monotonic() + self.options.grace_s + KILL_DELAY_S, 0
+        self.kill_time = time.monotonic() + self.options.grace_s + KILL_DELAY_S
+        self.num_killed = 0
         for worker in self.workers:
             worker.child.process.terminate()
 

@@ -33,7 +33,9 @@ TURN_S = 0.01  # seconds of work for one client before the event loop switches t
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds in which a new connection must complete the HTTP/2 handshake
 IDLE_TIMEOUT_S = 300.0  # seconds after which a connection without a call is closed
 STOP_TIMEOUT_S = 1.0  # seconds that open calls have to end when the server stops
-SERVING, NOT_SERVING = 1, 2  # status codes of the gRPC health protocol
+# status codes of the gRPC health protocol
+SERVING = 1
+NOT_SERVING = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class EnvServer:
     """gRPC server for `sessions`, listening as described by `listen_options` from `start` to `stop`."""
 
     def __init__(self, sessions: EnvSessions, listen_options: ListenOptions) -> None:
-        self.sessions, self.listen_options = sessions, listen_options
+        self.sessions = sessions
+        self.listen_options = listen_options
         self.worker_id = uuid.uuid4().hex
         self.streams: dict[ReplyStream, asyncio.Task[None]] = {}
         self.named_clients: dict[str, ClientSessions] = {}
@@ -130,7 +133,8 @@ class EnvServer:
 
     async def play(self, _: AsyncIterator[pb.Requests], context: Any) -> None:
         """RPC Play: serves a bidirectional stream; replies are sent in the order in which they become ready."""
-        client, stream = ClientSessions(), ReplyStream(context, self.sessions)
+        client = ClientSessions()
+        stream = ReplyStream(context, self.sessions)
         hello = pb.Hello(protocol=PROTOCOL_VERSION, worker=self.worker_id, workers=self.listen_options.num_workers)
         await context.write(pb.Replies(hello=hello, load=self.sessions.num_open, draining=self.sessions.is_draining))
         self.streams[stream] = asyncio.create_task(self._converse(client, stream))
@@ -202,7 +206,8 @@ class ReplyStream:
     """
 
     def __init__(self, context: Any, sessions: EnvSessions) -> None:
-        self.context, self.sessions = context, sessions
+        self.context = context
+        self.sessions = sessions
         self.ready: list[pb.Reply] = []
         self.is_writing = False
         self.write_if_empty = False
@@ -238,8 +243,11 @@ class ReplyStream:
         self.is_writing = True
         try:
             while self.ready or self.write_if_empty:
-                ready, self.ready, self.write_if_empty = self.ready, [], False
-                load, draining = self.sessions.num_open, self.sessions.is_draining
+                ready = self.ready
+                self.ready = []
+                self.write_if_empty = False
+                load = self.sessions.num_open
+                draining = self.sessions.is_draining
                 await self.context.write(pb.Replies(replies=ready, load=load, draining=draining))
         finally:
             self.is_writing = False

@@ -53,7 +53,8 @@ class EnvSessions:
     """
 
     def __init__(self, types: Sequence[str], limits: SessionLimits | None = None) -> None:
-        self.env_classes, self.limits = {name: _playable(name) for name in types}, limits or SessionLimits()
+        self.env_classes = {name: _playable(name) for name in types}
+        self.limits = limits or SessionLimits()
         self.clients: set[ClientSessions] = set()
         self.thread_calls: dict[
             Future[Any], float

@@ -44,7 +44,9 @@ class BargainingRules(Rules[BargainingState]):
             raise ValueError(f"counts: {counts} is not a pool of items; give 1 to {len(ITEMS)} counts of 1 or more")
         if turns < 2:
             raise ValueError(f"turns: {turns} is too small, one offers and the other answers; use 2 or more")
-        self.counts, self.total, self.turns = tuple(counts), total, turns
+        self.counts = tuple(counts)
+        self.total = total
+        self.turns = turns
         self.offers = list(product(*(range(count + 1) for count in self.counts)))
         self.agree_action, self.refuse_action = len(self.offers), len(self.offers) + 1
         self.action_names = (*("keep-" + "-".join(map(str, offer)) for offer in self.offers), "agree", "refuse")
@@ -80,7 +82,8 @@ class BargainingRules(Rules[BargainingState]):
     def returns(self, state: BargainingState) -> tuple[float, ...]:
         if state.moves[-1] == self.refuse_action:
             return 0.0, 0.0
-        offerer, kept = len(state.moves) % 2, self.offers[state.moves[-2]]
+        offerer = len(state.moves) % 2
+        kept = self.offers[state.moves[-2]]
         rest = [count - keep for count, keep in zip(self.counts, kept, strict=True)]
         shares = (kept, rest) if offerer == 0 else (rest, kept)
         first, second = (
@@ -89,8 +92,10 @@ class BargainingRules(Rules[BargainingState]):
         return float(first), float(second)
 
     def info_state(self, state: BargainingState, player: int) -> np.ndarray:
-        kinds, actions = len(self.counts), len(self.action_names)
-        worths, moves = np.zeros((kinds, self.total + 1), np.float32), np.zeros((self.turns, actions), np.float32)
+        kinds = len(self.counts)
+        actions = len(self.action_names)
+        worths = np.zeros((kinds, self.total + 1), np.float32)
+        moves = np.zeros((self.turns, actions), np.float32)
         if state.valuation >= 0:
             worths[np.arange(kinds), self.valuations[state.valuation][player]] = 1
         moves[np.arange(len(state.moves)), list(state.moves)] = 1

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-CHANCE, TERMINAL = -1, -2
+CHANCE = -1
+TERMINAL = -2
 
 S = TypeVar("S", bound=Hashable)
 

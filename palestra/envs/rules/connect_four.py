@@ -12,7 +12,8 @@ import numpy as np
 
 from palestra.envs.rules.base import TERMINAL, Rules
 
-COLUMNS, ROWS = 7, 6
+COLUMNS = 7
+ROWS = 6
 COLUMN_BITS = ROWS + 1  # bits of a column: the top one stays empty, so that no line continues into the next column
 CELL_BITS = [[1 << (COLUMN_BITS * column + row) for column in range(COLUMNS)] for row in range(ROWS)]
 LINE_SHIFTS = (
@@ -104,7 +105,8 @@ def line_heuristic(state: ConnectFourState, player: int) -> float:
     own, other = (state.crosses, state.noughts) if player == 0 else (state.noughts, state.crosses)
     looks = 0
     for line in LINE_MASKS:
-        mine, theirs = (own & line).bit_count(), (other & line).bit_count()
+        mine = (own & line).bit_count()
+        theirs = (other & line).bit_count()
         looks += mine * mine * (not theirs) - theirs * theirs * (not mine)
     return looks / (16 * len(LINE_MASKS))
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 
-PASS, BET = 0, 1
+PASS = 0
+BET = 1
 MAX_PLAYERS = 4
 RANKS = "TJQKA"
 

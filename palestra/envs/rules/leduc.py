@@ -8,10 +8,15 @@ import numpy as np
 
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 
-FOLD, CALL, RAISE = 0, 1, 2
+FOLD = 0
+CALL = 1
+RAISE = 2
 DECK_SIZE = 6  # card // 2 is the rank
-RANKS, SUITS = "JQK", "sh"
-MAX_MOVES_PER_ROUND, MAX_RAISES_PER_ROUND = 4, 2  # per round
+RANKS = "JQK"
+SUITS = "sh"
+# per round
+MAX_MOVES_PER_ROUND = 4
+MAX_RAISES_PER_ROUND = 2
 INFO_STATE_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES_PER_ROUND
 
 
@@ -68,7 +73,8 @@ class LeducRules(Rules[LeducState]):
 
     def returns(self, state: LeducState) -> tuple[float, ...]:
         first, second = (card // 2 for card in state.cards[:2])
-        stakes, moves = _stakes(state), state.second_round if len(state.cards) > 2 else state.first_round
+        stakes = _stakes(state)
+        moves = state.second_round if len(state.cards) > 2 else state.first_round
         if _folded(moves):
             winner = len(moves) % 2
         elif first == second:

@@ -33,9 +33,11 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
             raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
         if faces < 2:
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
-        self.dice, self.faces = dice, faces
+        self.dice = dice
+        self.faces = faces
         bids = [f"{count}x{face}" for count in range(1, 2 * dice + 1) for face in range(1, faces + 1)]
-        self.action_names, self.liar_action = (*bids, "liar"), len(bids)
+        self.action_names = (*bids, "liar")
+        self.liar_action = len(bids)
 
     def initial_state(self) -> LiarsDiceState:
         return LiarsDiceState()
@@ -60,8 +62,10 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
         return LiarsDiceState(state.dice, (*state.bids, action))
 
     def returns(self, state: LiarsDiceState) -> tuple[float, ...]:
-        bid, caller = state.bids[-2], (len(state.bids) - 1) % 2
-        face, shown = bid % self.faces, sum(state.dice, ())
+        bid = state.bids[-2]
+        caller = (len(state.bids) - 1) % 2
+        face = bid % self.faces
+        shown = sum(state.dice, ())
         true = sum(die in (face, self.faces - 1) for die in shown) > bid // self.faces
         return (1.0, -1.0) if (caller == 0) != true else (-1.0, 1.0)
 

@@ -7,7 +7,9 @@ import numpy as np
 from palestra.envs.rules.base import TERMINAL, Rules
 
 TicTacToeState = tuple[int, ...]  # marks of the 9 squares, row by row
-EMPTY, NOUGHT, CROSS = 0, 1, 2
+EMPTY = 0
+NOUGHT = 1
+CROSS = 2
 MARKS = ".ox"
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 

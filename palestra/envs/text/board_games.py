@@ -60,7 +60,9 @@ class TextGame(Env):
         reward: RewardMode,
         rendering: Rendering,
     ) -> None:
-        self.rules, self.vocabulary, self.rendering = rules, dict(vocabulary or {}), rendering
+        self.rules = rules
+        self.vocabulary = dict(vocabulary or {})
+        self.rendering = rendering
         self.illegal_penalty = illegal_penalty if reward == "dense" else 0.0
         self.seats = tuple(f"player_{player}" for player in range(rules.num_players))
         self.action_words = [self.vocabulary.get(word, word) for word in rules.action_names]
@@ -135,7 +137,8 @@ class TextGame(Env):
             for seat, won in zip(self.seats, self.rules.returns(self.state), strict=True):
                 terms[seat] = terms.get(seat, {}) | {OUTCOME_TERM: won}
             return Step({}, total_rewards(terms), info=info | terms_info(terms))
-        legal, seat = self.rules.legal_actions(self.state), self.seats[turn]
+        legal = self.rules.legal_actions(self.state)
+        seat = self.seats[turn]
         shown = self.format_observation(self.rules.info_state_text(self.state, turn), legal)
         words = {seat: [self.action_words[action] for action in legal]}
         return Step({seat: shown}, total_rewards(terms), legal_actions=words, info=info | terms_info(terms))

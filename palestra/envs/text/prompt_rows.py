@@ -39,7 +39,10 @@ class PromptEnv(Env):
     def __init__(
         self, rows: Sequence[Row], reward: RewardFunction, numbers: Sequence[int], *, is_shuffled: bool = False
     ) -> None:
-        self.rows, self.reward, self.numbers, self.is_shuffled = rows, reward, numbers, is_shuffled
+        self.rows = rows
+        self.reward = reward
+        self.numbers = numbers
+        self.is_shuffled = is_shuffled
         self.index = 0
 
     def instance_of(self, seed: int) -> int:

@@ -11,7 +11,8 @@ from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, random_below
 from palestra.envs.vector_base import Discrete, empty_step
 
-PASS, BET = 0, 1
+PASS = 0
+BET = 1
 MAX_PLAYERS = 4
 CARD_NAMES = ("9", "10", "J", "Q", "K")  # the highest cards; a game of two players uses J, Q, K
 
@@ -74,9 +75,16 @@ def store_final(
 @jit
 def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
-    rng, cards, stakes, moves, first_bet = t.rng, t.cards, t.stakes, t.moves, t.first_bet
-    obs, agent_mask, state = t.obs, t.agent_mask, t.state
-    players, deck = stakes.shape[1], cards.shape[1]
+    rng = t.rng
+    cards = t.cards
+    stakes = t.stakes
+    moves = t.moves
+    first_bet = t.first_bet
+    obs = t.obs
+    agent_mask = t.agent_mask
+    state = t.state
+    players = stakes.shape[1]
+    deck = cards.shape[1]
     clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
@@ -93,11 +101,17 @@ def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
     """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
     once; a player that passes then is out."""
-    obs, agent_mask, state, over = t.obs, t.agent_mask, t.state, t.terminated
-    stakes, moves, first_bet = t.stakes, t.moves, t.first_bet
+    obs = t.obs
+    agent_mask = t.agent_mask
+    state = t.state
+    over = t.terminated
+    stakes = t.stakes
+    moves = t.moves
+    first_bet = t.first_bet
     games, players = stakes.shape
     for b in range(games):
-        move, turn = moves[b], moves[b] % players
+        move = moves[b]
+        turn = moves[b] % players
         bet = actions[b, turn] == BET
         at = 2 * move + bet
         for n in range(players):
@@ -115,10 +129,16 @@ def _move(t: KuhnArrays, actions: np.ndarray) -> None:
 @jit
 def _pay(t: KuhnArrays) -> None:
     """Writes the rewards. The highest card of the players that bet (of all players if none bet) wins the pot."""
-    cards, stakes, first_bet, rewards, over = t.cards, t.stakes, t.first_bet, t.rewards, t.terminated
+    cards = t.cards
+    stakes = t.stakes
+    first_bet = t.first_bet
+    rewards = t.rewards
+    over = t.terminated
     games, players = stakes.shape
     for b in range(games):
-        asked, pot, winner = 2 if first_bet[b] >= 0 else 1, 0, -1
+        asked = 2 if first_bet[b] >= 0 else 1
+        pot = 0
+        winner = -1
         for n in range(players):
             pot += stakes[b, n]
             if stakes[b, n] == asked and (winner < 0 or cards[b, n] > cards[b, winner]):
@@ -155,8 +175,10 @@ class KuhnPoker(NativeEnv):
             raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
         if not 2 <= players <= MAX_PLAYERS:
             raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
-        deck, moves = players + 1, 2 * players - 1
-        self.num_envs, self.state_size = num_envs, players * deck + 2 * moves
+        deck = players + 1
+        moves = 2 * players - 1
+        self.num_envs = num_envs
+        self.state_size = players * deck + 2 * moves
         self.seats = tuple(f"player_{n}" for n in range(players))
         self.observation_shapes = ((players + deck + 2 * moves,),) * players
         self.action_spaces = (Discrete(2),) * players
@@ -175,7 +197,8 @@ class KuhnPoker(NativeEnv):
 
     def render(self, game: int) -> str:
         """Returns the card and the stake of each player."""
-        cards, stakes = self.internal_state["cards"][game], self.internal_state["stakes"][game]
+        cards = self.internal_state["cards"][game]
+        stakes = self.internal_state["stakes"][game]
         rows = [f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot"
                 for seat, card, stake in zip(self.seats, cards, stakes, strict=False)]  # fmt: skip
         return "\n".join(rows)

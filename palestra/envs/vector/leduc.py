@@ -12,12 +12,16 @@ from palestra.envs.batch.rng import RNG_WORDS
 from palestra.envs.vector.kuhn import clear_games, deal_cards, store_final
 from palestra.envs.vector_base import Discrete, empty_step
 
-FOLD, CALL, RAISE = 0, 1, 2
+FOLD = 0
+CALL = 1
+RAISE = 2
 DECK_SIZE = 6  # card // 2 is its rank
 RANKS = "JQK"
 PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
-MAX_MOVES, MAX_RAISES = 4, 2  # in a round
+# in a round
+MAX_MOVES = 4
+MAX_RAISES = 2
 OBSERVATION_SIZE = 2 + 2 * DECK_SIZE + 2 * 2 * MAX_MOVES
 STATE_SIZE = 3 * DECK_SIZE + 2 * 2 * MAX_MOVES
 
@@ -42,7 +46,12 @@ class LeducArrays(NamedTuple):
 @jit
 def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
-    rng, cards, play, stakes, obs, state = t.rng, t.cards, t.play, t.stakes, t.obs, t.state
+    rng = t.rng
+    cards = t.cards
+    play = t.play
+    stakes = t.stakes
+    obs = t.obs
+    state = t.state
     clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
@@ -58,7 +67,10 @@ def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
 def _choose(t: LeducArrays, actions: np.ndarray) -> None:
     """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
     written."""
-    play, action_mask, obs, state = t.play, t.action_mask, t.obs, t.state
+    play = t.play
+    action_mask = t.action_mask
+    obs = t.obs
+    state = t.state
     for b in range(len(play)):
         turn = play[b, TURN]
         action = actions[b, turn]
@@ -75,9 +87,12 @@ def _choose(t: LeducArrays, actions: np.ndarray) -> None:
 def _move(t: LeducArrays) -> None:
     """Makes the chosen move and marks the games that it ended. A call ends the round unless it is the round's first
     move."""
-    play, stakes, over = t.play, t.stakes, t.terminated
+    play = t.play
+    stakes = t.stakes
+    over = t.terminated
     for b in range(len(play)):
-        turn, action = play[b, TURN], play[b, ACTION]
+        turn = play[b, TURN]
+        action = play[b, ACTION]
         closed = action == CALL and play[b, MOVES] > 0
         over[b] = action == FOLD or (closed and play[b, ROUND] == 1)
         if action != FOLD:
@@ -95,12 +110,18 @@ def _move(t: LeducArrays) -> None:
 def _pay(t: LeducArrays) -> None:
     """Writes the rewards. The remaining player wins the other's stake, or the better hand does (a pair beats any single
     card); equal hands split."""
-    cards, play, stakes, rewards, over = t.cards, t.play, t.stakes, t.rewards, t.terminated
+    cards = t.cards
+    play = t.play
+    stakes = t.stakes
+    rewards = t.rewards
+    over = t.terminated
     for b in range(len(play)):
         rewards[b, 0], rewards[b, 1] = 0, 0
         if not over[b]:
             continue
-        first, second, public = cards[b, 0] // 2, cards[b, 1] // 2, cards[b, PUBLIC_CARD] // 2
+        first = cards[b, 0] // 2
+        second = cards[b, 1] // 2
+        public = cards[b, PUBLIC_CARD] // 2
         if play[b, ACTION] == FOLD:
             winner = 1 - play[b, TURN]
         elif first != second:
@@ -114,8 +135,13 @@ def _pay(t: LeducArrays) -> None:
 @jit
 def _write(t: LeducArrays) -> None:
     """Writes the public card, the player to move and the action mask; both seats get the mask of the player to move."""
-    cards, play, stakes, obs, state = t.cards, t.play, t.stakes, t.obs, t.state
-    agent_mask, action_mask = t.agent_mask, t.action_mask
+    cards = t.cards
+    play = t.play
+    stakes = t.stakes
+    obs = t.obs
+    state = t.state
+    agent_mask = t.agent_mask
+    action_mask = t.action_mask
     for b in range(len(play)):
         turn = play[b, TURN]
         for n in range(2):
@@ -177,7 +203,8 @@ class LeducPoker(NativeEnv):
 
     def render(self, game: int) -> str:
         """Returns the card and the stake of each player, and the public card once it is dealt."""
-        cards, stakes = self.internal_state["cards"][game], self.internal_state["stakes"][game]
+        cards = self.internal_state["cards"][game]
+        stakes = self.internal_state["stakes"][game]
         rows = [f"{seat}  {RANKS[cards[n] // 2]}  {stakes[n]} in the pot" for n, seat in enumerate(self.seats)]
         dealt = self.internal_state["play"][game, ROUND] == 1
         return "\n".join([*rows, f"public    {RANKS[cards[PUBLIC_CARD] // 2] if dealt else '-'}"])

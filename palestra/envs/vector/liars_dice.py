@@ -34,7 +34,8 @@ class LiarsDiceArrays(NamedTuple):
 def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
     """Rolls a player's dice and sorts them."""
     for count in range(len(dice)):
-        face, at = int(random_below(stream, faces)), count
+        face = int(random_below(stream, faces))
+        at = count
         while at > 0 and dice[at - 1] > face:
             dice[at] = dice[at - 1]
             at -= 1
@@ -44,8 +45,15 @@ def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
 @jit
 def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
     """Rolls the dice and writes the first observations of the chosen games."""
-    rng, dice, turn, bid, obs, action_mask, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.action_mask, t.state
-    most, liar = dice.shape[2], action_mask.shape[2] - 1
+    rng = t.rng
+    dice = t.dice
+    turn = t.turn
+    bid = t.bid
+    obs = t.obs
+    action_mask = t.action_mask
+    state = t.state
+    most = dice.shape[2]
+    liar = action_mask.shape[2] - 1
     clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
@@ -66,8 +74,14 @@ def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
     After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
     player to move."""
-    turn, bid, obs, action_mask, state, over = t.turn, t.bid, t.obs, t.action_mask, t.state, t.terminated
-    own, liar = t.dice.shape[2] * faces, action_mask.shape[2] - 1
+    turn = t.turn
+    bid = t.bid
+    obs = t.obs
+    action_mask = t.action_mask
+    state = t.state
+    over = t.terminated
+    own = t.dice.shape[2] * faces
+    liar = action_mask.shape[2] - 1
     for b in range(len(turn)):
         action = int(actions[b, turn[b]])
         if not (0 <= action <= liar and action_mask[b, turn[b], action]):
@@ -85,11 +99,17 @@ def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
 @jit
 def _pay(t: LiarsDiceArrays, faces: int) -> None:
     """Writes the rewards. A bid is true if at least that many dice show its face or the highest face, which is wild."""
-    dice, turn, bid, rewards, over = t.dice, t.turn, t.bid, t.rewards, t.terminated
+    dice = t.dice
+    turn = t.turn
+    bid = t.bid
+    rewards = t.rewards
+    over = t.terminated
     for b in range(len(turn)):
         rewards[b, 0], rewards[b, 1] = 0, 0
         if over[b]:
-            quantity, face, shown = bid[b] // faces + 1, bid[b] % faces, 0
+            quantity = bid[b] // faces + 1
+            face = bid[b] % faces
+            shown = 0
             for n in range(2):
                 for die in range(dice.shape[2]):
                     shown += dice[b, n, die] == face or dice[b, n, die] == faces - 1
@@ -136,8 +156,11 @@ class LiarsDice(NativeEnv):
             raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
         if faces < 2:
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
-        own, actions = dice * faces, 2 * dice * faces + 1
-        self.num_envs, self.faces, self.state_size = num_envs, faces, 2 * own + actions
+        own = dice * faces
+        actions = 2 * dice * faces + 1
+        self.num_envs = num_envs
+        self.faces = faces
+        self.state_size = 2 * own + actions
         bids = [f"{bid // faces + 1} x {bid % faces + 1}" for bid in range(actions - 1)]
         self.action_names = (*bids, "liar")
         self.observation_shapes = ((2 + own + actions,),) * 2

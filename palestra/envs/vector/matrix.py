@@ -36,7 +36,10 @@ PAYOFFS: dict[str, list[Any]] = {
     "penalty": [[10, 0, -100], [0, 2, 0], [-100, 0, 10]],
 }
 SEATS = ("player_0", "player_1")
-START, CERTAIN, RISKY = 0, 1, 2  # states of the two-step game
+# states of the two-step game
+START = 0
+CERTAIN = 1
+RISKY = 2
 TWO_STEP_PAYOFFS = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float64)  # by state
 
 
@@ -56,10 +59,16 @@ class MatrixArrays(NamedTuple):
 def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     """Writes the rewards and the last joint action, one-hot: in observations the seat's own action first, in the state
     player_0's."""
-    place, obs, state, rewards, over = t.place, t.obs, t.state, t.rewards, t.terminated
-    rows, columns = payoff.shape[0], payoff.shape[1]
+    place = t.place
+    obs = t.obs
+    state = t.state
+    rewards = t.rewards
+    over = t.terminated
+    rows = payoff.shape[0]
+    columns = payoff.shape[1]
     for b in range(len(place)):
-        row, column = min(max(actions[b, 0], 0), rows - 1), min(max(actions[b, 1], 0), columns - 1)
+        row = min(max(actions[b, 0], 0), rows - 1)
+        column = min(max(actions[b, 1], 0), columns - 1)
         rewards[b, 0], rewards[b, 1] = payoff[row, column, 0], payoff[row, column, 1]
         for at in range(rows + columns):
             obs[b, 0, at], obs[b, 1, at], state[b, at] = 0, 0, 0
@@ -82,9 +91,12 @@ def _step_rounds(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.n
 
 @jit
 def _play_two(t: MatrixArrays, actions: np.ndarray) -> None:
-    place, rewards, over = t.place, t.rewards, t.terminated
+    place = t.place
+    rewards = t.rewards
+    over = t.terminated
     for b in range(len(place)):
-        first, second = int(actions[b, 0] == 1), int(actions[b, 1] == 1)
+        first = int(actions[b, 0] == 1)
+        second = int(actions[b, 1] == 1)
         reward = TWO_STEP_PAYOFFS[place[b], first, second]
         rewards[b, 0], rewards[b, 1] = reward, reward
         over[b] = place[b] != START
@@ -110,9 +122,13 @@ def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
 def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
     """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of the left branch and as
     many of the right one."""
-    place, rewards, over = t.place, t.rewards, t.terminated
+    place = t.place
+    rewards = t.rewards
+    over = t.terminated
     for b in range(len(place)):
-        first, second, at = int(actions[b, 0] == 1), int(actions[b, 1] == 1), place[b]
+        first = int(actions[b, 0] == 1)
+        second = int(actions[b, 1] == 1)
+        at = place[b]
         branch = first if at == START else int(at >= steps)
         last = at in (steps - 1, 2 * steps - 2)
         reward = int(first == branch and second == branch)
@@ -139,7 +155,8 @@ class _Tabular(NativeEnv):
     def __init__(self, num_envs: int, choices: tuple[int, int], view: int, state: int) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
-        self.num_envs, self.state_size = num_envs, state
+        self.num_envs = num_envs
+        self.state_size = state
         self.observation_shapes = ((view,), (view,))
         self.action_spaces = (Discrete(choices[0]), Discrete(choices[1]))
         self.vector_step = empty_step(num_envs, 2, (view,), num_actions=_padded(choices), state_size=state)

@@ -36,7 +36,9 @@ from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, emp
 MOVES = ("nothing", "left", "right", "down", "up")
 NUM_MOVES = len(MOVES)
 PLACE = (0, 1)  # the numbers of an entity that are its position relative to the seat
-LANDMARK_RADIUS, AGENT_RADIUS = 0.05, 0.06  # as drawn, of those that do not collide
+# as drawn, of those that do not collide
+LANDMARK_RADIUS = 0.05
+AGENT_RADIUS = 0.06
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class _Particles(NativeEnv):
     def __init__(self, num_envs: int, spec: WorldSpec, max_cycles: int, continuous: bool) -> None:
         _at_least("num_envs", num_envs, 1)
         _at_least("max_cycles", max_cycles, 1)
-        self.num_envs, self.max_cycles, self.continuous = num_envs, max_cycles, continuous
+        self.num_envs = num_envs
+        self.max_cycles = max_cycles
+        self.continuous = continuous
         self.seats = spec.seats
         self.observation_shapes = tuple((width,) for width in spec.observation_sizes)
         self.action_spaces = tuple(_space(n, continuous) for n in spec.num_actions)
@@ -90,9 +94,11 @@ class _Particles(NativeEnv):
 
     def render(self, game: int) -> np.ndarray:
         """Draws the agents in the colours of their seats, landmarks in grey, the goal in green."""
-        places, agents = self.internal_state["pos"][game], len(self.seats)
+        places = self.internal_state["pos"][game]
+        agents = len(self.seats)
         edge = max(1.3, math.ceil(2 * np.abs(places).max()) / 2 + 0.2)  # grows in half steps to include distant agents
-        canvas, radius = Canvas(-edge, edge), dict(enumerate(self._world.radius.tolist()))
+        canvas = Canvas(-edge, edge)
+        radius = dict(enumerate(self._world.radius.tolist()))
         for e in range(agents, len(places)):
             is_goal = self._world.has_goal and self.internal_state["goal"][game] == e - agents
             x, y = places[e]
@@ -147,7 +153,9 @@ class SimpleSpread(_Particles):
             radius=(0.15,) * agents,
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
-        places, words = 4 + 2 * agents, 4 * agents + 2  # of the first other agent and of its message
+        # of the first other agent and of its message
+        places = 4 + 2 * agents
+        words = 4 * agents + 2
         others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
         self.observation_entities = ((Entities.in_a_row(4, agents, 2, PLACE), Entities(4, others, PLACE)),) * agents
 

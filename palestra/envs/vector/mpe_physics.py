@@ -77,7 +77,8 @@ def build_world(memory: Arrays, **fixed: Any) -> World:
 
 def step_arrays(vector_step: VectorStep, observation_sizes: tuple[int, ...]) -> MPEStepArrays:
     """Returns the arrays (not copies) of a frame that has a global state."""
-    state, final = vector_step.state, vector_step.final_state
+    state = vector_step.state
+    final = vector_step.final_state
     assert state is not None and final is not None
     return MPEStepArrays(
         vector_step.obs,
@@ -93,7 +94,8 @@ def step_arrays(vector_step: VectorStep, observation_sizes: tuple[int, ...]) -> 
 @jit
 def begin_games(world: World, new_B: np.ndarray) -> None:
     """Starts the games marked in `new_B`: all entities at random places, at rest, without messages."""
-    agents, entities = world.vel.shape[1], world.pos.shape[1]
+    agents = world.vel.shape[1]
+    entities = world.pos.shape[1]
     for b in range(len(new_B)):
         if new_B[b]:
             rng = world.rng[b]
@@ -142,7 +144,8 @@ def clip_unit(x: float) -> np.float32:
 @jit_inline
 def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> None:
     """Adds the forces between touching discs; landmarks do not move."""
-    agents, solid = len(force), len(radius)
+    agents = len(force)
+    solid = len(radius)
     for i in range(min(agents, solid)):
         for e in range(i + 1, solid):
             x, y, square = difference(pos, b, i, e)
@@ -151,7 +154,8 @@ def _collide(pos: np.ndarray, force: np.ndarray, radius: np.ndarray, b: int) -> 
                 continue
             distance = math.sqrt(square)
             depth = _depth(distance - contact)
-            x, y = _FORCE * x / distance * depth, _FORCE * y / distance * depth
+            x = _FORCE * x / distance * depth
+            y = _FORCE * y / distance * depth
             force[i, 0] += x
             force[i, 1] += y
             if e < agents:
@@ -182,14 +186,16 @@ def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray,
         y = vel[b, i, 1] * _KEPT + force[i, 1] * _STEP
         speed = math.sqrt(x * x + y * y)
         if speed > top[i]:
-            x, y = x / speed * top[i], y / speed * top[i]
+            x = x / speed * top[i]
+            y = y / speed * top[i]
         vel[b, i, 0], vel[b, i, 1] = x, y
 
 
 @jit_inline
 def difference(pos: np.ndarray, b: int, i: int, e: int) -> tuple:
     """Returns the vector from entity e to entity i of game b (x, y) and its squared length."""
-    x, y = pos[b, i, 0] - pos[b, e, 0], pos[b, i, 1] - pos[b, e, 1]
+    x = pos[b, i, 0] - pos[b, e, 0]
+    y = pos[b, i, 1] - pos[b, e, 1]
     return x, y, x * x + y * y
 
 

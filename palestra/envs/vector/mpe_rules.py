@@ -54,7 +54,9 @@ def advance_spread(
 def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> None:
     """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
     touches."""
-    pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
+    pos = world.pos
+    rewards = arrays.rewards
+    agents = world.vel.shape[1]
     for b in range(len(pos)):
         team = 0.0
         for e in range(agents, pos.shape[1]):
@@ -73,7 +75,10 @@ def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> No
 def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
     zero."""
-    pos, vel, obs, agents = world.pos, world.vel, arrays.obs, world.vel.shape[1]
+    pos = world.pos
+    vel = world.vel
+    obs = arrays.obs
+    agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
@@ -105,7 +110,9 @@ def advance_adversary(
 def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
     """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each other agent the
     adversary's distance minus the distance of the nearest other agent."""
-    pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
+    pos = world.pos
+    rewards = arrays.rewards
+    agents = world.vel.shape[1]
     for b in range(len(pos)):
         goal = agents + world.goal[b]
         theirs = nearest_distance(pos, b, 0, 1, goal)
@@ -118,7 +125,9 @@ def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
 @jit
 def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the goal (not for the adversary), landmarks, other agents."""
-    pos, obs, agents = world.pos, arrays.obs, world.vel.shape[1]
+    pos = world.pos
+    obs = arrays.obs
+    agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             goal = agents + world.goal[b]
@@ -156,7 +165,8 @@ def advance_tag(
 def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
     """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also pays for leaving
     the field."""
-    pos, rewards = world.pos, arrays.rewards
+    pos = world.pos
+    rewards = arrays.rewards
     for b in range(len(pos)):
         catches = 0
         for prey in range(hunters, world.vel.shape[1]):
@@ -183,7 +193,10 @@ def _outside(x: float) -> float:
 @jit
 def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
     """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
-    pos, vel, obs, agents = world.pos, world.vel, arrays.obs, world.vel.shape[1]
+    pos = world.pos
+    vel = world.vel
+    obs = arrays.obs
+    agents = world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
@@ -236,7 +249,9 @@ def reward_speaker_listener(world: World, arrays: MPEStepArrays) -> None:
 @jit
 def observe_speaker_listener(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the colour of the goal for the speaker; own velocity, landmarks and the message for the listener."""
-    pos, obs, words = world.pos, arrays.obs, world.word.shape[1]
+    pos = world.pos
+    obs = arrays.obs
+    words = world.word.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             at = write_vector(obs, b, 1, 0, world.vel, 1)

@@ -24,7 +24,9 @@ from palestra.runs.series import Series, thin
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
 LINE_STYLES = ("-", "--", ":", "-.")  # distinguishable without colour
-INK, GRID = "#59626D", "#D5DAE0"  # text and axes; grid and what stands behind the curves
+# text and axes; grid and what stands behind the curves
+INK = "#59626D"
+GRID = "#D5DAE0"
 MAX_POINTS = 400  # points drawn of a curve
 MAX_LEGEND = 12  # curves that a legend names
 MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
@@ -54,7 +56,10 @@ SETTINGS = {
     "ytick.major.size": 0,
 }
 
-DARK_INK, DARK_GRID, DARK_PAPER = "#9AA5B1", "#3A424C", "#14181D"  # of a dark page: --soft, --line and --paper
+# of a dark page: --soft, --line and --paper
+DARK_INK = "#9AA5B1"
+DARK_GRID = "#3A424C"
+DARK_PAPER = "#14181D"
 DARK_SETTINGS = {
     "axes.edgecolor": DARK_GRID,
     "axes.facecolor": DARK_PAPER,
@@ -223,7 +228,8 @@ def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
     colour, style = curve_style(number)
     if curve.intervals is not None:  # one path with gaps
         gaps = np.full(len(curve.intervals), np.nan)
-        xs, ys = np.repeat(curve.series.x, 3), np.column_stack([curve.intervals, gaps]).ravel()
+        xs = np.repeat(curve.series.x, 3)
+        ys = np.column_stack([curve.intervals, gaps]).ravel()
         axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
     marker = "o" if curve.has_dots else None
     axis.plot(
@@ -239,9 +245,11 @@ def _set_limits(axis: Any, chart: Chart) -> None:
     bottom, top = axis.get_ylim()
     if not chart.is_log:
         known = np.concatenate([curve.series.y for curve in chart.curves_with_values] or [np.zeros(1)])
-        lowest, highest = np.nanmin(known), np.nanmax(known)
+        lowest = np.nanmin(known)
+        highest = np.nanmax(known)
         if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
-            bottom, top = lowest - 0.1 * abs(highest), highest + 0.1 * abs(highest)
+            bottom = lowest - 0.1 * abs(highest)
+            top = highest + 0.1 * abs(highest)
         bottom = chart.low if chart.low is not None and lowest >= chart.low else bottom
         top = chart.high if chart.high is not None and highest <= chart.high else top
         axis.set_ylim(bottom, top)
@@ -291,7 +299,9 @@ def draw_cells(axis: Any, heat: HeatMap) -> Any:
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap
 
-    above, below, paper = COLOURS[0], COLOURS[1], matplotlib.rcParams["figure.facecolor"]
+    above = COLOURS[0]
+    below = COLOURS[1]
+    paper = matplotlib.rcParams["figure.facecolor"]
     has_negative = bool((heat.values < 0).any())
     colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
     known = np.ma.masked_invalid(heat.values)

@@ -43,7 +43,8 @@ def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step:
 def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str:
     """Returns the report as HTML, with `episodes` sample episodes of `step` (default: the last recorded one). Raises
     ValueError as `write_report` does."""
-    tree, logs = load(find_run(run) / "config.yaml"), RunLogs(run)
+    tree = load(find_run(run) / "config.yaml")
+    logs = RunLogs(run)
     meta = read_meta(run, needs_config=False)
     population = population_sections(run)
     curves = "" if population else metric_charts(logs)
@@ -93,7 +94,8 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
     tiles = []
     for name, lines in list(logs.evals.items())[:3]:
-        last, label = lines[-1], held_out_label(tree, name)
+        last = lines[-1]
+        label = held_out_label(tree, name)
         if "success" in last:
             low, high = success_bounds(last)
             tiles.append(
@@ -103,7 +105,8 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
             tiles.append((f"{last['return']:.2f}", f"{label}: return, mean of {valid_instances(last):.0f}"))
     if logs.team:
         last = logs.team[-1]
-        done, total = last["step"] + 1, total_steps(tree)
+        done = last["step"] + 1
+        total = total_steps(tree)
         counted = f"{done} of {total}" if total else f"{last.get('env_steps', done):,.0f}"
         tiles.append((counted, "training steps" if total else "env steps" if "env_steps" in last else "tasks"))
         if last.get("nash_conv") is not None:

@@ -63,7 +63,8 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
     cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(
         path / CROSSPLAY_FILE
     )
-    metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
+    metrics = read_lines(path / "metrics.jsonl")
+    timings = read_lines(path / "timings.jsonl")
     return PopulationRecord(path, members, _table(members, cells, seats), tasks, metrics, timings)
 
 
@@ -205,12 +206,14 @@ def crossplay_table(record: PopulationRecord) -> Table:
 
     Raises ValueError if the game does not have two seats.
     """
-    seats, members = record.payoffs.seats, record.payoffs.members
+    seats = record.payoffs.seats
+    members = record.payoffs.members
     if len(seats) != 2:
         raise ValueError(
             f"a table of rows and columns needs a game with two seats; this one has {len(seats)}: use --csv"
         )
-    rows, columns = members[seats[0]], members[seats[1]]
+    rows = members[seats[0]]
+    columns = members[seats[1]]
     first = max(0, len(columns) - MAX_COLUMNS)
     table = Table(title=_caption(record, rows, columns, first), title_justify="left")
     table.add_column("")
@@ -260,7 +263,8 @@ def exploits_table(path: Path, exploits: list[ExploitResult]) -> Table:
         table.add_column(heading, justify="left" if heading == "player" else "right")
     for one in exploits:
         mixture, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
-        response, error = f"{one.response_return:+.3f}", f" ± {1.96 * one.stderr:.3f}"
+        response = f"{one.response_return:+.3f}"
+        error = f" ± {1.96 * one.stderr:.3f}"
         row = (response + error, mixture, gain) if one.gain is None else (response, mixture, gain + error)
         table.add_row(one.player, *row)
     return table
@@ -284,5 +288,6 @@ def describe_lower_bound(exploits: list[ExploitResult]) -> str:
     bound = nash_conv_lower_bound(exploits)
     if bound is None:
         return ""
-    gain, percent = sum(one.seats * (one.gain or 0.0) for one in exploits), f"{100 * CONFIDENCE:.0f} %"
+    gain = sum(one.seats * (one.gain or 0.0) for one in exploits)
+    percent = f"{100 * CONFIDENCE:.0f} %"
     return f"NashConv is at least {bound:.3f} (at {percent} confidence; the responses gain {gain:+.3f} in all)"

@@ -178,7 +178,8 @@ def best_responses(record: PopulationRecord) -> tuple[list[str], list[tuple[int,
         names = table.members[one]
         earned = np.where(np.eye(len(names), dtype=bool), np.nan, second)
         return names, _best(earned, 0, 0)
-    mine, theirs = table.members[one], table.members[other]
+    mine = table.members[one]
+    theirs = table.members[other]
     pairs = [*_best(second, 0, len(mine)), *[(len(mine) + j, i) for j, i in _best(first.T, 0, 0)]]
     return [*mine, *theirs], pairs
 

@@ -62,7 +62,8 @@ def run_charts(logs: RunLogs) -> Iterator[Chart]:
 
 
 def _success(logs: RunLogs) -> Chart:
-    raw, evals = logs.series(logs.team, "success"), []
+    raw = logs.series(logs.team, "success")
+    evals = []
     for name, lines in logs.evals.items():
         known = [line for line in lines if "success" in line]
         spans = [success_bounds(line) for line in known]
@@ -102,7 +103,8 @@ def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> 
 
 def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:
     """Returns the curve of `key` with an interval, of which the lines have `half` the width."""
-    series, half = logs.series(lines, key), logs.series(lines, "half").y
+    series = logs.series(lines, key)
+    half = logs.series(lines, "half").y
     return ChartCurve(name, series, np.stack([series.y - half, series.y + half], 1), has_markers=True)
 
 

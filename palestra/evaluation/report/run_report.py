@@ -34,7 +34,8 @@ def summary_table(path: str | Path) -> Table:
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for key, lines in logs.evals.items():
-        last, name = lines[-1], eval_label(logs.config, key)
+        last = lines[-1]
+        name = eval_label(logs.config, key)
         n = f"{last.get('instances', last['episodes']):.0f}"
         if "success" in last:
             table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
@@ -78,15 +79,14 @@ def explain_no_update(path: Path) -> str:
     lines = [line for policy_lines in logs.policies.values() for line in policy_lines if "updates" in line]
     if not lines or any(line["updates"] for line in lines):
         return ""
-    flat, success = mean_of(lines, "zero_std_fraction") or 0.0, mean_of(logs.team, "success") or 0.0
+    flat = mean_of(lines, "zero_std_fraction") or 0.0
+    success = mean_of(logs.team, "success") or 0.0
     why = "the episodes hold nothing that the algorithm learns from"
     fix = "let the env pay more, imitate other answers (algorithm.imitate), or give other data"
     if flat > 0:
         why = f"in {flat:.0%} of the groups all answers earn the same, so that no advantage differs from 0"
         fix = "raise algorithm.group_size or the sampling temperature, or pay for part of the task in the env"
     if success >= 0.95:
-        why, fix = (
-            f"{why}, at a {training_success_label(logs.config)} of {success:.0%}",
-            "the task is solved already: make it harder",
-        )
+        why = f"{why}, at a {training_success_label(logs.config)} of {success:.0%}"
+        fix = "the task is solved already: make it harder"
     return f"no update was made in {len(logs.team)} steps: {why}. To change this, {fix}"

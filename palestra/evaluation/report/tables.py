@@ -52,7 +52,8 @@ def _own(seat: str, line: Line) -> str:
 
 def policy_table(logs: RunLogs) -> str:
     """Returns a table of each policy's metrics at both ends of the run, as HTML, and which log lines are averaged."""
-    rows, windows = [], {}
+    rows = []
+    windows = {}
     for name, lines in logs.policies.items():
         first, last, windows[name] = end_windows(lines)
         for key in dict.fromkeys(key for line in lines for key in line):

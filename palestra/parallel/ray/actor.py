@@ -40,7 +40,9 @@ class RayActorHandle:
     """Handle of the object that `make` builds, in an actor with these resources. `what` names it in error messages."""
 
     def __init__(self, make: Callable[[], Any], needs: ActorResources, what: str) -> None:
-        self._make, self._needs, self._what = put_factory(make), needs, what
+        self._make = put_factory(make)
+        self._needs = needs
+        self._what = what
         self._actor: Any = None
 
     def start(self) -> None:

@@ -37,7 +37,9 @@ from palestra.parallel.worker_stats import worker_stats
 
 WORKER_KIND = "Ray worker"
 END_TIMEOUT_S = 1.0  # seconds that actors have to remove their files
-MAX_HELD, MAX_HELD_BYTES = 512, 4 * 2**30  # most recently used folders that an actor keeps
+# most recently used folders that an actor keeps
+MAX_HELD = 512
+MAX_HELD_BYTES = 4 * 2**30
 MIN_STORED_BYTES = 128 * 1024  # outputs from which Ray keeps a returned object in the store, not in the driver's memory
 
 traffic: Counter[str] = Counter()  # `puts` of folders into the object store, `put_bytes`, `returned_bytes`
@@ -83,7 +85,8 @@ class _RayWorkerHandle:
         for each in packages:
             self.held[each.content] = each.num_bytes
             self.held.move_to_end(each.content)
-        needed, total = len({each.content for each in packages}), sum(self.held.values())
+        needed = len({each.content for each in packages})
+        total = sum(self.held.values())
         while len(self.held) > needed and (len(self.held) > MAX_HELD or total > MAX_HELD_BYTES):
             content, size = self.held.popitem(last=False)
             self.unused.append(content)
@@ -263,7 +266,8 @@ class RayBackend:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         worker = self._busy.pop(ref)
         try:
-            answer, files = ray.get(ref), {} if worker.output is None else ray.get(worker.output)
+            answer = ray.get(ref)
+            files = {} if worker.output is None else ray.get(worker.output)
         except RayTaskError as error:
             answer = describe_error(error)
         except RayError as error:

@@ -112,7 +112,9 @@ class PopulationRecorder(PlanCallback):
     task."""
 
     def __init__(self, plan: AnyPlan, run: Run, callback: PlanCallback) -> None:
-        self.plan, self.run, self.callback = plan, run, callback
+        self.plan = plan
+        self.run = run
+        self.callback = callback
         self._lines: list[str] = []  # lines of population.json, one for each member; members do not change
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
@@ -183,7 +185,9 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
     options = validate_env_options(cls, {name: value for name, value in env.items() if name != "type"})
     if issubclass(cls, VectorEnv):
         made = cls(**(options | {"num_envs": 1}))
-        seats, rules, notes = made.seats, rules_of_env(env) is not None, seed_notes(made)
+        seats = made.seats
+        rules = rules_of_env(env) is not None
+        notes = seed_notes(made)
         made.close()
         return seats, rules, notes
     game = cls(**options)
@@ -191,7 +195,8 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
 
 
 def _check(config: PopulationConfig, rules: bool) -> None:
-    env, oracle = config.env.get("type"), config.oracle
+    env = config.env.get("type")
+    oracle = config.oracle
     vectorised = not config.env.get("at") and issubclass(load_env_class(str(env)), VectorEnv)
     if vectorised == config.trains_language_agents:
         fitting = "net or exact" if vectorised else "language"

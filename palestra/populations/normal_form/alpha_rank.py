@@ -15,7 +15,9 @@ from palestra.populations.normal_form.payoff_tensors import PayoffTensors
 
 MAX_PROFILES = 6000  # the chain's matrix has MAX_PROFILES^2 entries, 288 MB
 MIN_FIXATION = 1e-100  # lower bound of fixation probabilities: keeps the chain irreducible under very strong selection
-RTOL, ATOL = 1e-5, 1e-8  # tolerances at which a sweep counts as converged, as in OpenSpiel
+# tolerances at which a sweep counts as converged, as in OpenSpiel
+RTOL = 1e-5
+ATOL = 1e-8
 BLOCK_SIZE = 64
 
 
@@ -48,7 +50,9 @@ def alpha_rank(
 def _moves(payoffs: PayoffTensors) -> Deviations:
     shape = payoffs[0].shape
     numbers = np.arange(payoffs[0].size).reshape(shape)
-    starts, ends, gains = [], [], []
+    starts = []
+    ends = []
+    gains = []
     for player, table in enumerate(payoffs):
         here, worth = (np.moveaxis(array, player, -1).reshape(-1, shape[player]) for array in (numbers, table))
         one, other = np.nonzero(~np.eye(shape[player], dtype=bool))
@@ -80,7 +84,8 @@ def _limit(moves: Deviations, chances: Iterable[np.ndarray]) -> np.ndarray:
     tolerance, or else of the last chain."""
     share = np.zeros(0)
     for chance_E in chances:
-        before, chain = share, np.zeros((moves.num_profiles, moves.num_profiles))
+        before = share
+        chain = np.zeros((moves.num_profiles, moves.num_profiles))
         chain[moves.start_E, moves.end_E] = chance_E / moves.num_per_profile
         share = stationary_distribution(chain)
         if before.size and np.allclose(share, before, RTOL, ATOL):

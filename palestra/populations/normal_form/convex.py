@@ -93,19 +93,22 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
     optimised again, until the gap (Frank & Wolfe, 1956) is at most `FRANK_WOLFE_GAP`.
     """
     uniform = np.full(rows.shape[1], 1 / rows.shape[1])
-    exact_rows, rows = rows, np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
+    exact_rows = rows
+    rows = np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
     starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
     points = np.stack([nearest_distribution(rows, start) for start in starts], 1)
     weights = np.full(len(starts), 1 / len(starts))
     inside = points @ weights
     for _ in range(MAX_CORNERS):
         weights = _optimal_weights(points, weights, objective)
-        points, weights = points[:, weights > 0], weights[weights > 0]
+        points = points[:, weights > 0]
+        weights = weights[weights > 0]
         share = points @ weights
         corner = cheapest_distribution(rows, _slope(share, objective))
         if corner is None or _gain(share, corner, objective) <= FRANK_WOLFE_GAP:
             break
-        points, weights = np.c_[points, corner], np.r_[weights, 0.0]
+        points = np.c_[points, corner]
+        weights = np.r_[weights, 0.0]
     return _moved_inside(exact_rows, share / share.sum(), inside)
 
 
@@ -115,7 +118,9 @@ def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np
 
     Between near ties HiGHS returns corners that violate a row by a little more than its tolerance.
     """
-    far, near, most = rows @ share, rows @ inside, 0.9 * CONSTRAINT_TOLERANCE
+    far = rows @ share
+    near = rows @ inside
+    most = 0.9 * CONSTRAINT_TOLERANCE
     beyond = (far > CONSTRAINT_TOLERANCE) & (near < most)
     if not beyond.any():
         return share
@@ -142,10 +147,12 @@ def _optimal_weights(points: np.ndarray, weights: np.ndarray, objective: Objecti
 def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.ndarray:
     """Returns the weights [K] whose mean is most random under the quadratic model at `share`, which is exact for Gini
     impurity; empty if the solver does not converge."""
-    bend, aim = np.ones_like(share), np.zeros_like(share)
+    bend = np.ones_like(share)
+    aim = np.zeros_like(share)
     if objective == "entropy":
         positive = np.maximum(share, 1e-12)
-        bend, aim = 1 / positive, positive * (1 - np.log(positive) + _lack(share, objective))
+        bend = 1 / positive
+        aim = positive * (1 - np.log(positive) + _lack(share, objective))
     heavy = 1e3 * np.sqrt(bend.max())
     try:
         weights, _ = nnls(
@@ -162,10 +169,13 @@ def _better(points: np.ndarray, weights: np.ndarray, toward: np.ndarray, objecti
     that gains nothing."""
     if not len(toward):
         return weights
-    here, target = points @ weights, points @ toward
-    low, high = 0.0, 1.0
+    here = points @ weights
+    target = points @ toward
+    low = 0.0
+    high = 1.0
     for _ in range(40):
-        a, b = high - 0.618034 * (high - low), low + 0.618034 * (high - low)
+        a = high - 0.618034 * (high - low)
+        b = low + 0.618034 * (high - low)
         if _lack(here + a * (target - here), objective) <= _lack(here + b * (target - here), objective):
             high = b
         else:
@@ -222,7 +232,8 @@ def _solve_dual(rows: np.ndarray, strictness: np.ndarray, objective: Objective) 
 
     Multipliers at 0 whose gradient points below 0 are held fixed (Bertsekas, 1982, eq. 32 to 37).
     """
-    here, damping = _DualPoint.at(np.zeros(len(rows)), rows, strictness, objective), 1e-12
+    here = _DualPoint.at(np.zeros(len(rows)), rows, strictness, objective)
+    damping = 1e-12
     for _ in range(MAX_NEWTON_STEPS):
         if here.error <= NEWTON_TOLERANCE:
             break
@@ -234,7 +245,8 @@ def _solve_dual(rows: np.ndarray, strictness: np.ndarray, objective: Objective) 
             break
         candidate = _DualPoint.at(np.maximum(here.prices + step, 0), rows, strictness, objective)
         if here.worse_than(candidate):
-            here, damping = candidate, max(damping / 100, 1e-12)
+            here = candidate
+            damping = max(damping / 100, 1e-12)
         else:
             damping *= 10
     total = here.share.sum()

@@ -25,7 +25,9 @@ from palestra.populations.normal_form.payoff_tensors import (
 
 GAIN_TOLERANCE = 1e-7  # largest gain by leaving a Nash equilibrium, relative to the spread of the player's payoffs
 CONSTANT_SUM_TOLERANCE = 1e-6  # largest variation of the sum of payoffs, relative to the smaller spread
-MAX_UNIT_RATIO, MIN_UNIT = 100.0, 1.0  # see `gain_units`; the latter in units of return
+# see `gain_units`; the latter in units of return
+MAX_UNIT_RATIO = 100.0
+MIN_UNIT = 1.0
 ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to a player's largest
 MAX_BYTES = 10**9  # largest size of the constraint matrices of a correlated equilibrium
 
@@ -47,7 +49,8 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
     total = payoffs[0] + payoffs[1]
     sizes = [float(np.abs(table).max()) for table in payoffs]
     spreads = np.array([np.ptp(table) for table in payoffs])
-    unequal, rounding = float(np.ptp(total)), ROUNDING * max(sizes)
+    unequal = float(np.ptp(total))
+    rounding = ROUNDING * max(sizes)
     if unequal > CONSTANT_SUM_TOLERANCE * spreads.min() + rounding:
         raise ValueError(
             f"nash is for payoffs that add up to a constant; these add up to {total.min():.8g} to {total.max():.8g}: "
@@ -167,7 +170,8 @@ def _num_bytes(solver: CorrelatedSolver, shape: Sequence[int]) -> int:
 def _check_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> None:
     """Raises ValueError unless the solver's matrices for a table of `shape` fit into `MAX_BYTES`."""
     if not fits_memory(solver, shape):
-        members, rows = " x ".join(map(str, shape)), sum(constraint_counts(solver, shape))
+        members = " x ".join(map(str, shape))
+        rows = sum(constraint_counts(solver, shape))
         fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or use cce" if solver == "ce" else "")
         raise ValueError(
             f"solver {solver} on a table of {members} members has {rows} constraints and needs "

@@ -15,7 +15,9 @@ from palestra.populations.normal_form.payoff_tensors import PayoffTensors, membe
 
 Strategies = list[np.ndarray]
 
-DEFAULT_DT, SMALL_STEP = 1e-3, 0.05  # default Euler step; its largest relative change of a probability
+# default Euler step; its largest relative change of a probability
+DEFAULT_DT = 1e-3
+SMALL_STEP = 0.05
 ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to the largest payoff
 INITIAL_REGRET = 1e-6  # initial regret of every member, as in OpenSpiel, so that the first round is uniform
 
@@ -31,7 +33,8 @@ def fictitious_play(payoffs: PayoffTensors, *, iterations: int = 10_000) -> Stra
 
     Players respond simultaneously, at first to uniform play; of equal responses, the oldest member is chosen.
     """
-    fronts, averages = own_axis_first(payoffs), uniform_strategies(payoffs)
+    fronts = own_axis_first(payoffs)
+    averages = uniform_strategies(payoffs)
     counts = [np.zeros_like(average) for average in averages]
     for rounds in range(1, iterations + 1):
         for count, value in zip(counts, member_returns(fronts, averages), strict=True):
@@ -115,7 +118,8 @@ def _average(
     payoffs: PayoffTensors, step: Callable[[Strategies, Strategies], Strategies], iterations: int
 ) -> Strategies:
     """Returns the average over uniform play and the rounds that follow."""
-    fronts, strategies = own_axis_first(payoffs), uniform_strategies(payoffs)
+    fronts = own_axis_first(payoffs)
+    strategies = uniform_strategies(payoffs)
     totals = [strategy.copy() for strategy in strategies]
     for _ in range(iterations):
         strategies = step(strategies, member_returns(fronts, strategies))

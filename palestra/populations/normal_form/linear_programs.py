@@ -52,7 +52,8 @@ def column_units(rows: np.ndarray) -> np.ndarray:
 def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
     """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
     numerically."""
-    units, slack = column_units(rows), np.full(len(rows), LP_SLACK)
+    units = column_units(rows)
+    slack = np.full(len(rows), LP_SLACK)
     sums = {"A_eq": units[None], "b_eq": [1.0]}
     try:
         return _distribution(
@@ -65,7 +66,9 @@ def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | No
 def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`. Raises ValueError if
     there is none."""
-    count, eye, units = len(share), np.eye(len(share)), column_units(rows)
+    count = len(share)
+    eye = np.eye(len(share))
+    units = column_units(rows)
     x = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
         A_ub=np.hstack([rows * units, np.zeros((len(rows), 2 * count))]),
@@ -82,7 +85,8 @@ def _refine_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints that is nearest to `share`, which almost meets them. It is a
     step of iterative refinement (Gleixner et al., 2016): a linear program for the correction, scaled up so that HiGHS's
     tolerance is finer."""
-    count, units = len(share), column_units(rows)
+    count = len(share)
+    units = column_units(rows)
     change = linear_program(  # how much each entry rises, then how much each falls
         np.r_[units, units],
         A_ub=np.hstack([rows * units, -rows * units]),

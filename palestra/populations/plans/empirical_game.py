@@ -78,7 +78,9 @@ class MatchQueue:
     """
 
     def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
-        self.population, self.games_per_cell, self.cells_per_task = population, games, cells
+        self.population = population
+        self.games_per_cell = games
+        self.cells_per_task = cells
         self.empirical_game = EmpiricalGame(seats)
         self.num_games = 0
         self.open_tasks: set[str] = set()

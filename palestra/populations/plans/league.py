@@ -45,11 +45,14 @@ class League:
                 f"member to play against; this one has players {', '.join(population.players)} and {len(population)} "
                 "members"
             )
-        self.config, self.population, self.seed = config, population, seed
+        self.config = config
+        self.population = population
+        self.seed = seed
         self.seats = tuple(seats) or population.players * 2
         self.initial_member = next((member.name for member in population if member.weights), "")
         self.logic = LeagueLogic(config, list(self._learners()), population)
-        self.learners, self.win_rates = self.logic.learners, self.logic.win_rates
+        self.learners = self.logic.learners
+        self.win_rates = self.logic.win_rates
         self.games = self.env_steps = 0
         self._metrics: dict[str, Metrics] = {}
         self._counts: dict[str, Metrics] = {}  # by assessment: env steps and games when it was created
@@ -117,7 +120,8 @@ class League:
     def _draw_opponents(self, learner: LeagueLearner, weights: OpponentWeights, latest: Mapping[str, str]) -> Mix:
         """Returns the distribution of a slice's opponents, in which a learner is its member in `latest`. It has
         `opponents_per_slice` draws from `weights`, or if that is 0 all of `weights`."""
-        history, shares = self.logic.history(), np.append(weights.frozen, list(weights.current.values()))
+        history = self.logic.history()
+        shares = np.append(weights.frozen, list(weights.current.values()))
         if not shares.any():  # nothing but self-play
             return {self.logic.initial_members[0]: 1.0}
         shares /= shares.sum()
@@ -149,11 +153,13 @@ class League:
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns the tasks of its games against earlier members and of
         its assessment."""
-        before, name = self._rated_opponents(learner), learner.latest
+        before = self._rated_opponents(learner)
+        name = learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
         self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
         learner.frozen_copies.append(name)
-        learner.slices_since_freeze, learner.parent = 0, name
+        learner.slices_since_freeze = 0
+        learner.parent = name
         if self._begins_anew(learner):
             learner.start = learner.parent = self.initial_member
             learner.latest = ""
@@ -163,14 +169,16 @@ class League:
 
     def _rated_opponents(self, learner: LeagueLearner) -> list[str]:
         """Returns the earlier members that a new copy of the learner plays, oldest first."""
-        history, wanted = self.logic.history(), self.config.rated_opponents
+        history = self.logic.history()
+        wanted = self.config.rated_opponents
         if not wanted or wanted >= len(history):
             return history
         rng = np.random.default_rng(derive_seed(self.seed, "rated", learner.name, learner.slices))
         return [history[number] for number in sorted(rng.choice(len(history), wanted, replace=False))]
 
     def _assessment(self, learner: LeagueLearner) -> list[AssessTask]:
-        every, copies = self.config.nash_conv_every, len(learner.frozen_copies)
+        every = self.config.nash_conv_every
+        copies = len(learner.frozen_copies)
         if learner.role != "main" or not every or copies % every:
             return []
         newest = learner.frozen_copies[-1]

@@ -139,7 +139,8 @@ class LeagueLogic:
     """
 
     def __init__(self, config: LeagueConfig, learners: Sequence[LeagueLearner], population: Population) -> None:
-        self.config, self.population = config, population
+        self.config = config
+        self.population = population
         self.win_rates = WinRates(config.win_rate_decay)
         self.learners = {learner.name: learner for learner in learners}
         self._history: list[str] = []
@@ -157,7 +158,8 @@ class LeagueLogic:
     def opponent_weights(self, learner: LeagueLearner) -> OpponentWeights:
         """Returns the weights of `mixture`, with the members of the history as an array."""
         rules = {"main": self._main, "main_exploiter": self._main_exploiter, "league_exploiter": self._league_exploiter}
-        rates, explore = self.history_rates(learner), self.config.explore_share
+        rates = self.history_rates(learner)
+        explore = self.config.explore_share
         weights = OpponentWeights(np.zeros(len(rates)))
         weights.add(1 - explore, rules[learner.role](learner, rates))
         if learner.role != "main_exploiter":
@@ -167,7 +169,8 @@ class LeagueLogic:
         return weights
 
     def _main(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
-        config, mains = self.config, self.learners_of("main")
+        config = self.config
+        mains = self.learners_of("main")
         weights = OpponentWeights(config.pfsp_share * pfsp(rates, "squared"))
         exploiters = self._numbers(name for rival in self.learners_of("main_exploiter") for name in rival.frozen_copies)
         for other in mains:
@@ -189,7 +192,8 @@ class LeagueLogic:
         return None
 
     def _main_exploiter(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
-        mains, weights = self.learners_of("main"), OpponentWeights(np.zeros(len(rates)))
+        mains = self.learners_of("main")
+        weights = OpponentWeights(np.zeros(len(rates)))
         for main in mains:
             weights.add(1 / len(mains), self._current(learner, main, self.config.lost_win_rate, rates))
         return weights

@@ -113,7 +113,9 @@ class PBT:
                 f"an initial member, for example uniform; this one has players {', '.join(population.players)} and "
                 f"{len(population)} members"
             )
-        self.config, self.population, self.seed = config, population, seed
+        self.config = config
+        self.population = population
+        self.seed = seed
         self.win_rates = WinRates(config.win_rate_decay)
         names = [f"learner_{number}" for number in range(config.num_learners)]
         self.learners = {name: PBTLearner(name, self._sample_settings(self._rng(name, 0))) for name in names}
@@ -155,7 +157,8 @@ class PBT:
 
     def _slice(self, learner: PBTLearner) -> TrainTask:
         mix, self_play = self._mixture(learner)
-        copied_from, learner.copied_from = learner.copied_from, ""
+        copied_from = learner.copied_from
+        learner.copied_from = ""
         task = slice_task(
             self.config,
             self.population,
@@ -185,7 +188,8 @@ class PBT:
             if games := result.opponents.get(member):
                 self.win_rates.add(learner.name, name, games.games, games.points)
         learner.slices += 1
-        learner.latest, learner.has_trained = task.output_member, True
+        learner.latest = task.output_member
+        learner.has_trained = True
         if result.mean_return is not None:  # no game may have ended
             learner.score = result.mean_return
 
@@ -212,12 +216,10 @@ class PBT:
             self._take_over(learner, chosen, rng)
 
     def _take_over(self, learner: PBTLearner, best: PBTLearner, rng: np.random.Generator) -> None:
-        learner.latest, learner.score, learner.copied_from, learner.has_trained = (
-            best.latest,
-            best.score,
-            best.name,
-            False,
-        )
+        learner.latest = best.latest
+        learner.score = best.score
+        learner.copied_from = best.name
+        learner.has_trained = False
         learner.settings = {name: self._explore_setting(name, value, rng) for name, value in best.settings.items()}
         self.win_rates.remove(learner.name)
 

@@ -50,7 +50,8 @@ class PSRO:
 
     def __init__(self, config: PSROConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError if the config does not fit the seats, or a player has no member."""
-        self.config, self.population = config, population
+        self.config = config
+        self.population = population
         self.seats = tuple(seats) or population.players
         check_psro(config, population, self.seats)
         self.matches = MatchQueue(population, self.seats, config.games_per_cell, config.cells_per_task)
@@ -133,7 +134,8 @@ class PSRO:
         """
         if not self.config.is_correlated:
             return self.matches.add_member(response.to_member())
-        response.gain, response.digest = self._gain(response, result), result.policy_digest or response.name
+        response.gain = self._gain(response, result)
+        response.digest = result.policy_digest or response.name
         siblings = [
             each for each in self.responses if (each.iteration, each.player) == (response.iteration, response.player)
         ]
@@ -162,7 +164,8 @@ class PSRO:
         return newest_snapshots(self.responses, self.population.players)
 
     def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number, measured = task.iteration, result.nash_conv
+        number = task.iteration
+        measured = result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
         self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
@@ -221,7 +224,8 @@ class PSRO:
     def _end_if_answered(self, meta: MetaStrategy, gap: float) -> None:
         """With joint solvers, ends the run once every recommended member has a response, if the responses gained at
         most `stop_nash_conv` or added no member."""
-        before, players = self.meta_strategies[-1], self.population.players
+        before = self.meta_strategies[-1]
+        players = self.population.players
         if gap <= self.config.stop_nash_conv > 0:
             self.is_done |= not any(self._unanswered_members(before, player) for player in players)
         if meta.names == before.names:
@@ -230,7 +234,8 @@ class PSRO:
             self._answered = {player: set() for player in players}
 
     def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
-        every, last = self.config.nash_conv_every, number == self.config.iterations
+        every = self.config.nash_conv_every
+        last = number == self.config.iterations
         if not every or self.config.is_correlated or (number % every and not last):
             return []
         mixes = meta.all_marginals()
@@ -257,7 +262,9 @@ class PSRO:
     def _responses(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> Iterable[Response]:
         """Yields the responses that can start now: in the first iteration those of all pipeline levels, then one more
         level per iteration."""
-        done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._max_responses(meta)
+        done = len(self.meta_strategies) - 1
+        levels = self.config.pipeline_levels
+        room = self._max_responses(meta)
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
                 several = most_recommended(self._unanswered_members(meta, player), meta, player, room)
@@ -277,7 +284,8 @@ class PSRO:
         return [self._slice(response) for response in idle]
 
     def _slice(self, response: Response) -> TrainTask:
-        config, below = self.config, response.iteration - 1
+        config = self.config
+        below = response.iteration - 1
         settled = below < len(self.meta_strategies)
         last = settled and response.slices + 1 >= config.slices
         name = response.name if last else f"{response.name}~{response.slices + 1}"

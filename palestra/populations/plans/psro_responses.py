@@ -89,10 +89,12 @@ def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs:
     """Returns the gain of a response to `meta` with return `value` over its player's value, times the probability of
     the recommendation that it deviates from; 0 if negligible."""
     seat = meta.seats.index(response.player)
-    table, joint = payoffs[seat], meta.joint
+    table = payoffs[seat]
+    joint = meta.joint
     if response.recommended:
         place = [meta.names[seat].index(response.recommended)]
-        table, joint = table.take(place, axis=seat), joint.take(place, axis=seat)
+        table = table.take(place, axis=seat)
+        joint = joint.take(place, axis=seat)
     gain = float(joint.sum() * value - (joint * table).sum())
     return gain if gain > MIN_RELATIVE_GAIN * max(float(np.abs(table).max()), abs(value)) else 0.0
 
@@ -102,7 +104,8 @@ def gain_error(
 ) -> float | None:
     """Returns the standard error of `response_gain` for a learned response, from the spread of its returns and the
     standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
-    opponents, seat = list(result.opponents.values()), meta.seats.index(response.player)
+    opponents = list(result.opponents.values())
+    seat = meta.seats.index(response.player)
     games = sum(own.games for own in opponents)
     if games < 2:
         return None
@@ -110,10 +113,12 @@ def gain_error(
         sum(own.games * value for own, value in zip(opponents, values, strict=True)) / games
         for values in ([own.mean_return for own in opponents], [own.mean_squared_return for own in opponents])
     )
-    joint, error = meta.joint, stderr[seat]
+    joint = meta.joint
+    error = stderr[seat]
     if response.recommended:
         place = [meta.names[seat].index(response.recommended)]
-        joint, error = joint.take(place, axis=seat), error.take(place, axis=seat)
+        joint = joint.take(place, axis=seat)
+        error = error.take(place, axis=seat)
     played = games / (len(meta.seats) - 1)  # `games` counts each game once per opponent
     own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
     return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))

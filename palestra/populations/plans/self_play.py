@@ -91,7 +91,8 @@ class SelfPlay:
 
     def __init__(self, config: SelfPlayConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError if a player has no member, or if `self_play` is above 0 with several players."""
-        self.config, self.population = config, population
+        self.config = config
+        self.population = population
         self.seats = tuple(seats) or population.players
         if empty := [player for player in population.players if not population.names_of(player)]:
             raise ValueError(f'player "{empty[0]}" has no initial member: add one, for example uniform')
@@ -153,7 +154,8 @@ class SelfPlay:
     # ---- results
 
     def _record_training(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
-        player, before = task.player, self._round()
+        player = task.player
+        before = self._round()
         for member, games in result.opponents.items():
             self.win_rates.add(player, member, games.games, games.points)
         self.in_training.remove(player)
@@ -169,7 +171,8 @@ class SelfPlay:
 
     def _keep(self, task: TrainTask) -> list[PlayTask]:
         """Adds the frozen copy to the population; returns the tasks of its games."""
-        player, name = task.player, task.output_member
+        player = task.player
+        name = task.output_member
         info = {"iteration": self.slices_done[player]}
         member = Member(name, player, f"members/{name}", task.start, info)
         if self.config.games_per_cell:
@@ -178,7 +181,8 @@ class SelfPlay:
         return []
 
     def _assessment(self, number: int) -> list[AssessTask]:
-        every, last = self.config.nash_conv_every, number == self.config.slices
+        every = self.config.nash_conv_every
+        last = number == self.config.slices
         if not every or (number % every and not last):
             return []
         names = self._names(number)
@@ -189,7 +193,8 @@ class SelfPlay:
         return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
     def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number, measured = task.iteration, result.nash_conv
+        number = task.iteration
+        measured = result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
         self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
@@ -213,7 +218,8 @@ class SelfPlay:
 
     def _slice(self, player: Player) -> TrainTask:
         number = self.slices_done[player]
-        name, members = f"{player}-{number + 1}", self._names(number)[player]
+        name = f"{player}-{number + 1}"
+        members = self._names(number)[player]
         start = members[-1] if self.config.continues and self.population.names_with_files(members[-1:]) else None
         opponents = self._opponents(player)
         self.in_training.add(player)

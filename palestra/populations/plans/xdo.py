@@ -50,7 +50,8 @@ class XDO:
 
     def __init__(self, config: XDOConfig, population: Population, seats: Sequence[Player] = ()) -> None:
         """Raises ValueError unless there are two players with one seat each and an initial member."""
-        self.config, self.population = config, population
+        self.config = config
+        self.population = population
         self.players = population.players
         if len(self.players) != 2 or (seats and tuple(seats) != self.players):
             raise ValueError(
@@ -61,7 +62,9 @@ class XDO:
             raise ValueError("xdo needs an initial member: add one, for example uniform")
         self.solution = next(iter(population)).name
         self.responses: dict[Player, list[str]] = {player: [] for player in self.players}
-        self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
+        self.iteration = 0
+        self.env_steps = 0
+        self.num_allowed = 0
         self.nash_convs: dict[int, float] = {}
         self.is_done = False
         self._metrics: dict[str, Metrics] = {}
@@ -99,7 +102,8 @@ class XDO:
     # ---- results
 
     def _record_training(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
-        player, number = task.player, self.iteration + 1
+        player = task.player
+        number = self.iteration + 1
         self.responses[player].append(task.output_member)
         self.population.add(
             Member(task.output_member, player, f"members/{task.output_member}", None, {"iteration": number})
@@ -109,7 +113,8 @@ class XDO:
         return [self._solve(number)] if all(len(names) == number for names in self.responses.values()) else []
 
     def _record_solution(self, task: SolveTask, result: SolveResult) -> list[Task]:
-        self.iteration, self.solution = self.iteration + 1, task.output_member
+        self.iteration = self.iteration + 1
+        self.solution = task.output_member
         self.num_allowed = result.num_allowed_actions
         self.population.add(
             Member(task.output_member, "", f"members/{task.output_member}", None, {"iteration": self.iteration})
@@ -120,7 +125,8 @@ class XDO:
         return [*self._assessment(), *([] if self.is_done else self._responses())]
 
     def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:
-        number, measured = task.iteration, result.nash_conv
+        number = task.iteration
+        measured = result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
         self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
@@ -154,7 +160,8 @@ class XDO:
         )
 
     def _assessment(self) -> list[AssessTask]:
-        every, last = self.config.nash_conv_every, self.iteration == self.config.iterations
+        every = self.config.nash_conv_every
+        last = self.iteration == self.config.iterations
         if not every or (self.iteration % every and not last):
             return []
         strategies = {player: {self.solution: 1.0} for player in self.players}

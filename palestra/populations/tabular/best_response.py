@@ -51,7 +51,8 @@ def best_response_to_reach(
     best, value = best_actions(
         tree, sequence_values(tree, end_probs, player), player, tree.action_mask if action_mask is None else action_mask
     )
-    answer, rows = policy.copy(), tree.player_rows(player)
+    answer = policy.copy()
+    rows = tree.player_rows(player)
     answer[rows] = 0
     answer[np.arange(rows.start, rows.stop), best[rows]] = 1
     return answer, value
@@ -76,7 +77,8 @@ def best_actions(
 def best_response_values(tree: GameTree, policy: np.ndarray, *, action_mask: np.ndarray | None = None) -> np.ndarray:
     """Returns the expected return of each player, float64 [n], of a best response to the others' rows of `policy` [I,
     A]."""
-    plans, allowed = realization_plan(tree, policy), tree.action_mask if action_mask is None else action_mask
+    plans = realization_plan(tree, policy)
+    allowed = tree.action_mask if action_mask is None else action_mask
     return np.array(
         [
             best_actions(tree, sequence_values(tree, end_probabilities(tree, plans, player), player), player, allowed)[

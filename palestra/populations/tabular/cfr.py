@@ -23,7 +23,8 @@ class CFRSolver:
     """
 
     def __init__(self, tree: GameTree, *, plus: bool = False, action_mask: np.ndarray | None = None) -> None:
-        self.tree, self.is_plus = tree, plus
+        self.tree = tree
+        self.is_plus = plus
         self.action_mask = tree.action_mask if action_mask is None else action_mask
         self.iterations = 0
         self.regrets = np.zeros(tree.action_mask.shape)
@@ -48,7 +49,8 @@ class CFRSolver:
     def _update_player(self, player: int) -> None:
         """Updates one player's regrets against the current policies of the others, and its policy by regret
         matching."""
-        tree, rows = self.tree, self.tree.player_rows(player)
+        tree = self.tree
+        rows = self.tree.player_rows(player)
         regrets = self.regrets[rows]
         regrets += self._advantages(player)[rows]
         if self.is_plus:

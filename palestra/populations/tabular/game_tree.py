@@ -69,10 +69,12 @@ def build_game_tree(rules: Rules[Any], *, max_nodes: int = MAX_NODES) -> GameTre
 def _build_tree(rules: Rules[Any], traversal: GameTraversal) -> GameTree:
     """Renumbers the information states by player and depth, so that each level is a slice."""
     order = np.lexsort((traversal.depth, traversal.state_player))
-    owner, depth = traversal.state_player[order], traversal.depth[order]
+    owner = traversal.state_player[order]
+    depth = traversal.depth[order]
     anew = np.empty_like(order)
     anew[order] = np.arange(len(order))
-    n, width = rules.num_players, len(rules.action_names)
+    n = rules.num_players
+    width = len(rules.action_names)
     seen = traversal.info_state[order]
     return GameTree(
         name=rules.name,
@@ -157,7 +159,8 @@ def mixture_policy(tree: GameTree, policies: Sequence[np.ndarray], weights: Sequ
     of the policies.
     """
     shares = np.broadcast_to(np.asarray(weights, float), (tree.num_players, len(policies)))
-    mixed, rows = np.zeros(tree.num_sequences), np.zeros(tree.action_mask.shape)
+    mixed = np.zeros(tree.num_sequences)
+    rows = np.zeros(tree.action_mask.shape)
     for each, share in zip(policies, shares.T, strict=True):
         if share.any():
             per_row = share[tree.state_player][:, None]

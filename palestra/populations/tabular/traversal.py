@@ -63,7 +63,9 @@ def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
     """Enumerates all reachable states. Raises ValueError if there are more than `max_states`."""
     states = [rules.initial_state()]
     numbers = {states[0]: 0}
-    turns, returns, first = [], [], [0]
+    turns = []
+    returns = []
+    first = [0]
     child: list[int] = []
     action: list[int] = []
     likely: list[float] = []
@@ -191,7 +193,8 @@ class _InfoStateNumbering:
     """Numbers information states (observation and own past), in order of discovery."""
 
     def __init__(self, n: int, width: int) -> None:
-        self.n, self.width = n, width
+        self.n = n
+        self.width = width
         self.numbers: dict[tuple[int, int], int] = {}
         self.owner: list[int] = []
         self.depth: list[int] = []
@@ -213,7 +216,8 @@ def _next(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering
     count = states.first_edge[level.state + 1] - states.first_edge[level.state]
     of = np.repeat(np.arange(len(count)), count)
     edge = np.arange(len(of)) + np.repeat(states.first_edge[level.state] - (np.cumsum(count) - count), count)
-    turn, last = states.current_player[level.state], level.last_sequences[of]
+    turn = states.current_player[level.state]
+    last = level.last_sequences[of]
     moved = turn[of] >= 0
     sequences = info_states.n + _information_states(states, level, info_states) * info_states.width
     last[moved, turn[of][moved]] = sequences[of][moved] + states.action[edge][moved]
@@ -223,8 +227,10 @@ def _next(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering
 
 def _information_states(states: GameStates, level: NodeLevel, info_states: _InfoStateNumbering) -> np.ndarray:
     """Returns the information state of each node, int64 [M]; 0 at chance nodes."""
-    turn, seen = states.current_player[level.state], states.info_state[level.state]
-    numbers, at = np.zeros(len(turn), np.int64), np.flatnonzero(turn >= 0)
+    turn = states.current_player[level.state]
+    seen = states.info_state[level.state]
+    numbers = np.zeros(len(turn), np.int64)
+    at = np.flatnonzero(turn >= 0)
     parent = level.last_sequences[at, turn[at]]
     keys = parent * len(states.info_state_tensors) + seen[at]
     _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)

@@ -54,7 +54,8 @@ class ExactWorker:
         tree = tree_of_env(env)
         if tree is None:
             raise ValueError(f"{no_rules_message(env)}, so exact responses cannot be computed: train networks")
-        self.exact, self.loader = ExactSolver(tree, players), MemberLoader(make_vector_env(dict(env), 1), tree)
+        self.exact = ExactSolver(tree, players)
+        self.loader = MemberLoader(make_vector_env(dict(env), 1), tree)
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         return self.exact.run_task(task, lambda name: self.loader.policy(name, members), out)
@@ -155,7 +156,8 @@ class ExactSolver:
 
     def _cell(self, members: MemberProfile, games: int, known: PolicyLookup) -> PayoffCell:
         """Returns a cell's expected result over all ends of the game, averaged over rotations of its members."""
-        n, returns = self.tree.num_players, self.tree.returns
+        n = self.tree.num_players
+        returns = self.tree.returns
         ahead = returns == returns.max(1, keepdims=True)
         alone = ahead.sum(1) == 1
         outcomes = np.column_stack([returns, ahead & alone[:, None], ~alone])  # [T, 2n + 1]
@@ -165,7 +167,9 @@ class ExactSolver:
             strategies = self._strategies(np.roll(members, turn).tolist(), known)
             means = end_probabilities(self.tree, realization_plan(self.tree, strategies)) @ outcomes
             facts += np.concatenate([np.roll(means[:n], -turn), np.roll(means[n:-1], -turn), means[-1:]]) / len(turns)
-        mean, wins, draws = facts[:n], facts[n:-1] * games, facts[-1] * games
+        mean = facts[:n]
+        wins = facts[n:-1] * games
+        draws = facts[-1] * games
         return PayoffCell(games, tuple(mean.tolist()), (0.0,) * n, tuple(wins.tolist()), float(draws), exact=True)
 
     def _strategies(self, names: Sequence[str], known: PolicyLookup) -> np.ndarray:

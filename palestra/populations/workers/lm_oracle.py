@@ -100,7 +100,8 @@ class LanguageWorker:
     """
 
     def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.episode_runner = make_episode_runner(config.env, "population")
         env = make_env(**config.env)
         self.env_seats: tuple[Seat, ...] = env.seats
@@ -174,11 +175,10 @@ class LanguageWorker:
         """Trains an adapter to answer with legal actions; identical in every worker of a run."""
         # imitation runs at progress 0 of the schedule, where a warm-up has rate 0
         changes = {"lr": self.config.imitation_lr or self.config.policy.lr, "warmup_ratio": 0.0}
-        learner, algorithm = self._new("words", self.config.policy.model_copy(update=changes)), SFT(imitate="all")
-        teacher, count = (
-            ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds)),
-            self.config.episodes * self.config.algorithm.group_size,
-        )
+        learner = self._new("words", self.config.policy.model_copy(update=changes))
+        algorithm = SFT(imitate="all")
+        teacher = ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds))
+        count = self.config.episodes * self.config.algorithm.group_size
         for step in range(self.config.imitation_steps):
             self.engines.clear_caches()
             taught = DemonstrationPolicy(learner.policy(), teacher)
@@ -202,7 +202,8 @@ class LanguageWorker:
 
     async def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
-        count, turns = task.games_per_cell, len(self.env_seats) if len(self.seats) == 1 else 1
+        count = task.games_per_cell
+        turns = len(self.env_seats) if len(self.seats) == 1 else 1
         self.engines.clear_caches()
         specs: list[EpisodeSpec] = []
         for number, names in enumerate(task.cells):
@@ -231,7 +232,10 @@ class LMSeatAssigner:
     def __init__(
         self, worker: LanguageWorker, task: TrainTask, members: Mapping[str, Path], learner: LanguageLearner
     ) -> None:
-        self.worker, self.task, self.members, self.learner = worker, task, members, learner
+        self.worker = worker
+        self.task = task
+        self.members = members
+        self.learner = learner
         self.own_seats = worker.seats[task.player]
         self.players = {seat: player for player, seats in worker.seats.items() for seat in seats}
         self.numbers: dict[str, int] = {}
@@ -240,7 +244,8 @@ class LMSeatAssigner:
 
     def assign(self, seed: int, number: int) -> EpisodeSpec:
         """Returns the spec of episode `number`, which determines the seat of the learner among its player's seats."""
-        rng, mine = random.Random(derive_seed(seed, "cast")), self.own_seats[number % len(self.own_seats)]
+        rng = random.Random(derive_seed(seed, "cast"))
+        mine = self.own_seats[number % len(self.own_seats)]
         alone = rng.random() >= self.task.self_play
         names = self._draw_opponents(rng, mine) if alone else {}
         seats: dict[Seat, Policy] = {}

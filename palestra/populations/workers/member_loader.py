@@ -74,7 +74,10 @@ class MemberLoader:
     def __init__(
         self, env: VectorEnv, tree: GameTree | None = None, *, greedy: bool = False, tables: bool = True
     ) -> None:
-        self.env, self.tree, self.greedy, self.tables = env, tree, greedy, tables and tree is not None
+        self.env = env
+        self.tree = tree
+        self.greedy = greedy
+        self.tables = tables and tree is not None
         self._members: OrderedDict[tuple[str, tuple[int, ...]], FrozenMember] = OrderedDict()
         self._policies: OrderedDict[str, np.ndarray] = OrderedDict()
         self._seen_by: dict[tuple[int, ...], tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -158,7 +161,8 @@ class MemberLoader:
 @torch.no_grad()
 def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
     """Returns the action probabilities, float64 [I, A], of a feed-forward network at every information state."""
-    observations, legal = torch.from_numpy(tree.info_state_tensors), torch.from_numpy(tree.action_mask)
+    observations = torch.from_numpy(tree.info_state_tensors)
+    legal = torch.from_numpy(tree.action_mask)
     if member.seat_mapping.seat_id:
         observations = torch.cat(
             [observations, torch.eye(tree.num_players)[torch.from_numpy(tree.state_player).long()]], -1

@@ -95,7 +95,9 @@ class OpponentStats:
     """Counts results of the learner at `seat` against the members at seats `opponent_seats`."""
 
     def __init__(self, seat: int, others: Sequence[int], names: Sequence[str]) -> None:
-        self.seat, self.opponent_seats, self.names = seat, list(others), names
+        self.seat = seat
+        self.opponent_seats = list(others)
+        self.names = names
         self.returns: list[np.ndarray] = []
         self.members: list[np.ndarray] = []
         self.metrics: list[Metrics] = []
@@ -109,8 +111,10 @@ class OpponentStats:
 
     def result(self, env_steps: int) -> TrainResult:
         """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
-        returns, members = np.concatenate(self.returns), np.concatenate(self.members)
-        ours, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
+        returns = np.concatenate(self.returns)
+        members = np.concatenate(self.members)
+        ours = returns[:, self.seat]
+        theirs = returns[:, self.opponent_seats]
         return TrainResult(
             env_steps=env_steps,
             mean_return=mean_return(ours),
@@ -138,7 +142,8 @@ def play_cells(
     and counted. Raises ValueError for a cell without a member for each seat, and RunFailed if a game does not end.
     """
     check_cells(cells, len(rollout.env.seats))
-    N, numbers = len(rollout.env.seats), {name: number for number, name in enumerate(members)}
+    N = len(rollout.env.seats)
+    numbers = {name: number for number, name in enumerate(members)}
     rotations = N if rotate_seats else 1
     turned = [(names, r) for names in cells for r in range(rotations)]
     lineups = np.array([[numbers[names[(seat + r) % N]] for seat in range(N)] for names, r in turned])
@@ -155,7 +160,8 @@ def _play_games(rollout: VectorRollout, mixture: Mixture, count: int, seed: int)
     """Plays `count` games; returns the line-up's index int64 [count] and the returns [count, N] of each game."""
     tags: list[np.ndarray] = []
     returns: list[np.ndarray] = []
-    chunk, left = 0, count
+    chunk = 0
+    left = count
     while left:
         batch = rollout.collect([mixture], STEPS_PER_SWEEP, derive_seed(seed, chunk))
         rollout.check_episodes_end()
@@ -204,7 +210,8 @@ class NetWorker:
     def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
         keep_freed_memory()
         torch.set_num_threads(1)
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         env = make_vector_env(config.env)
         self.seats = seats_by_player(players, len(env.seats))
         self.symmetric = len(self.seats) < len(env.seats)
@@ -249,7 +256,8 @@ class NetWorker:
         if task.start:
             NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
-        horizon, games = config.algorithm.rollout_length, self.training_rollout.env.num_envs
+        horizon = config.algorithm.rollout_length
+        games = self.training_rollout.env.num_envs
         env_steps = self.config.env_steps if task.env_steps is None else task.env_steps
         sweeps = math.ceil(env_steps / (horizon * games))
         self.training_rollout.restart(self._seeds(task))
@@ -320,16 +328,19 @@ class NetWorker:
 
     def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays the cells of a payoff table."""
-        table, seed = self._table(members), derive_seed(self.seed, task.name)
+        table = self._table(members)
+        seed = derive_seed(self.seed, task.name)
         keys = [[table.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
-        rollout, games = self.payoff_rollout, task.games_per_cell
+        rollout = self.payoff_rollout
+        games = task.games_per_cell
         return PlayResult(tuple(play_cells(rollout, table.members, keys, games, seed, rotate_seats=self.symmetric)))
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
     """Returns the oracle with some settings of the algorithm, or else of the policy, replaced. Raises ValueError for an
     unknown name."""
-    algorithm, policy = config.algorithm.model_dump(), config.policy.model_dump()
+    algorithm = config.algorithm.model_dump()
+    policy = config.policy.model_dump()
     for name, value in settings.items():
         owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)
         if owner is None:

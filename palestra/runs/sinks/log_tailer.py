@@ -32,7 +32,8 @@ class LogTailer:
     """Reads complete new lines of the logs of the run at `path`; `offsets` holds the byte offset in each log."""
 
     def __init__(self, path: Path, offsets: dict[str, int]) -> None:
-        self.path, self.offsets = path, {log: offsets.get(log, 0) for log in LOG_PREFIXES}
+        self.path = path
+        self.offsets = {log: offsets.get(log, 0) for log in LOG_PREFIXES}
 
     def new_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the name of the log and the parsed line for each new line, and advances `offsets`."""
@@ -71,7 +72,8 @@ class SinkCursor:
     """
 
     def __init__(self, run: Path, config: Any) -> None:
-        self.run, self.config = run, config
+        self.run = run
+        self.config = config
         self.folder = run / "sinks" / config.type
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = acquire_lock(self.folder / ".lock", f"the sink {config.type} of {run}")
@@ -81,7 +83,8 @@ class SinkCursor:
 
     def send(self) -> int:
         """Sends all new lines and returns their number. After an exception the same lines are sent again."""
-        before, count = dict(self.tailer.offsets), 0
+        before = dict(self.tailer.offsets)
+        count = 0
         try:
             for log, line in self.tailer.new_lines():
                 self.sink = self.sink or open_sink(self.config, self.run, self.folder)
@@ -111,7 +114,9 @@ class SinkThread(threading.Thread):
 
     def __init__(self, run: Path, config: Any, warn: Warn) -> None:
         super().__init__(name=f"sink-{config.type}", daemon=True)
-        self.path, self.config, self.warn = run, config, warn
+        self.path = run
+        self.config = config
+        self.warn = warn
         self.stop_event = threading.Event()
         self._warned = False
         self._failures = 0  # in a row
@@ -171,7 +176,8 @@ class follow_run:
         for follower in self.threads:
             follower.join(max(0.0, until - time.monotonic()))
             if follower.is_alive():
-                kind, path = follower.config.type, follower.path
+                kind = follower.config.type
+                path = follower.path
                 self.warn(f"the sink {kind} is slow: what it lacks is sent by palestra sync {path} --to {kind}")
 
 

@@ -42,7 +42,8 @@ class SystemCollector(Collector):
     """Reads a run's workers and processes at each scrape."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.log = run, MetricLog(run / "workers.jsonl", "worker")
+        self.run = run
+        self.log = MetricLog(run / "workers.jsonl", "worker")
 
     def describe(self) -> list[Metric]:
         """Returns no metric: registering must not read anything."""
@@ -97,11 +98,14 @@ class PrometheusSink:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers GET /metrics; an ASGI app."""
-        status, body = 404, b"metrics are at /metrics"
+        status = 404
+        body = b"metrics are at /metrics"
         if scope["path"] == "/metrics":
-            status, body = 405, b"metrics are read with GET"
+            status = 405
+            body = b"metrics are read with GET"
             if scope["method"] == "GET":  # off the event loop, since it reads logs and processes
-                status, body = 200, await asyncio.to_thread(generate_latest, self.registry)
+                status = 200
+                body = await asyncio.to_thread(generate_latest, self.registry)
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -75,7 +75,8 @@ class ApiKeys:
         assert self.path is not None
         changed = self.path.stat().st_mtime
         if changed != self._read_at:
-            self._owners, self._read_at = {hashed: name for name, hashed in read_keys(self.path)}, changed
+            self._owners = {hashed: name for name, hashed in read_keys(self.path)}
+            self._read_at = changed
         return self._owners
 
 

@@ -94,7 +94,8 @@ class MountPrefix:
     have it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self.app, self.prefix = app, prefix
+        self.app = app
+        self.prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app({**scope, "root_path": self.prefix}, receive, send)

@@ -94,7 +94,8 @@ class RequestQueue:
     def admit(self, owner: str, size: int) -> None:
         """Counts one more request of `size` bytes for the owner. Raises QueueFull if the number or total size
         exceeds the limits; a single request may have any size that a body may have."""
-        limits, waiting = self.context.limits, self.depth(owner)
+        limits = self.context.limits
+        waiting = self.depth(owner)
         more = QueueDepth(waiting.num_requests + 1, waiting.num_bytes + size)
         if more.num_requests > limits.queue or (waiting.num_requests and more.num_bytes > limits.queue_bytes):
             raise QueueFull(waiting)

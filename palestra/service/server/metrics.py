@@ -68,7 +68,8 @@ class _QueueCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the gauges."""
-        depth, since = self.store.queue_depth(), self.store.oldest_request()
+        depth = self.store.queue_depth()
+        since = self.store.oldest_request()
         age = 0.0 if since is None else max(0.0, time.time() - since)
         for name, text, value in (
             ("requests_waiting", "Training and sampling calls without an answer", depth.num_requests),
@@ -83,12 +84,15 @@ class MetricsMiddleware:
     """ASGI middleware that measures each request by the function that answered it."""
 
     def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
-        self.app, self.metrics = app, metrics
+        self.app = app
+        self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 500  # if an error leaves the request unanswered
+        # if an error leaves the request unanswered
+        start = time.perf_counter()
+        status = 500
 
         async def note_status(message: Message) -> None:
             nonlocal status

@@ -23,7 +23,8 @@ from palestra.engine.training.peft_format import PEFT_PREFIX, check_plain_lora
 from palestra.service.wire.schemas.requests import MAX_EXACT_INT, MAX_RANK
 from palestra.service.wire.schemas.wire_model import BadRequest
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 TAR_BLOCK_BYTES = tarfile.BLOCKSIZE
 CHUNK_BYTES = 2**20
 MAX_CONFIG_BYTES = 2**20  # bytes
@@ -41,7 +42,8 @@ def pack_archive(files: Iterable[Path]) -> Iterator[bytes]:
 def _tar(files: Iterable[Path]) -> Iterator[bytes]:
     for path in files:
         info = tarfile.TarInfo(path.name)
-        info.size, info.mtime = path.stat().st_size, int(path.stat().st_mtime)
+        info.size = path.stat().st_size
+        info.mtime = int(path.stat().st_mtime)
         yield info.tobuf()
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -90,7 +92,8 @@ class _Stream:
     """Decompressed content of a gzip file, limited to `left` bytes."""
 
     def __init__(self, archive: BinaryIO, left: int) -> None:
-        self._file, self.left = gzip.GzipFile(fileobj=archive, mode="rb"), left
+        self._file = gzip.GzipFile(fileobj=archive, mode="rb")
+        self.left = left
 
     def take(self, size: int) -> bytes:
         """Returns the next `size` bytes. Raises EOFError if there are fewer, and BadRequest (413) beyond the limit."""
@@ -115,7 +118,8 @@ def check_adapter(folder: Path, shapes: dict[str, tuple[int, int]]) -> tuple[int
     """Returns rank, alpha and linear layers of the adapter in `folder`. `shapes` are those of the base's layers, [out,
     in] by name. Raises BadRequest if the adapter cannot be read or does not fit."""
     config = read_config(folder)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if (
         not isinstance(rank, int)
         or not 1 <= rank <= MAX_RANK

@@ -38,7 +38,9 @@ class Database:
     """
 
     def __init__(self, url: str, on_error: ErrorHandler = raise_error) -> None:
-        self.engine, self.on_error, self.had_outage = _engine(url), on_error, False
+        self.engine = _engine(url)
+        self.on_error = on_error
+        self.had_outage = False
         # SQLite has one writer at a time and blocked writers sleep with growing pauses: a lock is faster
         lite = self.engine.dialect.name == "sqlite"
         self._turn: AbstractContextManager[Any] = threading.Lock() if lite else contextlib.nullcontext()

@@ -45,7 +45,8 @@ class Outbox:
         if not self.answers and not self.updates:
             return False
         self.store.write_answers(self.answers, self.updates)
-        self.answers, self.updates = [], []
+        self.answers = []
+        self.updates = []
         return True
 
 

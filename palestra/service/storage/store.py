@@ -295,7 +295,8 @@ def _next_finished() -> sql.ColumnElement[float]:
     """Returns the present time, or a little more than the latest answer's, if that is later: another writer may have
     committed since, or have a clock that is ahead. Pollers ask for answers after the latest that they know, and an
     earlier one would never reach them."""
-    others, now = requests.alias(), time.time()
+    others = requests.alias()
+    now = time.time()
     latest = sql.select(sql.func.coalesce(sql.func.max(others.c.finished), 0.0)).scalar_subquery()
     return sql.case((latest + ANSWER_STEP_S > now, latest + ANSWER_STEP_S), else_=now)
 

@@ -50,7 +50,8 @@ class WakeupSocket:
         if self.peer_gone:
             await asyncio.sleep(seconds)
             return
-        loop, ringing = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ringing = asyncio.Event()
         loop.add_reader(self.sock, ringing.set)
         try:
             async with asyncio.timeout(seconds):

@@ -101,7 +101,9 @@ class WeightStore:
     def sweep(self, referenced: Iterable[str]) -> int:
         """Deletes folders that are not in `referenced`, and partial ones left by a crash, if older than
         `MIN_SWEEP_AGE_S` seconds. Returns their number."""
-        kept, now, swept = set(referenced), time.time(), 0
+        kept = set(referenced)
+        now = time.time()
+        swept = 0
         for folder in self.root.iterdir():
             if folder.name not in kept and now - folder.stat().st_mtime > MIN_SWEEP_AGE_S:
                 doomed = folder.rename(folder.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"))

@@ -89,7 +89,8 @@ def check_reverse_kl(
 
 
 def _lesson(place: str, datum: ReverseKLDatum, vocab: int, max_length: int) -> DistillExampleJob:
-    answer, weights = codec.decode_array(datum.target_tokens), codec.decode_array(datum.weights)
+    answer = codec.decode_array(datum.target_tokens)
+    weights = codec.decode_array(datum.weights)
     if answer.ndim != 1 or answer.dtype.kind != "i" or not answer.size:
         raise BadRequest(f"{place}.target_tokens must be the ids of an answer: int64, one dimension, at least one")
     if weights.shape != answer.shape or not np.isfinite(weights).all():
@@ -180,7 +181,8 @@ def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
 def _fitted(place: str, datum: Datum, name: str) -> np.ndarray:
     """Returns one input in the targets' shape, broadcast where `BROADCAST_INPUTS` allows it. Raises BadRequest if it
     does not fit or is not finite."""
-    array, shape = datum.inputs[name], datum.targets.shape
+    array = datum.inputs[name]
+    shape = datum.targets.shape
     wrong = np.flatnonzero(~np.isfinite(array))
     if len(wrong):
         raise BadRequest(f"{place} is {array.flat[wrong[0]]} at index {wrong[0]}. Send finite numbers.")

@@ -28,8 +28,10 @@ class CheckpointOps:
     """Moves weights between the models in memory and the weight store; results go to the outbox."""
 
     def __init__(self, live_models: LiveModels, outbox: Outbox) -> None:
-        self.live_models, self.outbox = live_models, outbox
-        self.store, self.weight_store = live_models.store, live_models.weight_store
+        self.live_models = live_models
+        self.outbox = outbox
+        self.store = live_models.store
+        self.weight_store = live_models.weight_store
 
     def save(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Saves a model's weights as a checkpoint or for a sampler. Raises ValueError if the path exists and may not be
@@ -65,7 +67,8 @@ class CheckpointOps:
         job = InterpolateJob.model_validate_json(row.body)
         source = self.store.get(checkpoints, job.source_paths[0])
         assert source is not None
-        base, path = self.live_models.base(source.base), TinkerPath.parse(job.path)
+        base = self.live_models.base(source.base)
+        path = TinkerPath.parse(job.path)
         adapters = [load_adapter(self.weight_store.read(folder), base.engine) for folder in job.folders]
         mixed = weighted_sum(adapters, job.coefficients, base.engine.linear_layers)
         folder, size = self.weight_store.write(partial(save_adapter, adapter=mixed, base=base.name))

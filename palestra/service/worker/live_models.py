@@ -90,7 +90,9 @@ class LiveModel:
     def pop(self) -> tuple[int, sql.Row]:
         """Removes and returns the first queued request with its sequence number."""
         seq, _, row = heapq.heappop(self.queue)
-        self.next_seq, self.waiting_since, self.last_used = max(self.next_seq, seq + 1), None, time.time()
+        self.next_seq = max(self.next_seq, seq + 1)
+        self.waiting_since = None
+        self.last_used = time.time()
         return seq, row
 
 
@@ -98,7 +100,10 @@ class LiveModels:
     """Live models by id, and snapshots by their folder in the weight store."""
 
     def __init__(self, store: Store, weight_store: WeightStore, bases: dict[str, LoadedBase], *, max_live: int) -> None:
-        self.store, self.weight_store, self.bases, self.max_live = store, weight_store, bases, max_live
+        self.store = store
+        self.weight_store = weight_store
+        self.bases = bases
+        self.max_live = max_live
         self.live: OrderedDict[str, LiveModel] = OrderedDict()
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
 
@@ -146,7 +151,8 @@ class LiveModels:
     def load(self, live_model: LiveModel, folder: str, *, optimizer: bool) -> None:
         """Loads weights from the weight store, with the optimizer state if `optimizer` is true and a new optimizer
         otherwise. Raises ValueError if the shape differs, and then leaves the model unchanged."""
-        path, old = self.weight_store.read(folder), live_model.trainer
+        path = self.weight_store.read(folder)
+        old = live_model.trainer
         assert old.adapter is not None
         trainer = AdapterWeights(old.engine, Adapter(old.engine.linear_layers, old.adapter.config, seed=0))
         assert trainer.adapter is not None
@@ -155,7 +161,8 @@ class LiveModels:
         else:
             trainer.adapter.copy_from(load_adapter(path, trainer.engine))
         live_model.has_gradients = load_gradients(path, trainer)
-        live_model.trainer, live_model.lost_reason = trainer, None
+        live_model.trainer = trainer
+        live_model.lost_reason = None
 
     def evict(self, live_model: LiveModel) -> RowUpdate | None:
         """Saves a model and removes it from memory. Returns the row update to store, if any."""
@@ -181,7 +188,8 @@ class LiveModels:
     def evictable(self, idle: float) -> list[LiveModel]:
         """Returns the models to remove from memory: those unused for `idle` seconds, and the least recently used beyond
         `max_live`. Models with queued or running requests are excluded."""
-        now, spare = time.time(), len(self.live) - self.max_live
+        now = time.time()
+        spare = len(self.live) - self.max_live
         resting = ((i, t) for i, t in enumerate(self) if not t.queue and not t.num_training)
         return [t for i, t in resting if i < spare or now - t.last_used > idle]
 

@@ -25,7 +25,8 @@ def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction
     metrics."""
 
     def loss(predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
-        inputs, entropy = predicted.inputs, float(options.get("entropy", 0.0))
+        inputs = predicted.inputs
+        entropy = float(options.get("entropy", 0.0))
         scored = LossInputs(
             logp_M=predicted.logp_M,
             entropy_M=_entropies(predicted) if entropy else torch.zeros_like(predicted.logp_M),

@@ -38,7 +38,8 @@ class SampleScheduler:
     """
 
     def __init__(self, live_models: LiveModels, outbox: Outbox) -> None:
-        self.live_models, self.outbox = live_models, outbox
+        self.live_models = live_models
+        self.outbox = outbox
         self._questions: FairQueue[PendingSample] = FairQueue()
 
     @property
@@ -59,7 +60,8 @@ class SampleScheduler:
     def submit(self, row: sql.Row) -> None:
         """Submits a queued request to the sampler. Raises ValueError if its base or weights are not available."""
         job = SampleJob.model_validate_json(row.body)
-        base, ids = self.live_models.base(job.base), np.array(job.tokens, np.int32)
+        base = self.live_models.base(job.base)
+        ids = np.array(job.tokens, np.int32)
         adapter = self.live_models.snapshot(base, job.folder)
         request = Request(
             ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample, client=row.owner

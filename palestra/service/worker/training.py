@@ -49,8 +49,11 @@ class TrainScheduler:
         parse_job: Callable[[LiveModel, sql.Row], Job | None],
         on_outcome: Callable[[TrainRequest, JobResult | Exception], None],
     ) -> None:
-        self.live_models, self.pack_tokens, self.gap_timeout_s = live_models, pack_tokens, gap_timeout_s
-        self.parse_job, self.on_outcome = parse_job, on_outcome
+        self.live_models = live_models
+        self.pack_tokens = pack_tokens
+        self.gap_timeout_s = gap_timeout_s
+        self.parse_job = parse_job
+        self.on_outcome = on_outcome
         self.shares = WorkCounters()
         self._short: dict[str, TrainRequest] = {}  # by owner: the request that is read and not started
         self._long: dict[str, Generator[None, None, None]] = {}  # by owner: the running request, over several steps
@@ -94,7 +97,8 @@ class TrainScheduler:
             _exhaust(passes)
         for work in self._short.values():
             _exhaust(self._run([work]))
-        self._long, self._short = {}, {}
+        self._long = {}
+        self._short = {}
 
     def _turns(self) -> Iterator[str]:
         """Yields owners in scheduling order, the least served first. Each has either a running long request (yielded

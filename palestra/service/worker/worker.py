@@ -89,7 +89,9 @@ class Worker:
     """Runs requests until the front-end process exits, or asks over the wake-up socket to end."""
 
     def __init__(self, settings: WorkerSettings, store: Store, wakeup: WakeupSocket) -> None:
-        self.settings, self.store, self.wakeup = settings, store, wakeup
+        self.settings = settings
+        self.store = store
+        self.wakeup = wakeup
         self.weight_store = WeightStore(settings.data / "weights")
         self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
         self.live_models = LiveModels(store, self.weight_store, self.bases, max_live=settings.resident)
@@ -147,7 +149,8 @@ class Worker:
         """Samples a token for every active row, and further tokens for up to `seconds`: a training micro-batch of many
         models takes as long as hundreds of tokens, and an answer would wait for one of them at each token. Returns
         False if there was nothing to do."""
-        until, moved = time.monotonic() + seconds, False
+        until = time.monotonic() + seconds
+        moved = False
         while self.sample_scheduler.advance():
             moved = True
             self.flush()
@@ -178,7 +181,8 @@ class Worker:
         Rollouts request many samples at once, and clients that sampled together train together. A batch that is
         complete at its start needs fewer passes than one that grows while it runs.
         """
-        rows, until = [], time.monotonic() + MAX_BURST_S
+        rows = []
+        until = time.monotonic() + MAX_BURST_S
         while time.monotonic() < until:
             time.sleep(BURST_GAP_S)
             more = self.store.take_queued()
@@ -201,7 +205,8 @@ class Worker:
     def _rest(self, moved: bool) -> None:
         """Releases unused memory to the operating system after `MEMORY_RELEASE_DELAY_S` seconds without work."""
         if moved:
-            self._moved, self._rested = time.monotonic(), False
+            self._moved = time.monotonic()
+            self._rested = False
         elif not self._rested and time.monotonic() - self._moved > MEMORY_RELEASE_DELAY_S:
             self.sample_scheduler.release_memory()
             release_freed_memory()
@@ -322,7 +327,8 @@ class Worker:
     def _sweep(self) -> None:
         """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
         answers."""
-        self._swept, now = time.monotonic(), time.time()
+        self._swept = time.monotonic()
+        now = time.time()
         for live_model in self.live_models.evictable(self.settings.idle):
             self._keeping(partial(self._release, live_model))
         self.flush()

@@ -26,7 +26,8 @@ class DatabaseRetry:
     """
 
     def __init__(self, wakeup: WakeupSocket) -> None:
-        self.wakeup, self.failing_since = wakeup, 0.0
+        self.wakeup = wakeup
+        self.failing_since = 0.0
 
     def __call__(self, error: Exception, attempt: int) -> None:
         self.failing_since = self.failing_since if attempt else time.monotonic()

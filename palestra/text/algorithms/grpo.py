@@ -70,7 +70,8 @@ class GRPO(GRPOConfig):
         return [self._length_penalty] if self.overlong == "penalty" else []
 
     def _length_penalty(self, node: Node, seat: Seat) -> float:
-        answer, limit = node.answers.get(seat), self.max_completion_length
+        answer = node.answers.get(seat)
+        limit = self.max_completion_length
         if answer is None or limit is None:
             return 0.0
         return overlong_penalty(len(answer.token_ids), limit, self.overlong_buffer or max(1, limit // 5))
@@ -160,7 +161,8 @@ class GRPO(GRPOConfig):
         if self.supervision == "outcome":
             return [[value] * len(nodes) for value, nodes in zip(advantages, group.nodes, strict=True)]
         estimate = process_advantages if self.supervision == "process" else turn_advantages
-        baseline, scale = cast("GroupBaseline", self.baseline), cast('Literal["std", "none"]', self.scale)
+        baseline = cast("GroupBaseline", self.baseline)
+        scale = cast('Literal["std", "none"]', self.scale)
         return estimate(group.turn_rewards, gamma=self.gamma, baseline=baseline, scale=scale)
 
     def _is_skipped(self, advantages: Sequence[Sequence[float]]) -> bool:

@@ -111,7 +111,8 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     def check_overlong_buffer(self) -> None:
         """Raises ValueError if the known token limit is shorter than `overlong_buffer`: the penalty would begin below 0
         tokens."""
-        limit, buffer = self.max_completion_length, self.overlong_buffer
+        limit = self.max_completion_length
+        buffer = self.overlong_buffer
         if self.overlong == "penalty" and limit is not None and buffer is not None and buffer > limit:
             raise ValueError(
                 f"overlong_buffer: {buffer} is longer than the token limit of {limit} (max_completion_length, or the "

@@ -162,7 +162,8 @@ async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float
     mismatched = _mismatched_samples(samples)
     if learner.is_at_reference or not mismatched:
         return 0.0
-    now, reference = await learner.logprobs(mismatched), await learner.logprobs(mismatched, reference=True)
+    now = await learner.logprobs(mismatched)
+    reference = await learner.logprobs(mismatched, reference=True)
     ratios = [float((logp - ref_logp).sum()) for logp, ref_logp in zip(now, reference, strict=True)]
     return max(float(np.mean(ratios)), 0.0)
 

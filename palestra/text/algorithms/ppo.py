@@ -318,7 +318,9 @@ class PPO(ImportanceSampling, TextAlgorithm):
         """
         if not samples:
             return samples, {}
-        turns, metrics, level = cast("list[PPOSample]", samples), Metrics(), self.action_level
+        turns = cast("list[PPOSample]", samples)
+        metrics = Metrics()
+        level = self.action_level
         values_M = action_values(of_sampled(await learner.values(turns), turns, level), level)
         rewards_M = action_sums(of_sampled([turn.advantages for turn in turns], turns, level), level)
         if self.kl_coef:

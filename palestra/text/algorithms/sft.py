@@ -160,7 +160,8 @@ def _observation_samples(trajectories: Sequence[SeatTrajectory], weight: float) 
             new = new_tokens(answer, later.answers[trajectory.seat])
             if len(new):
                 known = np.concatenate([answer.prompt_ids, answer.token_ids])
-                blank, ones = np.zeros(len(new), np.float32), np.ones(len(new), np.float32)
+                blank = np.zeros(len(new), np.float32)
+                ones = np.ones(len(new), np.float32)
                 samples[id(answer), later.parent] = answer, Sample(known, new, blank, ones, weight=weight)
     return list(samples.values())
 

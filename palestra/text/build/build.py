@@ -194,7 +194,8 @@ def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
 def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     """Returns the policy of each seat in an evaluation: as in training, except for seats that the evaluation
     assigns."""
-    env, changes = eval_env_config(config, name), config.evals[name].seats
+    env = eval_env_config(config, name)
+    changes = config.evals[name].seats
     own = make_env(**env).seats
     plays = f'evaluation {name} is of env "{env["type"]}", which plays {", ".join(own)}'
     if unknown := [key for key in changes if not any(fnmatchcase(seat, key) for seat in own)]:
@@ -413,7 +414,8 @@ def _load(path: str, engines: Engines) -> LanguageLearner:
     checkpoints = list_checkpoints(find_run(run)) if (run / "config.yaml").exists() else []
     if not checkpoints:
         raise ValueError(f"reward_model: {path} is not a run with a checkpoint: give the folder of a run, or RUN:NAME")
-    config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1].verify()
+    config = validate(TextConfig, load(run / "config.yaml"))
+    checkpoint = checkpoints[-1].verify()
     name = name or next(iter(checkpoint.names))
     if name not in checkpoint.names or not (checkpoint.path / checkpoint.names[name] / "critic.safetensors").exists():
         raise ValueError(

@@ -99,7 +99,9 @@ class RunProcesses:
     def __init__(
         self, async_backend: AsyncBackend, weights: Sequence[RecoverableWeights], cluster: RayMembership | None
     ) -> None:
-        self.backend, self.weights, self.cluster = async_backend, weights, cluster
+        self.backend = async_backend
+        self.weights = weights
+        self.cluster = cluster
         self._open = ExitStack()
 
     def __enter__(self) -> RunProcesses:
@@ -126,7 +128,8 @@ class RayMembership:
         require_ray()
         from palestra.parallel.ray.cluster import parse_placement
 
-        self.address, self.train = backend.address, parse_placement("train", backend.placement.get("train", {}))
+        self.address = backend.address
+        self.train = parse_placement("train", backend.placement.get("train", {}))
         play = parse_placement("play", backend.placement.get("play", {}))
         self.play = play._replace(num_actors=num_rollout_workers(backend))
         self._joined = False  # by this process, which must then leave

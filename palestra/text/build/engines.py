@@ -51,7 +51,10 @@ class Engines:
         sharded: bool = False,
         kv_cache_gib: float | None = None,
     ) -> None:
-        self.device, self.max_num_seqs, self.ranks, self.sharded = device, max_num_seqs, ranks, sharded
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self.ranks = ranks
+        self.sharded = sharded
         self.kv_cache_gib = kv_cache_gib
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
         self._shared: dict[tuple[str, str, str | None, bool], tuple[Engine, SamplerProtocol]] = {}
@@ -126,7 +129,8 @@ class Engines:
     def _loaded(self, config: LMPolicyConfig) -> Engine:
         """Loads a base. With `dtype: auto`, a full policy is loaded in float32, since all its weights are trained."""
         device = resolve_device(self.device)
-        train, dtype = isinstance(config, FullPolicyConfig), config.dtype
+        train = isinstance(config, FullPolicyConfig)
+        dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if train or device == "cpu" else "bfloat16"
         if config.quantize and self.sharded:
@@ -143,7 +147,8 @@ class Engines:
         if self.sharded:
             shard_engine(engine, self.ranks, device, train=train, autocast_dtype=mixed)
         elif mixed:
-            engine.autocast_dtype, engine.dtype = mixed, mixed
+            engine.autocast_dtype = mixed
+            engine.dtype = mixed
         self.loaded_engines.append(engine)
         return engine
 

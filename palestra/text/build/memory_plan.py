@@ -85,7 +85,8 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
     shared: set[tuple[str, str, str | None]] = set()
     critic = any(part.algorithm.has_separate_critic for part in config.stage_configs())
     for name, policy in _models(config).items():
-        shape, full = shapes[policy.base], isinstance(policy, FullPolicyConfig)
+        shape = shapes[policy.base]
+        full = isinstance(policy, FullPolicyConfig)
         if (
             full
             or (isinstance(policy, FrozenConfig) and policy.path)
@@ -111,13 +112,15 @@ def _engine_parts(
 ) -> Iterator[MemoryPart]:
     """Yields the memory of a base's weights and of sampling from it."""
     size = _weight_size(config, policy)
-    held, detail = shape.params * size, f"{shape.params / 1e6:,.1f} M of {size} bytes"
+    held = shape.params * size
+    detail = f"{shape.params / 1e6:,.1f} M of {size} bytes"
     if policy.quantize:
         packed = sum(i * o for name, (i, o) in shape.linears.items() if any(part.isdigit() for part in name.split(".")))
         held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
         detail = f"{packed / 1e6:,.1f} M in {policy.quantize}, others of {size} bytes; while it is loaded, all"
     yield MemoryPart(f"weights of {policy.base}", held, detail)
-    on_cpu, is_frozen = config.device == "cpu", not isinstance(policy, FullPolicyConfig)
+    on_cpu = config.device == "cpu"
+    is_frozen = not isinstance(policy, FullPolicyConfig)
     if on_cpu and is_frozen and size == FLOAT32 and not policy.quantize and (packed := packed_copy_bytes(shape)):
         yield MemoryPart(f"packed weights of {policy.base}", packed, "copies for faster sampling")
     cache_size = _product_size(config, policy)
@@ -126,7 +129,8 @@ def _engine_parts(
         yield MemoryPart(f"weights of {policy.base}", shape.params * cache_size, detail, "sampling")
     group = _group_size(config)
     answers = min(config.max_num_seqs, config.episodes * group)
-    prompts, tokens = -(-answers // group), policy.sampling.max_tokens
+    prompts = -(-answers // group)
+    tokens = policy.sampling.max_tokens
     lengths = {"max_tokens": tokens, "prompt_tokens": prompt_tokens}
     wanted = cache_bytes(shape, answers, prompts, **lengths, size=cache_size, on_cpu=on_cpu)
     budget = budget_bytes(config.kv_cache_gib) or default_cache_bytes(free)

@@ -60,7 +60,8 @@ class PolicyResolver:
         if name not in self.learners:
             return self.fixed[name]
         learner = self.learners[name]
-        config, versioned = learner.config, f"{name}@{learner.version}"
+        config = learner.config
+        versioned = f"{name}@{learner.version}"
         return LanguagePolicy(
             versioned,
             learner.sampler,
@@ -121,7 +122,8 @@ def stage_scorers(part: TextConfig, resolver: PolicyResolver) -> dict[str, Score
     this process."""
     if not part.algorithm.needs_teacher:
         return {}
-    teachers, scorers = teachers_of(part), {}
+    teachers = teachers_of(part)
+    scorers = {}
     for name, learner in resolver.learners.items():
         if name in teachers:
             scorers[name] = _scorer(learner, teachers[name], resolver)
@@ -132,7 +134,8 @@ def stage_scorers(part: TextConfig, resolver: PolicyResolver) -> dict[str, Score
 
 def _scorer(learner: LanguageLearner, teacher: str, resolver: PolicyResolver) -> Scorer:
     """Returns the function that scores answers of `learner` by the policy `teacher`. Raises ValueError if it cannot."""
-    name, policy = learner.name, resolver.current_policy(teacher)
+    name = learner.name
+    policy = resolver.current_policy(teacher)
     if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
         return partial(answer_logprobs_at, policy.config)
     if not isinstance(policy, LanguagePolicy) or policy.sampler.engine is None:

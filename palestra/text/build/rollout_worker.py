@@ -61,7 +61,8 @@ class RolloutWorker:
     async def _played(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):
             evaluation = self.evals[task.evaluation]
-            policies, samples = evaluation.seat_policies(), evaluation.samples
+            policies = evaluation.seat_policies()
+            samples = evaluation.samples
             return await play_instances(evaluation.runner, policies, task.numbers, task.seed, samples=samples)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source

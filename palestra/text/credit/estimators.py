@@ -88,7 +88,8 @@ def turn_advantages(
 
 def returns_to_go(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
     """Returns, for each turn, its reward and the later ones, discounted by `gamma` per turn."""
-    returns, later = [], 0.0
+    returns = []
+    later = 0.0
     for reward in reversed(rewards):
         later = float(reward) + gamma * later
         returns.append(later)
@@ -192,7 +193,8 @@ def gae(rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, gae_lambda
         raise ValueError(f"{len(rewards_T)} rewards and {len(values_T)} values are not of one sequence")
     values = np.append(np.asarray(values_T, np.float64), 0.0)
     errors = np.asarray(rewards_T, np.float64) + gamma * values[1:] - values[:-1]
-    advantages_T, later = np.empty_like(errors), 0.0
+    advantages_T = np.empty_like(errors)
+    later = 0.0
     for t in range(len(errors) - 1, -1, -1):
         later = advantages_T[t] = errors[t] + gamma * gae_lambda * later
     return advantages_T

@@ -121,11 +121,15 @@ class LanguageLearner:
         sampler: SamplerProtocol,
         tokenizer: Any,
     ) -> None:
-        self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
+        self.name = name
+        self.config = config
+        self.weights = weights
+        self.sampler = sampler
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
         self.teacher: Scorer | None = None
-        self.tokenizer, self.encoder = tokenizer, config.encoder(tokenizer)
+        self.tokenizer = tokenizer
+        self.encoder = config.encoder(tokenizer)
         self._policy: LanguagePolicy | None = None
 
     @property
@@ -199,7 +203,8 @@ class LanguageLearner:
     def set_config(self, config: LoraPolicyConfig | FullPolicyConfig) -> None:
         """Replaces the config, for training and sampling."""
         self.encoder = config.encoder(self.tokenizer)
-        self.config, self._policy = config, None
+        self.config = config
+        self._policy = None
 
     def start_stage(self) -> None:
         self.weights.start_stage()
@@ -211,13 +216,15 @@ class LanguageLearner:
             metrics = self.weights.optim_step(config)
         else:
             metrics = await asyncio.to_thread(self.weights.optim_step, config)
-        self.version, self._policy = self.version + 1, None
+        self.version = self.version + 1
+        self._policy = None
         self.sampler.clear_cache()
         return metrics | {"lr": config.lr or 0.0}
 
     def policy(self) -> LanguagePolicy:
         if self._policy is None:
-            name, config = f"{self.name}@{self.version}", self.config
+            name = f"{self.name}@{self.version}"
+            config = self.config
             adapter = self.weights.snapshot(name)
             parts = (self.sampler, self.encoder, config.sampling, adapter)
             self._policy = LanguagePolicy(name, *parts, **config.prompt_options)
@@ -230,7 +237,8 @@ class LanguageLearner:
     def load_exported(self, folder: Path, version: int) -> None:
         """Loads weights that were published as `version`, for sampling."""
         self.weights.load_exported(folder)
-        self.version, self._policy = version, None
+        self.version = version
+        self._policy = None
         self.sampler.clear_cache()
 
     def save(self, folder: Path) -> None:
@@ -242,6 +250,7 @@ class LanguageLearner:
     def load(self, folder: Path) -> None:
         self.weights.load(folder)
         about = json.loads((folder / "member.json").read_text())
-        self.version, self.reference_version = about["version"], about.get("reference_version", 0)
+        self.version = about["version"]
+        self.reference_version = about.get("reference_version", 0)
         self._policy = None
         self.sampler.clear_cache()

@@ -99,7 +99,8 @@ def _append_mark(head: list[Json], mark: str) -> list[Json]:
 def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
     """Returns the smallest number below `most` for which `is_enough` is true, or `most` if there is none. `is_enough`
     must stay true for larger numbers."""
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)

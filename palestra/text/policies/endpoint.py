@@ -49,7 +49,8 @@ class EndpointPolicy:
 
     def __init__(self, name: str, config: EndpointConfig) -> None:
         config.check()
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, requested concurrently, each with its own seed. Raises ContextLengthExceeded if

@@ -21,17 +21,20 @@ class InFlightPolicy:
     """
 
     def __init__(self, current: Callable[[], LanguagePolicy], kv_update: KVUpdate) -> None:
-        self._current, self.kv_update = current, kv_update
+        self._current = current
+        self.kv_update = kv_update
         self._policy = current()
         self.name = self._policy.name
 
     def update(self) -> None:
         """Switches to the learner's current weights: running answers use them from their next token on, and so do all
         later answers."""
-        old, new = self._policy, self._current()
+        old = self._policy
+        new = self._current()
         if new is old:
             return
-        self._policy, self.name = new, new.name
+        self._policy = new
+        self.name = new.name
         if old.adapter and new.adapter:
             old.sampler.replace_adapter(old.adapter, new.adapter, recompute=self.kv_update == "recompute_kv")
 

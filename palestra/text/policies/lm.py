@@ -77,8 +77,13 @@ class LanguagePolicy:
         history: HistoryMode = "none",
         context: ContextConfig | None = None,
     ) -> None:
-        self.name, self.sampler, self.encoder, self.sampling = name, sampler, encoder, sampling
-        self.adapter, self.system, self.history = adapter, system, history
+        self.name = name
+        self.sampler = sampler
+        self.encoder = encoder
+        self.sampling = sampling
+        self.adapter = adapter
+        self.system = system
+        self.history = history
         self.context = context or ContextConfig()
         self._prefixes: dict[bytes, _Prefix] = {}
 
@@ -89,7 +94,8 @@ class LanguagePolicy:
         conversation is rewritten, and while a prefix is computed.
         """
         newest = newest or (lambda: self)
-        prompt_ids, seen = await self._fitting_prompt(query), query.observation
+        prompt_ids = await self._fitting_prompt(query)
+        seen = query.observation
         shared_ids = NO_TOKENS
         if isinstance(seen, Chat) and seen.num_shared:
             shared_ids = self.encoder.encode_shared(self._cut_results(seen), self.system)
@@ -104,7 +110,8 @@ class LanguagePolicy:
     async def sample(self, request: Request, newest: Callable[[], LanguagePolicy] | None = None) -> list[Completion]:
         """Returns the completions of a request, whose thoughts end within its `thinking_token_budget`; `newest` as in
         `act`. A budget that leaves no token to the answer has no effect."""
-        budget, most = request.sampling.thinking_token_budget, request.sampling.max_tokens
+        budget = request.sampling.thinking_token_budget
+        most = request.sampling.max_tokens
         if budget is None or budget + len(self.encoder.thought_end_ids) >= most:
             return await self.sampler.sample(request)
         begun = await self.sampler.sample(first_part(request))
@@ -117,7 +124,8 @@ class LanguagePolicy:
         """Returns the completion that begins with the part `first`, which ends its thought if it has not done so."""
         if first.stop_reason != "length":
             return first
-        forced, current = self.encoder.missing_thought_end(first.token_ids, request.prompt_ids), newest()
+        forced = self.encoder.missing_thought_end(first.token_ids, request.prompt_ids)
+        current = newest()
         rest = replace(second_part(request, sibling, first, forced), adapter=current.adapter)
         (second,) = await current.sampler.sample(rest)
         first = replace(first, adapters=first.adapters or ((0, self.name),))
@@ -190,7 +198,8 @@ class LanguagePolicy:
     async def _fitting_prompt(self, query: Query) -> np.ndarray:
         """Returns the prompt's token ids [P] int32. A conversation with more than `context.max_tokens` tokens is
         rewritten first. Raises ContextLengthExceeded if it then still has more."""
-        ids, limit = self.encode_prompt(query), self.context.max_tokens
+        ids = self.encode_prompt(query)
+        limit = self.context.max_tokens
         if limit is None or len(ids) <= limit:
             return ids
         conversation = self._conversation(query)
@@ -250,7 +259,8 @@ class LanguagePolicy:
         limit (`stop_reason` "length") gets no end token."""
         conversation = self._conversation(query)
         ids = self.encoder.encode_answer(conversation, text, thought, ends=stop_reason != "length")
-        prompt, zeros = self.encode_prompt(query), np.zeros(len(ids), np.float32)
+        prompt = self.encode_prompt(query)
+        zeros = np.zeros(len(ids), np.float32)
         return Answer(text, self.name, prompt, ids, zeros, stop_reason, thought=thought)
 
 
@@ -279,7 +289,9 @@ class DemonstrationPolicy:
     chat template shows no thoughts is shown the teacher's answers without them."""
 
     def __init__(self, student: LanguagePolicy, teacher: Any) -> None:
-        self.name, self._student, self._teacher = student.name, student, teacher
+        self.name = student.name
+        self._student = student
+        self._teacher = teacher
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""

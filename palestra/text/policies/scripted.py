@@ -20,7 +20,8 @@ class ScriptedPolicy:
     a list with one answer per turn of a trajectory, repeated cyclically."""
 
     def __init__(self, script: Script | Sequence[str], name: str = "scripted") -> None:
-        self.name, self._script = name, script
+        self.name = name
+        self._script = script
 
     async def act(self, query: Query) -> list[Answer]:
         return [Answer(await self._text(query, i), self.name) for i in range(query.n)]

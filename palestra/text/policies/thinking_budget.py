@@ -57,7 +57,8 @@ def join_parts(prompt: int, first: Completion, forced: np.ndarray, second: Compl
 def _joined_mask(first: Completion, forced: np.ndarray, second: Completion) -> SamplingMask | None:
     if not len(forced) and first.sampling_mask is None and second.sampling_mask is None:
         return None
-    one, other = _mask(first), _mask(second)
+    one = _mask(first)
+    other = _mask(second)
     counts = one.counts, np.full(len(forced), -1, np.int32), other.counts
     return SamplingMask(np.concatenate([one.ids, forced, other.ids]), np.concatenate(counts))
 

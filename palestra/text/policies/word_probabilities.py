@@ -40,7 +40,8 @@ def word_probabilities(
     if policy.sampling.temperature == 0:
         return _only_answers(engine, policy, queries, words)
     _check(policy)
-    most, ends = policy.sampling.max_tokens, end_token_ids(engine)
+    most = policy.sampling.max_tokens
+    ends = end_token_ids(engine)
     questions: list[ScoreRequest] = []
     where: list[tuple[int, int, int, bool]] = []
     for o, (query, query_words) in enumerate(zip(queries, words, strict=True)):

@@ -124,9 +124,11 @@ class DatasetSource:
         encoded: dict[int, Answer] = {}
         pasts: dict[int | None, dict[Seat, tuple[tuple[Any, Answer], ...]]] = {None: {}}
         for node in episode.nodes:
-            past, answers = pasts[node.parent], dict[Seat, Answer]()
+            past = pasts[node.parent]
+            answers = dict[Seat, Answer]()
             for seat, answer in node.answers.items():
-                seen, before = node.observations[seat], past.get(seat, ())
+                seen = node.observations[seat]
+                before = past.get(seat, ())
                 if id(answer) not in encoded:
                     query = Query(self._role(episode.env, seat), seen, history=before)
                     encoded[id(answer)] = _as_sampled(answer, team[seat], query, seat in kept, record, episode.seed)
@@ -155,7 +157,8 @@ class DatasetSource:
             if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
         lines = [leaf for episode, *_ in self.items for leaf in episode.leaves()]
-        wins, forks = sum((leaf.success or 0.0) >= 0.5 for leaf in lines), sum(map(_differing, self._families()))
+        wins = sum((leaf.success or 0.0) >= 0.5 for leaf in lines)
+        forks = sum(map(_differing, self._families()))
         raise ValueError(
             f"{algorithm.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "
             f"succeeded, and {forks} places where siblings have different rewards. To imitate trajectories without "
@@ -211,7 +214,8 @@ def _as_sampled(answer: Answer, policy: Policy, query: Query, keep: bool, record
         taught = policy.encode_demonstration(query, answer.text, answer.stop_reason, answer.thought)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    limit, size = _max_tokens(policy), len(taught.prompt_ids) + len(taught.token_ids)
+    limit = _max_tokens(policy)
+    size = len(taught.prompt_ids) + len(taught.token_ids)
     if limit is None or size <= limit:
         return taught
     room = limit - len(taught.prompt_ids)

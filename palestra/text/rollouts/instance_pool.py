@@ -20,7 +20,9 @@ from palestra.core.types import AlgorithmState, Episode, Metrics
 
 POOL_KEY = "instance_pool"  # key in `state`: by env, the running success of each instance that was played
 UNPLAYED_SUCCESS = 0.5  # assumed before an instance is played; it gives the largest learnability
-SOLVED, UNSOLVED = 0.9, 0.1  # an instance counts as solved above, as unsolved below this running success
+# an instance counts as solved above, as unsolved below this running success
+SOLVED = 0.9
+UNSOLVED = 0.1
 
 
 class InstancePool(StrictModel):

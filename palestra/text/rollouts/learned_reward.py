@@ -63,7 +63,8 @@ class LearnedRewardSource:
     def _reward(self, episode: Episode, node: Node, scores: dict[str, float]) -> None:
         """Replaces the learners' rewards at a node and the named terms of these. A learner also gets env rewards at
         nodes at which it does not act, such as the loser's at the last move; these have no score."""
-        env, learned = self.config.env_weight, self.config.weight
+        env = self.config.env_weight
+        learned = self.config.weight
         terms = {seat: dict(own) for seat, own in node.info.get(REWARD_TERMS_KEY, {}).items()}
         paid = [seat for seat in {**node.rewards, **terms} if self._learns(episode.seats.get(seat, ""))]
         for seat in dict.fromkeys([*scores, *paid]):

@@ -50,7 +50,8 @@ async def play_refilled(
     Calls `on_episode` with every episode played. Raises ValueError for a number of `ATTEMPT_STRIDE` or more if
     episodes may be replaced.
     """
-    episodes, replaced = await source.play(numbers, algorithm.branching, state, on_episode), list[Episode]()
+    episodes = await source.play(numbers, algorithm.branching, state, on_episode)
+    replaced = list[Episode]()
     if algorithm.max_redraws and max(numbers, default=0) >= ATTEMPT_STRIDE:
         raise ValueError(f"flat_groups: refill is for runs of fewer than {ATTEMPT_STRIDE} episodes")
     for attempt in range(1, algorithm.max_redraws + 1):

@@ -89,7 +89,8 @@ class EnvSource:
     def episode_specs(self, numbers: Sequence[int], state: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
         different instances."""
-        seats, shares = self.seats(), self.env_probabilities(state)
+        seats = self.seats()
+        shares = self.env_probabilities(state)
         pools = {name: np.cumsum(self.pool.probabilities(name, state)) for name in self.runners} if self.pool else {}
         start = state.get(STAGE_START_KEY, (0, 0))
         return [self._episode_spec(number, self._step(number, *start), seats, shares, pools) for number in numbers]

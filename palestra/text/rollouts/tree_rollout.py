@@ -129,7 +129,10 @@ class EpisodeRunner:
     def __init__(
         self, make_env: Callable[[], Env], name: str, *, max_concurrent: int = 1024, max_steps: int = 1000
     ) -> None:
-        self.make_env, self.name, self.max_concurrent, self.max_steps = make_env, name, max_concurrent, max_steps
+        self.make_env = make_env
+        self.name = name
+        self.max_concurrent = max_concurrent
+        self.max_steps = max_steps
 
     async def play_all(
         self, specs: Sequence[EpisodeSpec], branching: Branching, on_episode: Callable[[Episode], None] | None = None
@@ -157,7 +160,8 @@ class EpisodeRunner:
         growth = _TreeRollout(episode, spec, branching, self.max_steps)
         try:
             env = growth.register_env(self.make_env())
-            episode.picture, episode.instance = env.picture, env.instance_of(spec.instance)
+            episode.picture = env.picture
+            episode.instance = env.instance_of(spec.instance)
             first = require_step(await _call(env, env.reset, spec.instance), "reset")
             await growth.start(env, growth.checked(env, first))
         except NoReward as error:
@@ -223,7 +227,9 @@ class _TreeRollout:
         message, self.tracebacks[path] = (NO_REWARD, "") if isinstance(error, NoReward) else describe_error(error)
         for node, own in zip(self.episode.nodes, self.paths, strict=True):
             if own[: len(path)] == path:
-                node.error, node.done, node.chosen = node.error or message, False, False
+                node.error = node.error or message
+                node.done = False
+                node.chosen = False
 
     async def _close_branch(self, branch: Branch) -> None:
         """Closes the env of a branch, unless it is closed; an error costs the branch."""
@@ -248,7 +254,8 @@ class _TreeRollout:
         order = sorted(range(len(nodes)), key=lambda i: (len(self.paths[i]), self.paths[i]))
         place = {old: new for new, old in enumerate(order)}
         for node in nodes:
-            node.id, node.parent = place[node.id], None if node.parent is None else place[node.parent]
+            node.id = place[node.id]
+            node.parent = None if node.parent is None else place[node.parent]
         nodes.sort(key=lambda node: node.id)
 
     def register_env(self, env: Env) -> Env:

@@ -67,13 +67,16 @@ def _form(row: Row) -> tuple[str, ...]:
 
 def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]:
     """Returns the prompt of a row, and each continuation with whether it is a success."""
-    form, prompt = _form(row), _prompt(row.get("prompt"), place)
+    form = _form(row)
+    prompt = _prompt(row.get("prompt"), place)
     success = _label(row["label"], place) if "label" in form and "label" in _given(row) else True
     if "chosen" in form:
-        good, bad = _messages(row["chosen"], place), _messages(row["rejected"], place)
+        good = _messages(row["chosen"], place)
+        bad = _messages(row["rejected"], place)
         if "prompt" not in _given(row):
             prompt = [one for one, _ in takewhile(lambda pair: _equal(*pair), zip(good, bad, strict=False))]
-            good, bad = good[len(prompt) :], bad[len(prompt) :]
+            good = good[len(prompt) :]
+            bad = bad[len(prompt) :]
         if not prompt:
             raise ValueError(f"{place} has no prompt: give one, or conversations that begin with the same messages")
         return prompt, [(good, True), (bad, False)]
@@ -167,5 +170,7 @@ def _grow(episode: Episode, seat: Seat, turns: Sequence[Turn], success: bool) ->
         number = len(episode.nodes)
         node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: answer})
         if depth == len(turns) - 1:
-            node.done, node.rewards, node.info = True, {seat: float(success)}, {"success": success}
+            node.done = True
+            node.rewards = {seat: float(success)}
+            node.info = {"success": success}
         episode.nodes.append(node)

@@ -30,7 +30,8 @@ class AdapterStore:
     """
 
     def __init__(self, folder: str | None, base: str) -> None:
-        self.base, self.token = base, secrets.token_hex(4)
+        self.base = base
+        self.token = secrets.token_hex(4)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"palestra-{self.token}-", dir=folder)).absolute()

@@ -24,12 +24,11 @@ from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.text.samplers.vllm import SamplerServer, VllmSampler
 
-NUM_PROMPTS, COMPLETIONS_PER_PROMPT, PROMPT_TOKENS, COMPLETION_TOKENS = (
-    2,
-    2,
-    12,
-    8,
-)  # counts per policy and prompt; lengths in tokens
+# counts per policy and prompt; lengths in tokens
+NUM_PROMPTS = 2
+COMPLETIONS_PER_PROMPT = 2
+PROMPT_TOKENS = 12
+COMPLETION_TOKENS = 8
 MAX_LONG_PROMPT = 8192  # tokens of the prompt that goes past a base's windows: longer ones would take too long
 ADAPTER_OUTPUT_RATIO = 0.1  # approximate size of a random adapter's output relative to its layer's output
 
@@ -101,7 +100,8 @@ def _gaps(
 
 def _disagreement(server: SamplerServer, engine: Engine, claim: SampledPolicy, gaps: np.ndarray, limit: float) -> str:
     weights = f"with random weights of rank {claim.lora.rank}" if claim.lora else "the bare base"
-    sampling, hint = claim.sampling, ""
+    sampling = claim.sampling
+    hint = ""
     if sampling.temperature not in (0, 1) and not server.is_palestra:
         hint = f" At temperature {sampling.temperature:g} start vLLM with --logprobs-mode processed_logprobs."
     if sampling.top_k or sampling.top_p < 1:

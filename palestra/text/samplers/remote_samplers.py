@@ -66,7 +66,8 @@ class PendingSampler:
         numbers: Mapping[str, float],
     ) -> None:
         """`numbers` are further options of `palestra serve-sampler`, for processes."""
-        self.config, self.adapter_store = config, AdapterStore(config.folder, base)
+        self.config = config
+        self.adapter_store = AdapterStore(config.folder, base)
         self.processes: SamplerProcesses | None = None
         if isinstance(config, SamplerProcessesConfig):
             options = {"base": base, "dtype": dtype, "device": "cuda" if config.gpus else device}

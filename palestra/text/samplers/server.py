@@ -106,7 +106,8 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
     """
     with open_listener(options.host, options.port) as listener:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
-        engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
+        engine_side = LoopThread("engine")
+        key = os.environ.get(options.key_env) or None
         sampler = Sampler(engine, max_num_seqs=options.max_num_seqs, cache_bytes=budget_bytes(options.kv_cache_gib))
         state = SamplerState(options.base, sampler, engine_side, key)
         app = make_guarded_app(state, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
@@ -168,8 +169,10 @@ async def list_models(call: Call) -> Response:
 
 async def load_lora_adapter(call: Call) -> Response:
     """POST /v1/load_lora_adapter: loads an adapter folder. 400 if the name is in use or the folder is invalid."""
-    state, asked = _sampler_state(call), await _read(call, wire.LoadAdapterBody)
-    name, engine = asked.lora_name, state.sampler.engine
+    state = _sampler_state(call)
+    asked = await _read(call, wire.LoadAdapterBody)
+    name = asked.lora_name
+    engine = state.sampler.engine
     if name in state.adapters or name == state.base:
         _refuse(400, f"The lora adapter '{name}' has already been loaded: adapters do not change under their name.")
     if len(state.adapters) >= MAX_ADAPTERS:
@@ -184,7 +187,8 @@ async def load_lora_adapter(call: Call) -> Response:
 
 async def unload_lora_adapter(call: Call) -> Response:
     """POST /v1/unload_lora_adapter: unloads an adapter. Running requests keep it until they end. 404 if unknown."""
-    state, asked = _sampler_state(call), await _read(call, wire.UnloadAdapterBody)
+    state = _sampler_state(call)
+    asked = await _read(call, wire.UnloadAdapterBody)
     if asked.lora_name not in state.adapters:
         _refuse(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
     del state.adapters[asked.lora_name]
@@ -193,7 +197,8 @@ async def unload_lora_adapter(call: Call) -> Response:
 
 async def create_completions(call: Call) -> Response:
     """POST /v1/completions: samples `n` completions. Cancels them if the client disconnects."""
-    state, asked = _sampler_state(call), await _read(call, wire.CompletionBody)
+    state = _sampler_state(call)
+    asked = await _read(call, wire.CompletionBody)
     request = Request(
         np.array(asked.prompt, np.int32),
         asked.n,
@@ -229,7 +234,8 @@ async def create_completions(call: Call) -> Response:
 async def _score(state: SamplerState, request: Request) -> list[dict[str, Any] | None]:
     """Returns the JSON of the log-probability of each prompt token, at temperature 1; null for the first, which has
     none."""
-    engine, ids = state.sampler.engine, request.prompt_ids
+    engine = state.sampler.engine
+    ids = request.prompt_ids
     (score,) = score_prompts(engine, [ScoreRequest(ids, request.adapter)])
     texts = engine.tokenizer.convert_ids_to_tokens(ids[1:].tolist())
     rows = zip(ids[1:].tolist(), score.logprobs.tolist(), texts, strict=True)
@@ -238,7 +244,8 @@ async def _score(state: SamplerState, request: Request) -> list[dict[str, Any] |
 
 def _choice(index: int, answer: Completion, asked: wire.CompletionBody, state: SamplerState) -> dict[str, Any]:
     """Returns the JSON of one completion. Its text excludes the stop string."""
-    tokenizer, ids = state.sampler.engine.tokenizer, answer.token_ids.tolist()
+    tokenizer = state.sampler.engine.tokenizer
+    ids = answer.token_ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=True)
     for stop in asked.stop:
         text = text.split(stop, 1)[0]

@@ -101,7 +101,9 @@ class VllmSampler(SamplerProtocol):
         key: str | None = None,
         processes: SamplerProcesses | None = None,
     ) -> None:
-        self.servers, self.adapter_store, self.timeouts = list(servers), adapter_store, timeouts
+        self.servers = list(servers)
+        self.adapter_store = adapter_store
+        self.timeouts = timeouts
         self.processes = processes  # keeps the server processes alive; they stop with this object
         self.loop_thread = LoopThread("vLLM client")
         self.zero_adapter: Snapshot | None = None
@@ -180,7 +182,8 @@ class VllmSampler(SamplerProtocol):
         """Returns the completions of `request`, retrying on all servers until one answers or the retry time is over."""
         until: float | None = None
         while True:
-            server, start = await self._free(), time.monotonic()
+            server = await self._free()
+            start = time.monotonic()
             try:
                 found = await self._ask(server, request)
             except ServerUnavailable as error:
@@ -193,7 +196,8 @@ class VllmSampler(SamplerProtocol):
                     raise self.failure from error
                 await self._see_to(server)
             else:
-                server.failures, self.failure = 0, None
+                server.failures = 0
+                self.failure = None
                 worker_stats.count("sampler", server.url, done=1, seconds=time.monotonic() - start)
                 return found
 
@@ -221,7 +225,8 @@ class VllmSampler(SamplerProtocol):
         finally:
             server.paused_until = 0.0
         if url != server.url:
-            server.url, server.failures = url, 0
+            server.url = url
+            server.failures = 0
             server.adapter_loads.clear()
 
     async def _ask(self, server: SamplerServer, request: Request) -> list[Completion]:
@@ -300,7 +305,8 @@ class VllmSampler(SamplerProtocol):
         """
         try:
             async with self._http.request(method, server.url.rstrip("/") + path, json=body) as answer:
-                status, content = answer.status, await answer.read()
+                status = answer.status
+                content = await answer.read()
         except TimeoutError as error:
             raise ValueError(
                 f"no answer from the sampler at {server.url} within sampler.request_timeout: "
@@ -325,11 +331,10 @@ class VllmSampler(SamplerProtocol):
 
 
 async def _opened(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
-    http, headers = _aiohttp(), {"Authorization": f"Bearer {key}"} if key else {}
-    connector, timeout = (
-        http.TCPConnector(limit=MAX_CONNECTIONS),
-        http.ClientTimeout(total=timeouts.request_timeout_s, sock_connect=10),
-    )
+    http = _aiohttp()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = http.TCPConnector(limit=MAX_CONNECTIONS)
+    timeout = http.ClientTimeout(total=timeouts.request_timeout_s, sock_connect=10)
     session: aiohttp.ClientSession = http.ClientSession(
         headers=headers, connector=connector, timeout=timeout, json_serialize=_dumped
     )

@@ -101,7 +101,8 @@ class RemoteEngines:
         """Returns a policy of the bare base, or of the adapter saved at `config.path`, which is uploaded. Raises
         ValueError if its stop conditions cannot be sent."""
         wire_stop(config.sampling, f"policies.{name}.sampling")
-        adapter, path = None, getattr(config, "path", None)
+        adapter = None
+        path = getattr(config, "path", None)
         if path:
             adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
         encoder = config.encoder(self._tokenizer(config))

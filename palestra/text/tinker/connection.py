@@ -52,7 +52,8 @@ class ServiceConnection:
         self.url = url.rstrip("/")
         self.key = key or os.environ.get("TINKER_API_KEY") or os.environ.get("MINT_API_KEY") or "tml-anyone"
         self.loop_thread = LoopThread("palestra connection")
-        self._http, self._retry_policy = self.run(self._opened()), FIRST_RETRY
+        self._http = self.run(self._opened())
+        self._retry_policy = FIRST_RETRY
         self.loop_thread.on_close = self._http.close
         try:
             session = self.run(self.post("create_session", tags=[], user_metadata={}, sdk_version="palestra"))
@@ -66,7 +67,8 @@ class ServiceConnection:
 
     async def _opened(self) -> aiohttp.ClientSession:
         # a request takes a tenth of the time of httpx, and a rollout makes thousands
-        connector, timeout = aiohttp.TCPConnector(limit=64), aiohttp.ClientTimeout(total=60)
+        connector = aiohttp.TCPConnector(limit=64)
+        timeout = aiohttp.ClientTimeout(total=60)
         return aiohttp.ClientSession(headers={"X-API-Key": self.key}, connector=connector, timeout=timeout)
 
     def close(self) -> None:

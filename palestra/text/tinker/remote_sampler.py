@@ -31,7 +31,8 @@ class RemoteSampler(SamplerProtocol):
     requests without one."""
 
     def __init__(self, connection: ServiceConnection, base_sampler_id: str) -> None:
-        self.connection, self.base_sampler_id = connection, base_sampler_id
+        self.connection = connection
+        self.base_sampler_id = base_sampler_id
         self._seqs: dict[str, int] = {}
 
     async def sample(self, request: Request) -> list[Completion]:

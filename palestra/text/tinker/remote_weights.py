@@ -81,7 +81,8 @@ class RemoteWeights(Weights):
     """Implementation of `Weights` on the server: the adapter of one training client."""
 
     def __init__(self, connection: ServiceConnection, config: LoraPolicyConfig, *, seed: int) -> None:
-        self.connection, self.config = connection, config
+        self.connection = connection
+        self.config = config
         self.model_id = connection.run(self._create(seed if config.seed is None else config.seed))
         self.last_seq = 0
         self.reference_path: str | None = None  # path of the reference's weights; None: the base
@@ -168,7 +169,8 @@ class RemoteWeights(Weights):
         weighed = self.connection.run(self.connection.is_palestra())
         data = []
         for sample, share in zip(pack.samples, pack.token_weights, strict=True):
-            ones, shared = np.ones(len(sample.token_ids)), sample.advantages * share
+            ones = np.ones(len(sample.token_ids))
+            shared = sample.advantages * share
             if words.name == "cross_entropy":
                 data.append(to_datum(sample, weights=shared))
                 continue
@@ -231,7 +233,8 @@ class RemoteWeights(Weights):
     def start_stage(self) -> None:
         """Resets the optimizer and makes the current weights the reference."""
         self._ask("load_weights", path=self._kept("save_weights"), optimizer=False)
-        self.reference_path, self._reference = self._kept("save_weights_for_sampler"), None
+        self.reference_path = self._kept("save_weights_for_sampler")
+        self._reference = None
 
     def snapshot(self, name: str) -> RemoteSnapshot:
         """Saves the current weights for sampling and returns a snapshot that refers to them."""
@@ -260,7 +263,8 @@ class RemoteWeights(Weights):
             raise ValueError(f"{folder} was not trained on a server: resume it without --engine")
         kept = json.loads(where.read_text())
         self._ask("load_weights", path=kept["path"], optimizer=True)
-        self.reference_path, self._reference = kept.get("reference"), None
+        self.reference_path = kept.get("reference")
+        self._reference = None
 
     def _kept(self, verb: str) -> str:
         """Saves the current weights with call `verb` and returns their path on the server."""
@@ -288,7 +292,8 @@ def to_wire_loss(loss: Callable, options: Mapping[str, Any]) -> WireLoss | None:
     ValueError for a loss that reads more than log-probabilities, or an entropy option that servers do not support."""
     if loss is actor_critic_loss:
         raise ValueError(NO_CRITIC)
-    name, values = WIRE_LOSS_NAMES.get(loss), _defaults(loss) | dict(options)
+    name = WIRE_LOSS_NAMES.get(loss)
+    values = _defaults(loss) | dict(options)
     if (values.get("entropy") or 0) < 0:
         raise ValueError(f"entropy_coef: {values['entropy']:g} is a cost, and servers pay a bonus only: set 0 or more")
     if name and not (values.get("kl") or values.get("dual_clip")) and (name == "ppo" or not values.get("entropy")):

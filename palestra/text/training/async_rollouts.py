@@ -174,7 +174,8 @@ class AsyncTextTrainer(TextTrainer):
         self._update_in_flight()
         self._note_versions(step)
         self.run_async(self.rollouts.start_episodes(step))
-        timer, start = PhaseTimer(), read_clocks()
+        timer = PhaseTimer()
+        start = read_clocks()
         finished = self.run_async(self.rollouts.collect(position.episode_numbers))
         timer.add_since("wait", start)
         episodes = [each.episode for each in finished]
@@ -226,7 +227,8 @@ class AsyncRollouts:
     """Plays the episodes that may begin, stores finished ones in `buffer`, and returns them by number."""
 
     def __init__(self, trainer: AsyncTextTrainer, buffer: EpisodeBuffer) -> None:
-        self.trainer, self.buffer = trainer, buffer
+        self.trainer = trainer
+        self.buffer = buffer
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     async def start_episodes(self, step: int) -> None:
@@ -262,7 +264,8 @@ class AsyncRollouts:
 
     async def _play(self, number: int, began: int, stage: Stage) -> None:
         trainer = self.trainer
-        on_episode, state = trainer.callback.on_episode, trainer.algorithm_state
+        on_episode = trainer.callback.on_episode
+        state = trainer.algorithm_state
         (episode,) = await stage.source.play([number], stage.algorithm.branching, state, on_episode)
         await self.buffer.put(number, began, episode)
 

@@ -87,7 +87,8 @@ class EpisodeDispatcher:
     """Publishes learners as members and submits slices of episodes to the backend."""
 
     def __init__(self, learners: Mapping[str, LanguageLearner], backend: AsyncBackend) -> None:
-        self.learners, self.backend = learners, backend
+        self.learners = learners
+        self.backend = backend
         self.num_slices = 0  # slices so far
         self.wall_s = self.cpu_s = 0.0  # seconds, summed over workers: wall-clock and CPU time
         self.published: dict[str, Path] = {}
@@ -121,13 +122,15 @@ class EpisodeDispatcher:
         be held."""
         self.num_slices += 1
         name = f"slice-{self.num_slices}"
-        settings, members = versions.settings, versions.members
+        settings = versions.settings
+        members = versions.members
         done = await self.backend.run_task(
             replace(task, name=name, settings=settings, members=members, output_member=name)
         )
         assert isinstance(done.result, EpisodesResult) and done.folder is not None
         worker_stats.merge(done.result.worker_stats)
-        self.wall_s, self.cpu_s = self.wall_s + done.seconds, self.cpu_s + done.result.cpu_s
+        self.wall_s = self.wall_s + done.seconds
+        self.cpu_s = self.cpu_s + done.result.cpu_s
         return await asyncio.to_thread(_taken, done.folder)
 
     def _names(self) -> dict[str, str]:
@@ -184,7 +187,10 @@ class PendingEpisodes:
     """Episodes requested together. Each is reported to its callback, and its future is set, when its slice is done."""
 
     def __init__(self, dispatcher: EpisodeDispatcher, versions: PolicyVersions, task: EpisodesTask, size: int) -> None:
-        self.dispatcher, self.versions, self.task, self.size = dispatcher, versions, task, size
+        self.dispatcher = dispatcher
+        self.versions = versions
+        self.task = task
+        self.size = size
         self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
         self._traces: dict[int, TraceContext | None] = {}
         dispatcher.acquire(versions)

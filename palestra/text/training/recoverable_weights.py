@@ -135,7 +135,9 @@ class RecoveryLog:
         """Adds a call: with a copy of the state, starts the log anew; without, appends the call unless it is
         read-only."""
         if copy is not None:
-            self.state, self.calls, self.steps = copy, [], 0
+            self.state = copy
+            self.calls = []
+            self.steps = 0
         elif call.method not in READ_ONLY_METHODS:
             self.calls.append(call)
             self.steps += call.method == "optim_step"
@@ -150,7 +152,8 @@ class RecoverableWeights:
     """
 
     def __init__(self, holder: Callable[[], ProcessHandle], copy_every: int = COPY_EVERY) -> None:
-        self._open, self.copy_every = holder, copy_every
+        self._open = holder
+        self.copy_every = copy_every
         self._lock = threading.Lock()
         self._holder: ProcessHandle | None = None
         self._pasts: dict[str, RecoveryLog] = {}
@@ -169,7 +172,8 @@ class RecoverableWeights:
                 try:
                     return self._send_call(name, call)
                 except ProcessLost as lost:
-                    why, self._whole = lost, False
+                    why = lost
+                    self._whole = False
                     self.num_losses += 1
             raise ValueError(
                 f"{MAX_ATTEMPTS} processes in a row that train {name} died, the last one: {why}. Memory that runs out "
@@ -181,7 +185,8 @@ class RecoverableWeights:
         with self._lock:
             if self._holder:
                 self._holder.close()
-            self._holder, self._whole = None, False
+            self._holder = None
+            self._whole = False
 
     def _send_call(self, name: str, call: WeightsCall) -> Any:
         holder = self._mended()
@@ -220,7 +225,8 @@ class HostedWeights(Weights):
     their published copies."""
 
     def __init__(self, remote: RecoverableWeights, name: str) -> None:
-        self.remote, self.name = remote, name
+        self.remote = remote
+        self.name = name
 
     def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
         return self.remote.call(self.name, WeightsCall(verb, arguments, options))

@@ -213,7 +213,8 @@ class TextTrainer:
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """Context with an event loop and the processes of `worker_context`."""
         with self.worker_context, asyncio.Runner() as self.event_loop:
-            self.run, self.callback = run, callback
+            self.run = run
+            self.callback = callback
             if 0 < run.next_step < self.steps:
                 self.position_of(run.next_step).stage.configure_learners()
             yield
@@ -234,7 +235,8 @@ class TextTrainer:
         for stage in self.stages:
             if step < first + stage.steps:
                 return StepPosition(stage, step - first, number + (step - first) * stage.episodes)
-            first, number = first + stage.steps, number + stage.steps * stage.episodes
+            first = first + stage.steps
+            number = number + stage.steps * stage.episodes
         raise ValueError(f"the run has {self.steps} steps, and {step} is none of them")
 
     def policy_state(self, policy: str) -> AlgorithmState:
@@ -270,8 +272,10 @@ class TextTrainer:
     def update(self, step: int, collected: CollectedEpisodes) -> TextUpdate:
         """Assigns credit and updates every learner, one after another or, if they work in other processes,
         concurrently. Raises RunFailed, with the episodes recorded, if too many failed."""
-        episodes, position = collected.episodes, collected.position
-        algorithm, progress = position.stage.algorithm, position.progress
+        episodes = collected.episodes
+        position = collected.position
+        algorithm = position.stage.algorithm
+        progress = position.progress
         self._check_failures(step, episodes)
         timers = {name: PhaseTimer.sum([collected.timer]) for name in [*self.learners, TEAM]}
 
@@ -297,7 +301,9 @@ class TextTrainer:
     def log(self, step: int, updates: Sequence[TextUpdate]) -> Mapping[str, Metrics]:
         """Writes metrics, timings and episodes of the step to the run. Returns the metrics by policy."""
         (update,) = updates
-        run, episodes, timers = self.run, update.episodes, update.timers
+        run = self.run
+        episodes = update.episodes
+        timers = update.timers
         for name in self.learners:
             run.log_metrics(step, name, update.metrics[name])
             run.log_timings(step, name, timers[name].metrics() | throughput(episodes, timers[name], name))

@@ -130,7 +130,8 @@ class ActionValueLearner(NetLearner):
         return (self.global_size + 2 * len(self.env.seats) + self.action_encoder.size,)
 
     def _critic(self, stack: PolicyStack) -> CriticEnsemble:
-        seat_mapping, branches = stack.seat_mapping, self.value_per_action(stack.seat_mapping.action_space)
+        seat_mapping = stack.seat_mapping
+        branches = self.value_per_action(stack.seat_mapping.action_space)
         width = len(self.action_encoder.columns[seat_mapping.all_seats[0]])
         observation = self.critic_input_shape(stack)
         observation = observation if branches else (observation[0] + width,)
@@ -209,7 +210,8 @@ class ActionValueLearner(NetLearner):
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
         if self.config.critic == "own":
             return stack.observations(obs, 1)
-        seat_mapping, N = stack.seat_mapping, len(self.env.seats)
+        seat_mapping = stack.seat_mapping
+        N = len(self.env.seats)
         whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
         others = self.action_encoder.other_actions(joint, seat_mapping)
         ids = seat_mapping.one_hot_seats(self.device)[:, None]  # [P, 1, S, N]

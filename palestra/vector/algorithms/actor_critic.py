@@ -111,7 +111,8 @@ class ActorCriticConfig(AlgorithmConfig):
         each, from outputs [P, T, M, O] and the normalised weights [P, T, M] of rows."""
         score = head.evaluate_actions(out, rows.actions, rows.action_mask)
         inputs = map(rows_by_member, (*score, rows.logp, rows.advantage, weight))
-        total, lines = out.new_zeros(()), []
+        total = out.new_zeros(())
+        lines = []
         for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
             loss, metrics = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
             total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
@@ -131,7 +132,8 @@ class ActorCriticLearner(NetLearner):
     whose observations differ in shape."""
 
     def __init__(self, config: ActorCriticConfig, spec: NetLearnerSpec) -> None:
-        self.config, self.has_value_output = config, config.aux_value_coef > 0
+        self.config = config
+        self.has_value_output = config.aux_value_coef > 0
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
 
@@ -159,7 +161,8 @@ class ActorCriticLearner(NetLearner):
                 "or critics: each"
             )
         flat = tuple(seat for own in seats.values() for seat in own)
-        shape, space = self.env.observation_shapes[flat[0]], self.env.action_spaces[flat[0]]
+        shape = self.env.observation_shapes[flat[0]]
+        space = self.env.action_spaces[flat[0]]
         return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space)]
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
@@ -221,7 +224,8 @@ class ActorCriticLearner(NetLearner):
         [T, B, N] are log-probabilities under the current policies, for V-trace."""
         values, bootstrap = self._values(batch)
         advantage_inputs = AdvantageInputs(batch.rewards, values, bootstrap, batch.seats_done, batch.agent_mask)
-        gamma, lam = self.config.gamma_at(progress), self.config.gae_lambda
+        gamma = self.config.gamma_at(progress)
+        lam = self.config.gae_lambda
         if self.config.off_policy_correction == "vtrace":
             gap = logp - batch.logp
             ratio = torch.from_numpy(np.exp(gap.numpy())) if gap.is_cpu else gap.exp()
@@ -252,7 +256,8 @@ class ActorCriticLearner(NetLearner):
     ) -> Metrics:
         """Trains a critic on its targets; returns its metrics."""
         target, weight = self._update_norm(critic, targets, known)
-        mapping, net = critic.seat_mapping, critic.net
+        mapping = critic.seat_mapping
+        net = critic.net
         rows = CriticRows(
             self._critic_observations(critic, batch)[:, :-1],
             mapping.repeat_games(batch.is_first)[:, :-1] if net.recurrent_units else None,
@@ -267,7 +272,8 @@ class ActorCriticLearner(NetLearner):
     def _update_norm(self, critic: ValueCritic, targets: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Updates the statistics of returns of a critic; returns its targets and their weights [P, T, B*S]."""
         take = critic.seat_mapping.select_seats
-        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
+        target = take(targets, 2).flatten(2, 3)
+        weight = take(known.float(), 2).flatten(2, 3)
         critic.update_norm(target, weight, self.process_group.all_reduce)
         return target, weight
 
@@ -293,7 +299,8 @@ class ActorCriticLearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Trains the policies of a stack on advantages [T, B, N], normalised and then times `factor` [T, B, N]; returns
         metrics by policy."""
-        names, aim = stack.seat_mapping.names, stack.rows(aims)
+        names = stack.seat_mapping.names
+        aim = stack.rows(aims)
         rows = self.policy_rows(stack, batch, advantages, factor, known)
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
@@ -319,7 +326,8 @@ class ActorCriticLearner(NetLearner):
     ) -> PolicyRows:
         """Returns the training rows of a stack's policies: `advantages` [T, B, N], normalised and then times `factor`
         [T, B, N], with weight 0 where they are not `known` [T, B, N]."""
-        advantage, weight = stack.rows(advantages), stack.rows(known.float())
+        advantage = stack.rows(advantages)
+        weight = stack.rows(known.float())
         if self.config.normalize_advantages:
             advantage = standardise(advantage, weight, self.process_group.all_reduce)
         return PolicyRows.of(stack, batch, advantage * stack.rows(factor), weight)
@@ -358,7 +366,9 @@ class ActorCriticLearner(NetLearner):
             norm = next((s.norm for s in self.stacks if s.seat_mapping.names == seat_mapping.names), None)
             return norm.normalise(x) if norm else x
         whole = self.global_features(obs, state, lead)
-        N, P, S = len(self.env.seats), len(seat_mapping.names), len(seat_mapping.seats[0])
+        N = len(self.env.seats)
+        P = len(seat_mapping.names)
+        S = len(seat_mapping.seats[0])
         ids = seat_mapping.one_hot_seats(self.device).view(P, *[1] * lead, S, N)
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)

@@ -51,7 +51,8 @@ class ValueCritic:
         ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
         mapping, (times, games) = self.seat_mapping, batch.end_index
         acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
-        state, is_first = self.recurrent_states.get(batch.worker), mapping.repeat_games(batch.is_first)
+        state = self.recurrent_states.get(batch.worker)
+        is_first = mapping.repeat_games(batch.is_first)
         out, memories = self.net.unroll(observations, state, is_first, Team(acts.flatten(2, 3)))
         values = mapping.by_seat(self.values(out))
         if not len(times):
@@ -91,7 +92,9 @@ class ValueCritic:
         last step."""
         team = None if rows.acts is None else Team(rows.acts)
         inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, team
-        old, losses, counts = None if clip is None else self._unroll(*inputs)[0][..., 0], [], []
+        old = None if clip is None else self._unroll(*inputs)[0][..., 0]
+        losses = []
+        counts = []
         for minibatch in minibatches:
             out, _ = self.net.unroll(
                 minibatch(rows.observations),

@@ -158,7 +158,8 @@ class TD3Learner(DDPGLearner):
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         """Returns the actions of the target policies with clipped noise, which smooths sharp peaks of the critics."""
-        answer, clip = super().target_actions(i, observations, action_mask, generator), self.config.target_noise_clip
+        answer = super().target_actions(i, observations, action_mask, generator)
+        clip = self.config.target_noise_clip
         if isinstance(self.stacks[i].head, TanhHead):
             noise = self.config.target_noise * normal_like(answer.action_codes, generator)
             answer.action_codes = (answer.action_codes + noise.clamp(-clip, clip)).clamp(-1, 1)

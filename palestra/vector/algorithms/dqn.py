@@ -43,7 +43,9 @@ class DQNLearner(QLearner):
     def train_step(
         self, drawn: TransitionBatch | SequenceBatch, progress: float
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
-        lines, errors, known = [], [], []
+        lines = []
+        errors = []
+        known = []
         for i, stack in enumerate(self.stacks):
             q, taken, following = self.online_and_target_values(i, drawn)
             target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)

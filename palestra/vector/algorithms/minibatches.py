@@ -133,7 +133,9 @@ def iterate_minibatches(
     0."""
     P, _, C = weight.shape
     device = weight.device
-    seats, some, count = torch.arange(team_size, device=device), None, C // team_size
+    seats = torch.arange(team_size, device=device)
+    some = None
+    count = C // team_size
     if not recurrent:
         known = weight.reshape(P, -1, team_size).any(2)
         some = known[0].nonzero()[:, 0] if P == 1 and not bool(known.all()) else None

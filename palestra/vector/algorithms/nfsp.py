@@ -38,7 +38,8 @@ class Reservoir:
     1985, algorithm R)."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.seen = capacity, 0
+        self.capacity = capacity
+        self.seen = 0
         self.columns: Arrays = {}
 
     def __len__(self) -> int:
@@ -108,8 +109,12 @@ class NFSPPolicy:
     state [B, S] bool marks where the best response plays."""
 
     def __init__(self, response: NetVectorPolicy, average: NetVectorPolicy, eta: float) -> None:
-        self.response, self.average, self.eta = response, average, eta
-        self.name, self.names, self.seats = response.name, response.names, response.seats
+        self.response = response
+        self.average = average
+        self.eta = eta
+        self.name = response.name
+        self.names = response.names
+        self.seats = response.seats
         self.generator = torch.Generator()
 
     def reset_rng(self, seed: int) -> None:
@@ -151,7 +156,8 @@ class NFSPLearner(DQNLearner):
 
     def _average(self, stack: PolicyStack) -> PolicyStack:
         """Returns a stack of the same shape for the average strategies."""
-        seat_mapping, head = stack.seat_mapping, make_head(stack.seat_mapping.action_space)
+        seat_mapping = stack.seat_mapping
+        head = make_head(stack.seat_mapping.action_space)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
         seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
         net = Net(
@@ -218,7 +224,8 @@ class NFSPLearner(DQNLearner):
 
     def _imitate(self, stack: PolicyStack, rng: np.random.Generator, progress: float) -> Tensor:
         """Takes one gradient step of the average strategies; returns their losses [P]."""
-        names, count = stack.seat_mapping.names, self.config.batch_size
+        names = stack.seat_mapping.names
+        count = self.config.batch_size
         drawn = [self.reservoirs[name].sample(count, rng) for name in names]
         rows = {key: as_tensor(np.stack([own[key] for own in drawn]), self.device) for key in drawn[0]}
         obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]

@@ -38,7 +38,9 @@ from palestra.vector.policies.nets import (
     uniform_selector,
 )
 
-MOST_RANDOM, RANDOM_SHARE = 10_000, 0.1  # transitions, and share of the run, of random play before training
+# transitions, and share of the run, of random play before training
+MOST_RANDOM = 10_000
+RANDOM_SHARE = 0.1
 
 
 class OffPolicyConfig(ActionValueConfig):
@@ -247,7 +249,8 @@ class OffPolicyLearner(ActionValueLearner):
         return answer
 
     def _train_policies(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
-        stack, critic = self.stacks[i], self.critics[i]
+        stack = self.stacks[i]
+        critic = self.critics[i]
         answer = self.policy_output(i, batch.observations, batch.action_mask, generator)
         with frozen_parameters(critic.net):
             q = critic.q_values(critic.net, batch.critic_inputs, answer.action_codes)

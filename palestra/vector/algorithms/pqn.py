@@ -129,12 +129,15 @@ class PQNLearner(NetLearner):
         each: reward + gamma * (lambda * the next target + (1 - lambda) * the next best value). In a team, all seats
         that act have the team's target."""
         values, bootstrap = self._best_values(batch)
-        rewards, done, acts = batch.rewards, batch.seats_done, batch.agent_mask
+        rewards = batch.rewards
+        done = batch.seats_done
+        acts = batch.agent_mask
         if self.config.mixer == "vdn":
             team = constant(tuple(self.seats), self.device)
             values = (values * acts)[..., team].sum(-1, keepdim=True)
             bootstrap = (bootstrap * acts[:-1])[..., team].sum(-1, keepdim=True)
-            rewards, done = rewards[..., team].mean(-1, keepdim=True), done[..., team].all(-1, keepdim=True)
+            rewards = rewards[..., team].mean(-1, keepdim=True)
+            done = done[..., team].all(-1, keepdim=True)
             acts = acts[..., team].any(-1, keepdim=True)
         inputs = AdvantageInputs(rewards, values, bootstrap, done, acts)
         error, known = gae(inputs, gamma=self.config.gamma, gae_lambda=self.config.q_lambda)
@@ -146,11 +149,13 @@ class PQNLearner(NetLearner):
         """Returns the value of each seat's best legal action at every step [T+1, B, N], and at the last observation
         where a game ended [T, B, N]: 0 for seats that terminated. The actions legal there are taken to be those of the
         seat's last decision."""
-        values, bootstrap = torch.zeros(batch.agent_mask.shape, device=self.device), torch.zeros_like(batch.rewards)
+        values = torch.zeros(batch.agent_mask.shape, device=self.device)
+        bootstrap = torch.zeros_like(batch.rewards)
         times, games = batch.end_index
         cut = ~batch.seats_terminated[times, games]  # [F, N]
         for stack in self.stacks:
-            seats, S = stack.seat_mapping.seat_index(self.device), len(stack.seat_mapping.seats[0])
+            seats = stack.seat_mapping.seat_index(self.device)
+            S = len(stack.seat_mapping.seats[0])
             is_first = stack.seat_mapping.repeat_games(batch.is_first)
             memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
             q, memories = stack.net.unroll(stack.observations(batch.obs), memory, is_first)
@@ -193,7 +198,8 @@ class PQNLearner(NetLearner):
             norms = stack.optimizer.step(-(weight * error * q).sum(), progress)
             stack.version += 1
             mean = weight / weight.sum((1, 2, 3), keepdim=True).clamp(min=1e-8)
-            loss, worth = 0.5 * (mean * error.square()).sum((1, 2, 3)), (mean * value).sum((1, 2, 3))
+            loss = 0.5 * (mean * error.square()).sum((1, 2, 3))
+            worth = (mean * value).sum((1, 2, 3))
             count = minibatch(own.weight).sum((1, 2, 3))
             lines.append({"q_loss": loss, "q": worth, "grad_norm": norms, WEIGHT_KEY: count})
         return lines

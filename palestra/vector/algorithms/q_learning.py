@@ -113,7 +113,9 @@ class ValueHead(ActionHead):
     width = 0
 
     def __init__(self, space: Discrete, duelling: bool) -> None:
-        self.num_actions, self.duelling, self.outputs = space.n, duelling, space.n + duelling
+        self.num_actions = space.n
+        self.duelling = duelling
+        self.outputs = space.n + duelling
 
     def values(self, out: Tensor) -> Tensor:
         """Returns action values: outputs [..., O] -> [..., A]."""
@@ -155,7 +157,8 @@ class QLearner(NetLearner):
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
-        self.steps, self.env_steps_seen = 0, 0
+        self.steps = 0
+        self.env_steps_seen = 0
         self.replay = self.build_replay()
 
     def build_replay(self) -> ReplayBuffer | SequenceReplay:
@@ -284,7 +287,9 @@ class QLearner(NetLearner):
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns values of all actions by stack i, [P, T, R, A] each: the online network's, and for the following
         decisions those of the target network and of the network that chooses the action, both without gradients."""
-        stack, head, target = self.stacks[i], self.heads[i], self.target_nets[i]
+        stack = self.stacks[i]
+        head = self.heads[i]
+        target = self.target_nets[i]
         if isinstance(drawn, SequenceBatch):
             q, chooser_q = unroll_values(stack, head, stack.net, drawn)
             with torch.no_grad():
@@ -323,7 +328,8 @@ class QLearner(NetLearner):
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)
         self.replay.load(strip_prefix(arrays, "replay"))
-        self.steps, self.env_steps_seen = int(arrays["steps"][0]), int(arrays["seen"][0])
+        self.steps = int(arrays["steps"][0])
+        self.env_steps_seen = int(arrays["seen"][0])
 
 
 def check_action_spaces(config: AlgorithmConfig, env: VectorEnv) -> None:
@@ -345,7 +351,8 @@ def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
 
 def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:
     """Returns values of every step, and those of each seat's own next decision without gradients, both [P, T, R, A]."""
-    P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
+    P = len(stack.seat_mapping.names)
+    S = len(stack.seat_mapping.seats[0])
     is_first = drawn.is_first.repeat_interleave(S, 1)
     memory = drawn.recurrent_states.get("+".join(stack.seat_mapping.names))
     out, memories = net.unroll(stack.observations(drawn.obs), memory, is_first.expand(P, *is_first.shape))

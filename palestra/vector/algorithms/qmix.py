@@ -73,7 +73,8 @@ class QMIXLearner(QLearner):
         super().__init__(config, spec)
         self.mixer = self._mixer().to(self.device)
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
-        names, first = ["+".join(self.names)], self.policies[self.names[0]]
+        names = ["+".join(self.names)]
+        first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
         self.mixer_adam = StackedAdam(self.mixer, names, first, self.process_group) if learns else None
 
@@ -82,7 +83,9 @@ class QMIXLearner(QLearner):
         if config.mixer == "vdn":
             return VDNMixer()
         check_mixer_sees_state(config.mixer, self.env)
-        seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.mixer_state_size
+        seed = derive_seed(self.seeds[self.names[0]], "mixer")
+        seats = len(self.seats)
+        state = self.mixer_state_size
         if config.mixer == "qmix":
             return QMIXMixer(seats, state, config.mixer_units, seed, near_sum=self.mixer_near_sum)
         return QPLEXMixer(seats, self._num_actions, state, config.mixer_units, config.mixer_heads, seed)
@@ -114,7 +117,8 @@ class QMIXLearner(QLearner):
         with torch.no_grad():
             after = self._mix(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
-        discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
+        discount = drawn.discounts[..., self.seats[0]]
+        weight = drawn.weight[..., self.seats[0]]
         target = q_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
         known = weight > 0
         share = weight / known.sum().clamp(min=1)

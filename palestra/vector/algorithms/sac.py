@@ -46,7 +46,9 @@ class SAC(SoftConfig, OffPolicyConfig):
         return SACLearner
 
 
-DEFAULT_ENTROPY_SHARE, DEFAULT_ENTROPY_PER_DIM = 0.5, -1.0  # target entropy if `target_entropy` is null
+# target entropy if `target_entropy` is null
+DEFAULT_ENTROPY_SHARE = 0.5
+DEFAULT_ENTROPY_PER_DIM = -1.0
 
 
 class Temperature(nn.Module):
@@ -93,7 +95,8 @@ class SACLearner(OffPolicyLearner):
     def policy_output(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        out, head = self.stacks[i].net(observations), self.stacks[i].head
+        out = self.stacks[i].net(observations)
+        head = self.stacks[i].head
         if isinstance(head, SquashedHead):
             return PolicyOutput(out, *head.sample_units(out, generator))
         assert isinstance(head, CategoricalHead)
@@ -107,7 +110,8 @@ class SACLearner(OffPolicyLearner):
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         assert answer.logp is not None
-        least, alpha = q.amin(0), self.alphas[i]()
+        least = q.amin(0)
+        alpha = self.alphas[i]()
         if self.critics[i].value_per_action:
             return expected_soft_value(least, answer.logp, alpha)
         return soft_value(least[..., 0], answer.logp, alpha)
@@ -118,7 +122,8 @@ class SACLearner(OffPolicyLearner):
     def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates the temperature; returns metrics."""
         entropy = self._entropy(i, answer)
-        share, alpha = batch.policy_weights, self.alphas[i]
+        share = batch.policy_weights
+        alpha = self.alphas[i]
         if self.config.learn_alpha:
             loss = temperature_loss(alpha.log, entropy, self._target_entropy(i, batch), share)
             self.alpha_adams[i].step(loss.sum(), progress)
@@ -133,7 +138,8 @@ class SACLearner(OffPolicyLearner):
 
     def _target_entropy(self, i: int, batch: UpdateBatch) -> Tensor:
         """Returns the target entropy [P, R] in nats."""
-        head, set_to = self.stacks[i].head, self.config.target_entropy
+        head = self.stacks[i].head
+        set_to = self.config.target_entropy
         if isinstance(head, SquashedHead):
             each = DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to
             return torch.full_like(batch.policy_weights, each * head.width)

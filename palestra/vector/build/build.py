@@ -141,7 +141,8 @@ def build_players(
     config: VectorConfig, env: VectorEnv, ranks: ProcessGroup, device: torch.device = CPU
 ) -> tuple[NetLearner | TeamLearners, list[VectorPolicy]]:
     """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
-    named, algorithm = seat_policies(config, env), config.algorithm
+    named = seat_policies(config, env)
+    algorithm = config.algorithm
     seats = trained_seats(config, env, named)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
@@ -174,7 +175,9 @@ def group_trained_teams(
     Raises ValueError if a network plays seats of two teams, or if there are several networks or seats and no team has
     more than one of what the algorithm combines.
     """
-    team_of, kind, found = team_by_seat(config, env), algorithm_name(config.algorithm), dict[str, list[str]]()
+    team_of = team_by_seat(config, env)
+    kind = algorithm_name(config.algorithm)
+    found = dict[str, list[str]]()
     for name, own in seats.items():
         teams = list(dict.fromkeys(team_of[env.seats[seat]] for seat in own))
         if len(teams) > 1:
@@ -299,7 +302,8 @@ def make_fixed_player(
     config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
 ) -> VectorPolicy:
     """Returns the player of some seats by a policy that is not trained; a network acts on `device`."""
-    policy, numbers = config.policies[name], [env.seats.index(seat) for seat in seats]
+    policy = config.policies[name]
+    numbers = [env.seats.index(seat) for seat in seats]
     label = f"{name}/{'+'.join(seats)}"
     if isinstance(policy, RandomActionsConfig):
         return UniformVectorPolicy(env, numbers, label)

@@ -65,7 +65,8 @@ def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algori
     Raises ValueError if the networks, the env copies, one rollout or the replay buffer would not fit. The sizes are
     lower bounds; the size of a transition is measured only if there are many of them.
     """
-    games, horizon = _number(env.get("num_envs")), algorithm.rollout_length + 1
+    games = _number(env.get("num_envs"))
+    horizon = algorithm.rollout_length + 1
     if games < 1:
         raise ValueError(f"env.num_envs is {games}: set it to 1 or more")
     capacity = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))

@@ -153,10 +153,8 @@ class NetLearner(ABC):
         """Returns the global features [..., G] float32, from observations [..., N, *padded] with `lead` dimensions
         before the seats: the env's state, or all observations concatenated if the env has none."""
         if state is None:
-            flat, sizes = (
-                torch.as_tensor(obs).flatten(lead + 1),
-                [int(np.prod(shape)) for shape in self.env.observation_shapes],
-            )
+            flat = torch.as_tensor(obs).flatten(lead + 1)
+            sizes = [int(np.prod(shape)) for shape in self.env.observation_shapes]
             padded = any(size < flat.shape[-1] for size in sizes)
             observations = [flat[..., seat, :size] for seat, size in enumerate(sizes)] if padded else []
             found = (torch.cat(observations, -1) if padded else flat.flatten(lead)).float()
@@ -178,7 +176,9 @@ class NetLearner(ABC):
                     rows, stack.rows(batch.agent_mask[:-1]).flatten(1).float(), self.process_group.all_reduce
                 )
         if self.global_norm:
-            world, self.global_norm = self.global_norm, None  # update the norm with unnormalised features
+            # update the norm with unnormalised features
+            world = self.global_norm
+            self.global_norm = None
             rows = self.global_features(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
             world.update(rows, rows.new_ones(rows.shape[:2]), self.process_group.all_reduce)
             self.global_norm = world

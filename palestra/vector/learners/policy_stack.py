@@ -96,7 +96,9 @@ class StackedAdam:
         self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, process_group: ProcessGroup
     ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names, self.config, self.process_group = names, config, process_group
+        self.names = names
+        self.config = config
+        self.process_group = process_group
         self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
         for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
             p.data = own.view(p.shape)
@@ -214,7 +216,8 @@ class PolicyStack:
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
         action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
-        actions, acts = self.actions(batch), self.rows(batch.agent_mask)[:, :-1]
+        actions = self.actions(batch)
+        acts = self.rows(batch.agent_mask)[:, :-1]
         observations = self.observations(batch.obs)[:, :-1]
         out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))
         logp, _ = self.head.evaluate_actions(out, actions, action_mask)
@@ -288,8 +291,11 @@ def plays_team(folder: Path) -> bool:
 def _pattern(network: str, seat_mapping: SeatMapping, head: str, config_json: str) -> Net:
     """Returns a network of the class `network` for the seats of a policy, with arbitrary weights. It is built once for
     each shape, since initialising a network takes far longer than reading its weights."""
-    config, generators = NetPolicyConfig.model_validate_json(config_json), make_generators([0])
-    shape, team_size, entities = seat_mapping.input_shape, len(seat_mapping.seats[0]), seat_mapping.entities
+    config = NetPolicyConfig.model_validate_json(config_json)
+    generators = make_generators([0])
+    shape = seat_mapping.input_shape
+    team_size = len(seat_mapping.seats[0])
+    entities = seat_mapping.entities
     if network == MultiAgentTransformer.__name__:
         space = seat_mapping.action_space
         return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
@@ -302,7 +308,8 @@ def read_policy(
 ) -> NetVectorPolicy:
     """Loads a policy like `read_frozen_member`, as a separate player that acts on `device`."""
     member, version = read_frozen_member(folder, env, seats, best=best)
-    head, norm = member.head.to(device), member.norm.to(device) if member.norm else None
+    head = member.head.to(device)
+    norm = member.norm.to(device) if member.norm else None
     choose = greedy_selector(head) if member.greedy else sampling_selector(head)
     normalise = norm.normalise if norm else None
     return NetVectorPolicy(member.seat_mapping, member.net.to(device), choose, [version], normalise)

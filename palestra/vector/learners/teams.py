@@ -44,7 +44,9 @@ class TeamLearners:
     palestra.vector.trainer). It refuses a team whose seats turn out to be opponents."""
 
     def __init__(self, algorithm: str, teams: Sequence[TeamSeats], learners: Sequence[NetLearner]) -> None:
-        self.algorithm, self.teams, self.learners = algorithm, list(teams), list(learners)
+        self.algorithm = algorithm
+        self.teams = list(teams)
+        self.learners = list(learners)
         self.unpaid = {team.name for team in teams}  # teams that have not been paid yet
 
     @property
@@ -95,7 +97,8 @@ class TeamLearners:
     def _check_equal(self, team: TeamSeats, batch: RolloutBatch) -> None:
         alive = ~batch.seats_terminated | batch.terminated[..., None]  # one that has terminated earns nothing further
         rewards = [_mean_reward(batch.rewards, alive, own) for own in team.policies.values()]
-        names, first = list(team.policies), rewards[0]
+        names = list(team.policies)
+        first = rewards[0]
         for name, other in zip(names[1:], rewards[1:], strict=True):
             apart = np.abs(first - other) > SAME_REWARD * (1 + np.abs(first))  # false where one is NaN: nobody alive
             if apart.any():

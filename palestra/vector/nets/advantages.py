@@ -49,7 +49,8 @@ def vtrace(
     ones, [T, B, N] each. `ratio` [T, B, N] is each action's probability under the policy in training over that under
     the policy that acted; `rho` and `c` cap it. With ratios of 1 the targets are those of `gae` with the same
     `gae_lambda`."""
-    weights, traces = ratio.clamp(max=rho), gae_lambda * ratio.clamp(max=c)
+    weights = ratio.clamp(max=rho)
+    traces = gae_lambda * ratio.clamp(max=c)
     corrections, known, after = _backwards(inputs, weights, traces, gamma)
     targets = inputs.values[:-1] + corrections
     return weights * (after - inputs.values[:-1]), targets, known
@@ -60,7 +61,8 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     own decision; a mask of the known ones; and the action targets reward + gamma * (V' + x')."""
     if not inputs.rewards.is_cpu:
         return _backwards_on_device(inputs, weights, traces, gamma)
-    corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
+    corrections = torch.zeros_like(inputs.rewards)
+    known = torch.zeros_like(inputs.agent_mask[:-1])
     after = torch.zeros_like(inputs.rewards)
     columns_TB = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
     columns = [x.reshape(len(x), -1).numpy() for x in (*columns_TB, corrections, known, after)]
@@ -73,19 +75,24 @@ def _backwards_on_device(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what `_backwards` does, by PyTorch operations over all games and seats at once: for GPUs, where the
     compiled scan would wait for the values to be copied to the CPU and its results back."""
-    value, certain = inputs.values[-1], inputs.agent_mask[-1]
+    value = inputs.values[-1]
+    certain = inputs.agent_mask[-1]
     correction = reward = torch.zeros_like(value)
     steps = []
     for t in range(len(inputs.rewards) - 1, -1, -1):
-        done, acts = inputs.done[t], inputs.agent_mask[t]
-        value, certain = torch.where(done, inputs.bootstrap[t], value), certain | done
-        correction, reward = correction.masked_fill(done, 0), reward.masked_fill(done, 0) + inputs.rewards[t]
+        done = inputs.done[t]
+        acts = inputs.agent_mask[t]
+        value = torch.where(done, inputs.bootstrap[t], value)
+        certain = certain | done
+        correction = correction.masked_fill(done, 0)
+        reward = reward.masked_fill(done, 0) + inputs.rewards[t]
         error = reward + gamma * value - inputs.values[t]
         step = weights[t] * error + gamma * traces[t] * correction
         steps.append((step, acts & certain, reward + gamma * (value + correction)))
         value = torch.where(acts, inputs.values[t], value)
         correction = torch.where(acts, torch.where(certain, step, 0.0), correction)
-        reward, certain = reward.masked_fill(acts, 0), certain | acts
+        reward = reward.masked_fill(acts, 0)
+        certain = certain | acts
     corrections, known, after = (torch.stack(column[::-1]) for column in zip(*steps, strict=True))
     return corrections, known, after
 
@@ -105,8 +112,10 @@ def _scan_backwards(
     after: np.ndarray,
 ) -> None:
     """Writes the results of `_backwards`. All arrays are [T, C] (`values` and `agent_mask` [T+1, C])."""
-    value, certain = values[-1].copy(), agent_mask[-1].copy()
-    correction, reward = np.zeros_like(value), np.zeros_like(value)
+    value = values[-1].copy()
+    certain = agent_mask[-1].copy()
+    correction = np.zeros_like(value)
+    reward = np.zeros_like(value)
     for t in range(len(rewards) - 1, -1, -1):
         for c in range(len(value)):
             if done[t, c]:

@@ -28,14 +28,16 @@ class BoundedHead(ActionHead):
     """Base of heads with bounded continuous actions. Raises ValueError for a space without finite bounds."""
 
     def __init__(self, space: Continuous) -> None:
-        low, high = torch.tensor(space.low), torch.tensor(space.high)
+        low = torch.tensor(space.low)
+        high = torch.tensor(space.high)
         if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
             raise ValueError(
                 f"actions from {list(space.low)} to {list(space.high)} cannot be squashed between their bounds: give "
                 "the env finite bounds, or train with ppo or a2c"
             )
         self.width = len(space.low)
-        self.middle, self.half_width = (low + high) / 2, half_widths(low, high)
+        self.middle = (low + high) / 2
+        self.half_width = half_widths(low, high)
 
     def from_unit(self, unit: Tensor) -> Tensor:
         """Returns actions of the space from units [..., D]."""
@@ -111,7 +113,8 @@ class TanhHead(BoundedHead):
 
     def __init__(self, space: Continuous, noise: float = 0.1) -> None:
         super().__init__(space)
-        self.outputs, self.noise = self.width, noise
+        self.outputs = self.width
+        self.noise = noise
 
     def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Returns noisy units and log-densities of the noise before clipping; 0 without noise."""

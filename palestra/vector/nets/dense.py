@@ -22,7 +22,8 @@ GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activatio
 # its fixed cost of 12 us outweighs the gain. A tanh layer counts as having at least 64 inputs, and every layer as
 # having at least 16 outputs, since PyTorch takes as long for fewer.
 MIN_PRODUCTS = 2**19
-TANH_PRODUCTS, SMALLEST_COLUMNS = 64, 16
+TANH_PRODUCTS = 64
+SMALLEST_COLUMNS = 16
 MIN_WIDTH = 64  # least number of inputs or outputs for oneDNN; in narrower layers results equal PyTorch's to the bit
 
 
@@ -52,7 +53,8 @@ class DenseLayers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
         depth, (x, *saved) = len(outer), [_unstack_single(tensor) for tensor in ctx.saved_tensors]
-        weights, outputs = saved[:depth], saved[depth:]
+        weights = saved[:depth]
+        outputs = saved[depth:]
         gradients: list[Tensor | None] = [None] * (2 * depth)
         g: Tensor | None = None
         for i in reversed(range(depth)):
@@ -73,7 +75,8 @@ def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Se
     """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member dimension, since plain
     matrix products are faster than batched ones."""
     product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
-    x, outputs = _unstack_single(x), []
+    x = _unstack_single(x)
+    outputs = []
     for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):
         if product is not None and _is_large(x, weight, activation):
             x = _by_onednn(product, x, _unstack_single(weight), _unstack_single(bias), activation)
@@ -193,7 +196,8 @@ class MLP(nn.Module):
         if outputs is not None:
             self.layers.append(Linear(widths[-1], outputs, gain, generators))
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
-        self.active, self.activation = len(hidden), activation
+        self.active = len(hidden)
+        self.activation = activation
 
     def forward(self, x: Tensor, last: Linear | None = None) -> Tensor:
         """Returns the output [P, R, out]; with `last`, the output of that linear layer after the others."""
@@ -204,7 +208,8 @@ class MLP(nn.Module):
             x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
         activations: list[Activation | None] = [self.activation] * self.active + [None] * (len(layers) - self.active)
         if last is not None:
-            layers, activations = [*layers, last], [*activations, None]
+            layers = [*layers, last]
+            activations = [*activations, None]
         rest = layers[len(norms) :]
         parameters = [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
         return dense_layers(x, activations[len(norms) :], *parameters) if rest else x

@@ -118,7 +118,10 @@ class EntityEncoder(nn.Module):
                 "graph_neighbours: the nearest entities are found by position, and the env does not say which numbers "
                 "of every entity are its position (Entities.position): leave graph_neighbours out"
             )
-        self.layout, self.units, self.activation, self.neighbours = layout, units, activation, neighbours
+        self.layout = layout
+        self.units = units
+        self.activation = activation
+        self.neighbours = neighbours
         self.own = Linear(inputs - layout.size + layout.own, units, GAIN[activation], generators)
         self.kinds = nn.ModuleList(Linear(width, units, GAIN[activation], generators) for width in layout.widths)
         self.blocks = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators) for _ in range(blocks))
@@ -135,7 +138,8 @@ class EntityEncoder(nn.Module):
         for kind, each in zip(self.kinds, by_kind, strict=True):
             tokens.append(kind(each.flatten(1, 2), self.activation).view(*each.shape[:3], self.units))
             present.append((each != 0).any(-1))
-        x, seen = torch.cat(tokens, 2), torch.cat(present, 2)
+        x = torch.cat(tokens, 2)
+        seen = torch.cat(present, 2)
         if self.neighbours is None:
             mask = None if all_known(seen) else seen[:, :, None] | identity(seen.shape[2], seen.device).bool()
         else:

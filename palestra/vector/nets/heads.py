@@ -93,7 +93,8 @@ class CategoricalScore(torch.autograd.Function):
     def forward(
         ctx: Any, head: CategoricalHead, out: Tensor, action: Tensor, action_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        logp, index = head.logits(out, action_mask), action[..., None]
+        logp = head.logits(out, action_mask)
+        index = action[..., None]
         p = logp.exp()
         entropy = -(p * logp).sum(-1)
         ctx.save_for_backward(logp, p, entropy, index, action_mask)
@@ -104,7 +105,8 @@ class CategoricalScore(torch.autograd.Function):
     def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor) -> tuple[None, Tensor, None, None]:
         """With outputs x: d logp / d x = one-hot action - p, and d entropy / d x = -p (logp + entropy)."""
         logp, p, entropy, index, action_mask = ctx.saved_tensors
-        g_logp, g_entropy = g_logp[..., None], g_entropy[..., None]
+        g_logp = g_logp[..., None]
+        g_entropy = g_entropy[..., None]
         g = (logp + entropy[..., None]).mul_(g_entropy).add_(g_logp).mul_(p).neg_().scatter_add_(-1, index, g_logp)
         return None, g if action_mask is None else g.masked_fill_(~action_mask[..., : p.shape[-1]], 0.0), None, None
 
@@ -114,7 +116,8 @@ class MultiCategoricalHead(ActionHead):
 
     def __init__(self, space: MultiDiscrete) -> None:
         self.parts = [CategoricalHead(Discrete(size)) for size in space.sizes]
-        self.outputs, self.width = sum(space.sizes), len(space.sizes)
+        self.outputs = sum(space.sizes)
+        self.width = len(space.sizes)
 
     def split(self, out: Tensor) -> list[tuple[CategoricalHead, Tensor]]:
         """Returns the parts and their outputs."""
@@ -147,7 +150,8 @@ class GaussianHead(ActionHead):
     def __init__(self, space: Continuous) -> None:
         self.width = len(space.low)
         self.outputs = 2 * self.width
-        low, high = torch.tensor(space.low), torch.tensor(space.high)
+        low = torch.tensor(space.low)
+        high = torch.tensor(space.high)
         self.bounded = torch.isfinite(high - low)
         self.middle = torch.where(self.bounded, (low + high) / 2, 0.0)
         self.half_width = torch.where(self.bounded, half_widths(low, high), 1.0)
@@ -211,7 +215,8 @@ def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tenso
     """Returns the Kullback-Leibler divergence KL(old || new) [...] in nats of two distributions with the outputs `old`
     and `new` [..., O]. Raises ValueError for a head whose divergence has no closed form."""
     if isinstance(head, CategoricalHead):
-        before, after = head.logits(old, action_mask), head.logits(new, action_mask)
+        before = head.logits(old, action_mask)
+        after = head.logits(new, action_mask)
         return (before.exp() * (before - after)).sum(-1)
     if isinstance(head, MultiCategoricalHead):
         pairs = zip(head.split(old), head.split(new), strict=True)

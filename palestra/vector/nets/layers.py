@@ -115,11 +115,14 @@ class Convolutions(nn.Module):
         height, width, channels = observation_shape
         self.layers: tuple[tuple[int, int, int], ...] = self.SMALL if small else self.LAYERS
         self.units = 256 if small else 512
-        self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.kernels = nn.ParameterList()
+        self.biases = nn.ParameterList()
         for outputs, size, stride in self.layers:
             self.kernels.append(nn.Parameter(orthogonal((outputs, channels, size, size), GAIN["relu"], generators)))
             self.biases.append(nn.Parameter(torch.zeros(len(generators), outputs)))
-            height, width, channels = (height - size) // stride + 1, (width - size) // stride + 1, outputs
+            height = (height - size) // stride + 1
+            width = (width - size) // stride + 1
+            channels = outputs
         if height < 1 or width < 1:
             least = 20 if small else 36
             raise ValueError(
@@ -130,7 +133,8 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
-        weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
+        weight = self.last.weight.to(self.dtype)
+        bias = self.last.bias.to(self.dtype)
         return dense_layers(features, ("relu",), weight, bias).float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
@@ -138,7 +142,8 @@ class Convolutions(nn.Module):
         x = x.permute(0, 3, 1, 2).to(self.dtype)
         for kernel, bias, (_, _, stride) in zip(self.kernels, self.biases, self.layers, strict=True):
             weight = (kernel[p] * scale).to(self.dtype)
-            x, scale = torch.relu(nn.functional.conv2d(x, weight, bias[p].to(self.dtype), stride)), 1.0
+            x = torch.relu(nn.functional.conv2d(x, weight, bias[p].to(self.dtype), stride))
+            scale = 1.0
         return x.flatten(1)
 
 
@@ -196,7 +201,8 @@ class Net(nn.Module):
         entities: EntityLayout | None = None,
     ) -> None:
         super().__init__()
-        self.observation_shape, self.team_size = observation_shape, team_size
+        self.observation_shape = observation_shape
+        self.team_size = team_size
         self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
         self.settings = tuple(str(getattr(config, name)) for name in NetConfig.model_fields)
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -205,7 +211,9 @@ class Net(nn.Module):
         inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
         self.entity_encoder: EntityEncoder | None = None
         if entities is not None:
-            units, blocks, heads = config.hidden[-1], config.attention_blocks, config.attention_heads
+            units = config.hidden[-1]
+            blocks = config.attention_blocks
+            heads = config.attention_heads
             self.entity_encoder = EntityEncoder(
                 entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
             )

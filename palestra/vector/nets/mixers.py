@@ -57,7 +57,9 @@ class QMIXMixer(nn.Module):
         self, seats: int, state: int, units: int, seed: int, *, monotonic: bool = True, near_sum: bool = True
     ) -> None:
         super().__init__()
-        self.seats, self.units, self.monotonic = seats, units, monotonic
+        self.seats = seats
+        self.units = units
+        self.monotonic = monotonic
         generators = make_generators([seed])
         biases = (units**-0.5, units**-0.5) if near_sum else (1.0, 1 / units)
         gains = [STATE_SHARE * bias for bias in biases] if near_sum else [1.0, 1.0]
@@ -74,7 +76,8 @@ class QMIXMixer(nn.Module):
         """Returns team values [R] in states [R, S]."""
         first, second = (make(state[None])[0] for make in self.weights)
         if self.monotonic:
-            first, second = first.abs(), second.abs()
+            first = first.abs()
+            second = second.abs()
         hidden = torch.einsum("rj,rje->re", values.q, first.view(-1, self.seats, self.units))
         hidden = torch.nn.functional.elu(hidden + self.bias(state[None])[0])
         return (hidden * second).sum(-1) + self.last(state[None])[0, :, 0]
@@ -91,7 +94,8 @@ class QPLEXMixer(nn.Module):
 
     def __init__(self, seats: int, actions: int, state: int, units: int, heads: int, seed: int) -> None:
         super().__init__()
-        self.seats, self.heads = seats, heads
+        self.seats = seats
+        self.heads = heads
         generators = make_generators([seed])
         self.scale, self.shift = (MLP(state, [units], "relu", generators, seats) for _ in range(2))
         self.key = MLP(state, [units], "relu", generators, heads)

@@ -18,7 +18,8 @@ class RunningNorm(nn.Module):
 
     def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
-        self.decay, self.clip = decay, clip
+        self.decay = decay
+        self.clip = clip
         self.register_buffer("mean", torch.zeros(members, size, dtype=torch.float64))
         self.register_buffer("square", torch.ones(members, size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros(members, 1, dtype=torch.float64))
@@ -31,14 +32,16 @@ class RunningNorm(nn.Module):
         """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes. Statistics of a member whose
         rows are not finite do not change: its loss is not finite either, which raises an error before the weights
         change."""
-        rows, weight = rows.double(), weight.double()[..., None]
+        rows = rows.double()
+        weight = weight.double()[..., None]
         size = rows.shape[-1]
         sums = torch.cat([(rows * weight).sum(1), (rows.square() * weight).sum(1), weight.sum(1)], -1)
         sums = total(sums)
         fits = torch.isfinite(sums).all(-1, keepdim=True)
         count = self.count * self.decay + sums[:, -1:]
         share = torch.where(count > 0, sums[:, -1:] / count.clamp(min=1e-12), 0.0)
-        mean, square = sums[:, :size], sums[:, size : 2 * size]
+        mean = sums[:, :size]
+        square = sums[:, size : 2 * size]
         here = sums[:, -1:].clamp(min=1e-12)
         self.mean += torch.where(fits, share * (mean / here - self.mean), 0.0)
         self.square += torch.where(fits, share * (square / here - self.square), 0.0)
@@ -52,7 +55,8 @@ class RunningNorm(nn.Module):
     def normalise(self, x: Tensor) -> Tensor:
         """Returns x [P, ..., D] in deviations from the mean, clamped to `clip`."""
         x = x if x.is_floating_point() else x.float()
-        mean, deviation = self._like(self.mean, x), self._like(self.std(), x)
+        mean = self._like(self.mean, x)
+        deviation = self._like(self.std(), x)
         scaled = (x - mean) / deviation
         return scaled if self.clip == math.inf else scaled.clamp(-self.clip, self.clip)
 

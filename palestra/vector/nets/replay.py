@@ -172,7 +172,8 @@ class ReplayBuffer(CreditedReplay):
             "state": batch.state,
         }
         values = {name: array[:-1][is_stored] for name, array in seen.items() if array is not None}
-        rows, N = int(is_stored.sum()), batch.agent_mask.shape[2]
+        rows = int(is_stored.sum())
+        N = batch.agent_mask.shape[2]
         empty = {
             "actions": batch.actions[is_stored],
             "rewards": np.zeros((rows, N), np.float32),
@@ -308,7 +309,9 @@ def _assign_credit(
     book: CreditColumns, rollout: RolloutArrays, events: CreditEvents, power: np.ndarray, oldest: int, clock: int
 ) -> int:
     steps, games, seats = rollout.rewards.shape
-    n, capacity, count = len(power) - 1, len(book.when), 0
+    n = len(power) - 1
+    capacity = len(book.when)
+    count = 0
     for b in range(games):
         for t in range(steps + 1):
             now = 2 * (clock + t)

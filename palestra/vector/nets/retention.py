@@ -55,9 +55,11 @@ class StepMemory:
         N, T = self.is_first.shape
         counted = keys * self.acts.reshape(N * T, 1, -1, 1)
         q, k, v = (x.unflatten(0, (N, T)).transpose(1, 2) for x in (queries, counted, values))
-        size, chunks = max(1, CHUNK_POSITIONS // q.shape[3]), []
+        size = max(1, CHUNK_POSITIONS // q.shape[3])
+        chunks = []
         for i in range(0, T, size):
-            part, chunk = slice(i, i + size), (q[:, :, i : i + size], k[:, :, i : i + size], v[:, :, i : i + size])
+            part = slice(i, i + size)
+            chunk = (q[:, :, i : i + size], k[:, :, i : i + size], v[:, :, i : i + size])
             retained, self.state = read_chunk(*chunk, self.is_first[:, part], self.kappa, self.state)
             chunks.append(retained)
         return torch.cat(chunks, 2).transpose(1, 2).flatten(0, 1)
@@ -79,7 +81,8 @@ def read_chunk(
     keys (0 where a seat does not act), values and the result are [N, heads, T, S, D]; `is_first` [N, T], `kappa`
     [heads], and the state before the first step [N, heads, D, D]."""
     T, S = queries.shape[2:4]
-    steps, begun = torch.arange(T, device=queries.device), is_first.cumsum(1)[:, None]
+    steps = torch.arange(T, device=queries.device)
+    begun = is_first.cumsum(1)[:, None]
     from_state = kappa[:, None] ** (steps + 1) * (begun == 0)  # [N, heads, T]
     read = (queries * from_state[..., None, None]).flatten(2, 3) @ state
     if T > 1:

@@ -25,7 +25,9 @@ class RingBuffer:
             raise ValueError(f"capacity: {capacity} rows cannot store anything: use 1 or more")
         if alpha < 0:
             raise ValueError(f"priority: {alpha} would sample rows with small errors most: use 0 (uniform) or more")
-        self.capacity, self.alpha, self.total = capacity, alpha, 0
+        self.capacity = capacity
+        self.alpha = alpha
+        self.total = 0
         self.columns: Arrays = {}
         self.tree = SumTree(capacity) if alpha else None
         self.highest = 1.0
@@ -140,7 +142,8 @@ class SumTree:
 
     def find_prefix_sums(self, upto: np.ndarray) -> np.ndarray:
         """Returns the positions [M] int64 where prefix sums exceed `upto` [M], each from 0 to below the total."""
-        node, rest = np.ones(len(upto), np.int64), upto.astype(np.float64)
+        node = np.ones(len(upto), np.int64)
+        rest = upto.astype(np.float64)
         for _ in range(self.depth):
             left = self.sums[2 * node]
             right = (rest >= left) & (self.sums[2 * node + 1] > 0)  # rounding must not select an empty position

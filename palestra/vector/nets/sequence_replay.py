@@ -95,7 +95,8 @@ class SequenceReplay(CreditedReplay):
             "discounts": np.zeros((T * B, N), np.float32),
             "known": np.zeros((T * B, N), bool),
         }
-        open_rows, when = np.full((B, N, len(self.powers) - 1), -1, np.int64), np.full(T * B, -1, np.int64)
+        open_rows = np.full((B, N, len(self.powers) - 1), -1, np.int64)
+        when = np.full(T * B, -1, np.int64)
         book = CreditColumns(open_rows=open_rows, when=when, **credit)
         rollout = rollout_arrays(batch, np.arange(T * B).reshape(T, B), self.count_env_steps, self.team)
         write_next(rows, after, assign_credit(book, rollout, self.powers, 0, 0), batch)
@@ -113,11 +114,13 @@ class SequenceReplay(CreditedReplay):
         """Returns `count` sequences sampled with replacement. `beta` is the exponent of the importance weights in
         `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
         places, importance = self.ring.sample(count, generator, beta)
-        columns, memory = dict(self.ring.columns), {}
+        columns = dict(self.ring.columns)
+        memory = {}
         for name in self.recurrent_players:
             state = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
             memory[name] = state.movedim(0, 1).flatten(1, 2)
-        finals, cut = columns.pop("final_obs"), columns.pop("cut")[places]
+        finals = columns.pop("final_obs")
+        cut = columns.pop("cut")[places]
         sequence, time = np.nonzero(cut)
         tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))
         tensors |= {name: rows_as_tensor(column, places).movedim(1, 0) for name, column in columns.items()}

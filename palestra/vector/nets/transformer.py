@@ -88,9 +88,13 @@ class MultiAgentTransformer(Net):
         super().__init__(
             observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
         )
-        units, heads, activation = config.hidden[-1], config.attention_heads, config.activation
-        blocks, kind = range(config.attention_blocks), config.attention_type
-        self.action_space, self.activation = space, activation
+        units = config.hidden[-1]
+        heads = config.attention_heads
+        activation = config.activation
+        blocks = range(config.attention_blocks)
+        kind = config.attention_type
+        self.action_space = space
+        self.activation = activation
         self.encoder = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators, kind) for _ in blocks)
         self.decoder = nn.ModuleList(DecoderBlock(units, heads, activation, generators, kind) for _ in blocks)
         self.action_embedding = Linear(encoding_size(space) + 1, units, GAIN[activation], generators)
@@ -114,7 +118,8 @@ class MultiAgentTransformer(Net):
         if not self.recurrent_units:
             return []
         P, T, R = acts.shape
-        G, size = R // self.team_size, math.prod(self.state_shape)
+        G = R // self.team_size
+        size = math.prod(self.state_shape)
         begun = torch.zeros_like(acts) if is_first is None else is_first
         first = begun.view(P, T, G, -1)[..., 0].transpose(1, 2).reshape(P * G, T)
         state = self.initial_state(P, R) if recurrent_state is None else recurrent_state
@@ -186,11 +191,13 @@ class MultiAgentTransformer(Net):
         [P, G, S, *view], `acts` [P, G, S], `is_first` [P, R]."""
         rows = acts.flatten(1)[:, None]
         memories = self._memories(recurrent_state, None if is_first is None else is_first[:, None], rows)
-        encoded, mask = self.encode(obs, acts, memories), _mask(acts, causal=True)
+        encoded = self.encode(obs, acts, memories)
+        mask = _mask(acts, causal=True)
         token = self._start(encoded)
         kept = memories[len(self.encoder) :]
         past: list[list[Tensor]] = [[one.before_seats()] for one in kept] or [[] for _ in range(2 * len(self.decoder))]
-        actions, logps = [], []
+        actions = []
+        logps = []
         for i in range(encoded.shape[2]):
             here = None if mask is None else mask[:, :, i : i + 1, : i + 1]
             out = self._decode_tokens(encoded[:, :, i : i + 1], token, here, past)
@@ -244,7 +251,8 @@ class MultiAgentTransformer(Net):
         of 1, the recurrent state after each step [P, T, R, W] (None without)."""
         if not self.recurrent_units:
             return super().unroll(obs, recurrent_state, is_first, team)
-        outputs, states = [], []
+        outputs = []
+        states = []
         for t in range(obs.shape[1]):
             acts = torch.ones(len(obs), 1, obs.shape[2], dtype=torch.bool, device=obs.device)
             memories = self._memories(recurrent_state, None if is_first is None else is_first[:, t : t + 1], acts)
@@ -268,7 +276,8 @@ class MultiAgentTransformer(Net):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, O] given the actions of `team`, and values [P, T, R]."""
         assert team is not None and team.actions is not None
-        acts, T = self._by_team(team.acts), obs.shape[1]
+        acts = self._by_team(team.acts)
+        T = obs.shape[1]
         memories = self._memories(recurrent_state, is_first, team.acts)
         encoded = self.encode(self._by_team(obs), acts, memories)
         outputs = self.decode(encoded, self._by_team(team.actions), acts, memories)

@@ -42,7 +42,10 @@ class UniformVectorPolicy:
     """Plays uniformly random legal actions."""
 
     def __init__(self, env: VectorEnv, seats: Sequence[int], name: str = "random") -> None:
-        self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
+        self.env = env
+        self.seats = list(seats)
+        self.name = name
+        self.names = [name]
 
     def reset_rng(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -65,7 +68,10 @@ class ScriptedVectorPolicy:
         script: str | Callable[[VectorEnv, int], np.ndarray],
         name: str = "scripted",
     ) -> None:
-        self.env, self.seats, self.name, self.names = env, list(seats), name, [name]
+        self.env = env
+        self.seats = list(seats)
+        self.name = name
+        self.names = [name]
         if isinstance(script, str) and script not in env.scripted_policies:
             env.scripted_actions(script, 0)  # raises an error that lists the available scripts
         self.script = script

@@ -138,8 +138,12 @@ class NetGroup:
 
     def __init__(self, members: Sequence[NetMember]) -> None:
         first = members[0]
-        self.seat_mapping, self.head, self.greedy, self.norm = first.seat_mapping, first.head, first.greedy, first.norm
-        self.recurrent_units, self.single_member = first.net.recurrent_units, len(members) == 1
+        self.seat_mapping = first.seat_mapping
+        self.head = first.head
+        self.greedy = first.greedy
+        self.norm = first.norm
+        self.recurrent_units = first.net.recurrent_units
+        self.single_member = len(members) == 1
         self.net = first.net
         if not self.single_member:
             self.weights = {name: torch.cat([member.weights[name] for member in members]) for name in first.weights}
@@ -160,9 +164,11 @@ class NetGroup:
             anew = _put(torch.from_numpy(rows.is_first), place, shape)[:, None]
             unrolled, memories = self.net.unroll(x[:, None], _put(rows.recurrent_state, place, shape), anew)
             assert memories is not None
-            out, memory = unrolled[:, 0], memories[:, 0].flatten(0, 1)[place]
+            out = unrolled[:, 0]
+            memory = memories[:, 0].flatten(0, 1)[place]
         else:
-            out, memory = self.net(x), None
+            out = self.net(x)
+            memory = None
         action_mask = (
             None
             if rows.frame.action_mask is None
@@ -252,7 +258,8 @@ class TableGroup:
 
     def act(self, rows: ActBatch) -> tuple[np.ndarray, None]:
         """Returns actions [R] int32. Raises ValueError if an observation is not in the tables."""
-        where, obs = (rows.env_index, rows.seat_index, rows.member_index), rows.frame.obs.view(np.int32)
+        where = (rows.env_index, rows.seat_index, rows.member_index)
+        obs = rows.frame.obs.view(np.int32)
         actions = np.empty(len(rows.env_index), np.int32)
         lost = _draw(self.index.slots, self.index.bits, self.tables, obs, where, rows.rng.random(len(actions)), actions)
         if lost >= 0:
@@ -283,7 +290,8 @@ def _find(slots: np.ndarray, observations: np.ndarray, bits: np.ndarray) -> int:
     """Returns the index of an observation, or -1."""
     at = _slot(bits, slots)
     while slots[at] >= 0:
-        same, observation = True, observations[slots[at]]
+        same = True
+        observation = observations[slots[at]]
         for i in range(len(bits)):
             if _word(observation[i]) != _word(bits[i]):
                 same = False
@@ -324,7 +332,8 @@ def _draw(
         number = _find(slots, observations, obs[games[r], seats[r], :size])
         if number < 0:
             return r
-        chances, total = tables[members[r], number], 0.0
+        chances = tables[members[r], number]
+        total = 0.0
         for action in range(len(chances)):
             if chances[action] > 0.0:
                 actions[r] = action

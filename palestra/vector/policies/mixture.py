@@ -46,7 +46,8 @@ class JointSampler:
     Raises ValueError for invalid probabilities."""
 
     def __init__(self, lineups: Sequence[Sequence[int]], probabilities: Sequence[float]) -> None:
-        self.lineups, self.bounds = np.array(lineups), cumulative_bounds(probabilities)
+        self.lineups = np.array(lineups)
+        self.bounds = cumulative_bounds(probabilities)
 
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         drawn = np.searchsorted(self.bounds, rng.random(num_envs))
@@ -58,7 +59,9 @@ class SelfPlaySampler:
     -1."""
 
     def __init__(self, others: OpponentSampler, share: float, number: int) -> None:
-        self.others, self.share, self.number = others, share, number
+        self.others = others
+        self.share = share
+        self.number = number
 
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         tags, drawn = self.others.sample_members(rng, num_envs)
@@ -73,7 +76,8 @@ class LineupSchedule:
 
     def __init__(self, lineups: np.ndarray, counts: np.ndarray) -> None:
         rounds = np.concatenate([np.arange(n) for n in counts])
-        self.lineups, self.num_started = lineups, 0
+        self.lineups = lineups
+        self.num_started = 0
         self.order = np.repeat(np.arange(len(counts)), counts)[np.argsort(rounds, kind="stable")]
 
     def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,17 +103,21 @@ class Mixture:
         opponent_sampler: OpponentSampler,
         name: str = "mixture",
     ) -> None:
-        self.seats, self.name, self.opponent_sampler = list(seats), name, opponent_sampler
+        self.seats = list(seats)
+        self.name = name
+        self.opponent_sampler = opponent_sampler
         self.names, self._numbers = list(members_by_name), np.array(self.seats)
         spaces = [env.action_spaces[seat] for seat in self.seats]
         width = max(make_head(space).width for space in spaces)
-        self._shape, self._dtype = (width,) * bool(width), np.float32 if isinstance(spaces[0], Continuous) else np.int32
+        self._shape = (width,) * bool(width)
+        self._dtype = np.float32 if isinstance(spaces[0], Continuous) else np.int32
         alike: dict[object, list[int]] = {}
         for number, member in enumerate(members_by_name.values()):
             alike.setdefault(member.group_key, []).append(number)
         members = list(members_by_name.values())
         self.groups = [build_group(env, [members[number] for number in numbers]) for numbers in alike.values()]
-        self.group, self.place = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
+        self.group = np.empty(len(members), np.int64)
+        self.place = np.empty(len(members), np.int64)
         for number, numbers in enumerate(alike.values()):
             self.group[numbers], self.place[numbers] = number, np.arange(len(numbers))
         self.recurrent_units = max(group.recurrent_units for group in self.groups)
@@ -137,13 +145,15 @@ class Mixture:
             ).float()
         now = recurrent_state[:, : 1 + S].numpy().astype(np.int64)
         self._played.append(now)
-        actions, numbers = np.zeros((len(is_first), S, *self._shape), self._dtype), now[:, 1:]
+        actions = np.zeros((len(is_first), S, *self._shape), self._dtype)
+        numbers = now[:, 1:]
         for i, group in enumerate(self.groups):
             mine = self.group[numbers] == i
             games, places = np.nonzero(mine if group.recurrent_units else mine & vector_step.agent_mask[:, self.seats])
             if len(games):
                 remembered = self._member_states(recurrent_state)[games, places, : group.recurrent_units]
-                members, seats = self.place[numbers[games, places]], self._numbers[places]
+                members = self.place[numbers[games, places]]
+                seats = self._numbers[places]
                 rows = ActBatch(
                     vector_step, games, seats, members, remembered, is_first[games], self.rng, self.generator
                 )

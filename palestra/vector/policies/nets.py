@@ -35,8 +35,12 @@ class NetVectorPolicy:
         versions: Sequence[int] = (),
         normalise: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.seat_mapping, self.net, self.selector, self.normalise = seat_mapping, net, selector, normalise
-        self.seats, self.name = seat_mapping.all_seats, "+".join(seat_mapping.names)
+        self.seat_mapping = seat_mapping
+        self.net = net
+        self.selector = selector
+        self.normalise = normalise
+        self.seats = seat_mapping.all_seats
+        self.name = "+".join(seat_mapping.names)
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
         self.device = net.head.weight.device
@@ -46,14 +50,16 @@ class NetVectorPolicy:
         self.generator.manual_seed(seed)
 
     def initial_state(self, num_envs: int) -> Tensor | None:
-        P, S = len(self.seat_mapping.names), len(self.seat_mapping.seats[0])
+        P = len(self.seat_mapping.names)
+        S = len(self.seat_mapping.seats[0])
         return self.net.initial_state(P, num_envs * S) if self.net.recurrent_units else None
 
     @torch.no_grad()
     def act(
         self, vector_step: VectorStep, recurrent_state: Tensor | None, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, Tensor | None]:
-        mapping, device = self.seat_mapping, self.device
+        mapping = self.seat_mapping
+        device = self.device
         obs = mapping.network_inputs(as_tensor(vector_step.obs, device), 1)  # [P, B, S, *view]
         obs = self.normalise(obs) if self.normalise else obs
         mask = vector_step.action_mask
@@ -62,7 +68,8 @@ class NetVectorPolicy:
         acts = mapping.select_seats(as_tensor(vector_step.agent_mask, device), 1) if self.net.plays_team else None
         if isinstance(self.net, MultiAgentTransformer):
             assert acts is not None
-            choose, rows = self._seat_selector(masks), acts.flatten(1)
+            choose = self._seat_selector(masks)
+            rows = acts.flatten(1)
             begun = as_tensor(is_first, device).repeat_interleave(acts.shape[2]).expand(rows.shape)
             actions, logp, recurrent_state = self.net.play(obs, acts, choose, recurrent_state, begun)
         else:
@@ -88,7 +95,8 @@ class NetVectorPolicy:
             anew = as_tensor(is_first, self.device).repeat_interleave(S).expand(P, 1, B * S)
             unrolled, memories = self.net.unroll(rows[:, None], recurrent_state, anew, team)
             assert memories is not None
-            out, recurrent_state = unrolled[:, 0], memories[:, 0]
+            out = unrolled[:, 0]
+            recurrent_state = memories[:, 0]
         action_mask = None if masks is None else masks.reshape(P, B * S, -1)
         actions, logp = self.selector(out, action_mask, self.generator)
         by_seat = None if logp is None else logp.view(P, B, S)

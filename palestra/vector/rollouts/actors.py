@@ -91,7 +91,8 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
     """Main loop of an actor: plays until the pipe closes or the learner is gone."""
     leave_signals_to_parent()
     torch.set_num_threads(1)
-    spec, parent = make(), os.getppid()
+    spec = make()
+    parent = os.getppid()
     first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
     rollout = VectorRollout(spec.env, first + np.arange(spec.env.num_envs))
     weights = spec.acting_tensors()
@@ -140,8 +141,13 @@ class ActorPool:
     """
 
     def __init__(self, spec: ActorSpec, make: Sequence[Callable[[], ActorSpec]], horizon: int, seed: int) -> None:
-        self.spec, self.env, self.make, self.horizon, self.seed = spec, spec.env, make, horizon, seed
-        self.version, self.restarts = 0, 0
+        self.spec = spec
+        self.env = spec.env
+        self.make = make
+        self.horizon = horizon
+        self.seed = seed
+        self.version = 0
+        self.restarts = 0
         self.weights = spec.acting_tensors()
         frame = spec.env.reset(np.arange(spec.env.num_envs))
         self.batch = empty_batch(spec.env, frame, horizon)

@@ -88,7 +88,8 @@ def to_table(batch: RolloutBatch, env: VectorEnv, policies: Sequence[str]) -> pa
     first[np.flatnonzero(order < T * B)[::T]] = True  # the first step of each game begins an episode in any case
     starts = np.flatnonzero(first)
     episode = np.cumsum(first) - 1
-    acts, played = joint(batch.agent_mask[:-1], None).ravel(), np.repeat(~final, N)
+    acts = joint(batch.agent_mask[:-1], None).ravel()
+    played = np.repeat(~final, N)
     over = batch.seats_terminated
     columns: dict[str, pa.Array] = {
         "env": _names([env.name] * len(order) * N),
@@ -104,7 +105,8 @@ def to_table(batch: RolloutBatch, env: VectorEnv, policies: Sequence[str]) -> pa
         "terminated": _values(joint(over, None), played),
         "truncated": _values(joint(batch.done[..., None] & ~over, None), played),
     }
-    masks, state = batch.action_mask, batch.state
+    masks = batch.action_mask
+    state = batch.state
     columns["action_mask"] = pa.nulls(len(played)) if masks is None else _values(joint(masks[:-1], None), played)
     columns["state"] = pa.nulls(len(played))
     if state is not None:
@@ -173,7 +175,8 @@ def _read(path: Path, env: VectorEnv) -> RolloutBatch:
 
 
 def _check_seats(path: Path, table: pa.Table, env: VectorEnv) -> None:
-    N, seats = len(env.seats), table.column("seat").to_pylist()
+    N = len(env.seats)
+    seats = table.column("seat").to_pylist()
     if not seats:
         raise ValueError(f"{path} holds no step: {FIX}")
     if sorted(set(seats)) != sorted(env.seats):
@@ -184,7 +187,8 @@ def _check_seats(path: Path, table: pa.Table, env: VectorEnv) -> None:
     episode, step = (table.column(name).to_numpy() for name in ("episode", "step"))
     is_whole = len(seats) % N == 0 and seats == list(env.seats) * (len(seats) // N)
     if is_whole:
-        episode, step = episode.reshape(-1, N), step.reshape(-1, N)
+        episode = episode.reshape(-1, N)
+        step = step.reshape(-1, N)
         is_whole = bool((episode == episode[:, :1]).all() and (step == step[:, :1]).all())
         new = np.append(True, np.diff(episode[:, 0]) != 0)
         is_whole = is_whole and bool((step[new, 0] == 0).all() and (np.diff(step[:, 0])[~new[1:]] == 1).all())
@@ -199,7 +203,9 @@ class _Rows:
     """Columns of a file as arrays [R, N, ...], checked against the env."""
 
     def __init__(self, path: Path, table: pa.Table, env: VectorEnv) -> None:
-        self.path, self.table, self.env = path, table, env
+        self.path = path
+        self.table = table
+        self.env = env
 
     def scalars(self, name: str, dtype: Any) -> np.ndarray:
         column = self.table.column(name)
@@ -208,7 +214,8 @@ class _Rows:
 
     def lists(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """Returns a column of lists; zeros where it is null. Raises ValueError if they are not of the shape's size."""
-        column, size = self.table.column(name), int(np.prod(shape))
+        column = self.table.column(name)
+        size = int(np.prod(shape))
         widths = [] if not pa.types.is_list(column.type) else pc.unique(pc.list_value_length(column)).drop_null()
         if [int(width.as_py()) for width in widths] not in ([size], []) or not pa.types.is_list(column.type):
             have = f"of {[width.as_py() for width in widths]} numbers" if len(widths) else "no list"
@@ -225,7 +232,8 @@ class _Rows:
 
 def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
     """Returns the batch of one file; `final` [R] marks final observations, `step` [R] is the step of the episode."""
-    env, played = rows.env, ~final
+    env = rows.env
+    played = ~final
     T = int(played.sum())
     ends = np.flatnonzero(final[1:] & played[:-1])  # steps that a final observation follows
     at = (np.cumsum(played) - 1)[ends]
@@ -260,13 +268,15 @@ def _to_batch(rows: _Rows, final: np.ndarray, step: np.ndarray) -> RolloutBatch:
         batch.action_mask = moments(rows.lists("action_mask", (most,)).astype(bool))
     if env.state_size:
         state = rows.lists("state", (env.state_size,))[:, 0]
-        batch.state, batch.final_state = moments(state), state[final]
+        batch.state = moments(state)
+        batch.final_state = state[final]
     return batch
 
 
 def _actions(rows: _Rows) -> np.ndarray:
     """Returns the actions [R, N, ...], int32 or float32. Raises ValueError for one that the env does not have."""
-    env, sizes = rows.env, [_action_size(space) for space in rows.env.action_spaces]
+    env = rows.env
+    sizes = [_action_size(space) for space in rows.env.action_spaces]
     scalar = not pa.types.is_list(rows.table.schema.field("action").type)
     if scalar != (not any(sizes)):
         have, want = ("one number" if one else "several" for one in (scalar, not any(sizes)))

@@ -22,9 +22,13 @@ class ReplayRecorder(VectorEnv):
     """
 
     def __init__(self, env: VectorEnv, num_episodes: int) -> None:
-        self.env, self.num_episodes = env, min(num_episodes, env.num_envs)
-        self.num_envs, self.seats, self.scripted_policies = env.num_envs, env.seats, env.scripted_policies
-        self.observation_shapes, self.action_spaces = env.observation_shapes, env.action_spaces
+        self.env = env
+        self.num_episodes = min(num_episodes, env.num_envs)
+        self.num_envs = env.num_envs
+        self.seats = env.seats
+        self.scripted_policies = env.scripted_policies
+        self.observation_shapes = env.observation_shapes
+        self.action_spaces = env.action_spaces
         self.state_size = env.state_size
         self.games: list[GameReplay] = []
         self._agent_mask = np.zeros((0, 0), bool)
@@ -44,7 +48,8 @@ class ReplayRecorder(VectorEnv):
         if not self._shown:
             return self.env.step(actions)
         played = actions[: self.num_episodes].reshape(self.num_episodes, len(self.seats), -1).copy()
-        step, mask = self.env.step(actions), self._agent_mask
+        step = self.env.step(actions)
+        mask = self._agent_mask
         for game, shown in self._shown.items():
             self.games[game].frames.append(_frame(shown, mask[game], played[game], step.rewards[game]))
             self._note_end(game, step)

@@ -25,7 +25,8 @@ class VectorRollout:
     valid until the next call; `zeros` makes its arrays."""
 
     def __init__(self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros) -> None:
-        self.env, self.zeros = env, zeros
+        self.env = env
+        self.zeros = zeros
         self.recurrent_states: dict[str, Any] = {}
         self.restart(seeds)
         self._batch: RolloutBatch | None = None
@@ -46,7 +47,8 @@ class VectorRollout:
         Actions are recorded as the policies chose them, not as the env clips them to its spaces: log-probabilities are
         those of the chosen actions. Critics and discriminators, which evaluate the action that the env took, clip it
         (`palestra.vector.nets.heads.encode_actions`, `palestra.vector.nets.continuous_heads.encode_action`)."""
-        batch, endings = self._buffers(steps), FinalObservations()
+        batch = self._buffers(steps)
+        endings = FinalObservations()
         for player in players:
             player.reset_rng(derive_seed(seed, player.name))
             if player.name not in self.recurrent_states:
@@ -142,7 +144,8 @@ class VectorRollout:
         self.episode_stats.returns[:] = saved["rollout/returns"]
         self.episode_stats.lengths[:] = saved["rollout/lengths"]
         for player in players:
-            state, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
+            state = saved.get(f"remembered/{player.name}")
+            empty = player.initial_state(self.env.num_envs)
             self.recurrent_states[player.name] = empty if state is None else empty.new_tensor(state)
 
 
@@ -252,7 +255,8 @@ def check_legal_actions(env: VectorEnv, batch: RolloutBatch) -> None:
     """Raises RunFailed, with seat and game, if a seat acts that has no legal action."""
     if batch.action_mask is None:
         return
-    width, acts = batch.action_mask.shape[-1], batch.agent_mask[:-1].ravel()
+    width = batch.action_mask.shape[-1]
+    acts = batch.agent_mask[:-1].ravel()
     place = np.arange(len(acts)) * width + batch.actions.ravel().clip(0, width - 1)
     if (batch.action_mask[:-1].ravel()[place] | ~acts).all():  # a policy takes a legal action if there is one
         return
@@ -291,7 +295,8 @@ def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
 
 def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: MakeZeros = np.zeros) -> RolloutBatch:
     """Returns a batch of zeros, made by `zeros`, for a rollout of `steps`, with actions in int32 or float32."""
-    B, N = env.num_envs, len(env.seats)
+    B = env.num_envs
+    N = len(env.seats)
     first = env.action_spaces[0]
     if isinstance(first, Continuous):
         width = max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))

@@ -43,13 +43,12 @@ class _ToPettingZoo:
         self.observation_spaces = {seat: self._observation_space(n) for n, seat in enumerate(env.seats)}
         if env.state_size:
             self.state_space = observation_box((env.state_size,), False)
-        self._seeds, self._over = np.random.default_rng(), False
+        self._seeds = np.random.default_rng()
+        self._over = False
 
     def _observation_space(self, n: int) -> Any:
-        observation, space = (
-            observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8),
-            self.inner.action_spaces[n],
-        )
+        observation = observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8)
+        space = self.inner.action_spaces[n]
         return (
             with_action_mask(observation, space.n)
             if self.vector_step.action_mask is not None and isinstance(space, Discrete)
@@ -61,7 +60,8 @@ class _ToPettingZoo:
         if seed is not None:
             self._seeds = np.random.default_rng(seed)
         number = seed if seed is not None else int(self._seeds.integers(2**31))
-        self.vector_step, self._over = self.inner.reset(np.array([number])), False
+        self.vector_step = self.inner.reset(np.array([number]))
+        self._over = False
         self.agents = list(self.possible_agents)
 
     def play_step(self, actions: dict[str, Any]) -> VectorStep:
@@ -92,7 +92,8 @@ class _ToPettingZoo:
     def episode_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
         """Returns the agents that the step terminated and those that it truncated: none before the game is over for
         all."""
-        vector_step, marked = self.vector_step, self.vector_step.seat_terminated
+        vector_step = self.vector_step
+        marked = self.vector_step.seat_terminated
         dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
         terminated = (dead | vector_step.terminated[0]).tolist()
         cut = [bool(vector_step.truncated[0]) and not ended for ended in terminated]
@@ -128,7 +129,8 @@ class _ToParallel(_ToPettingZoo, pettingzoo.ParallelEnv):
         return {agent: self.observe(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        vector_step, agents = self.play_step(actions), self.agents
+        vector_step = self.play_step(actions)
+        agents = self.agents
         self.agents = [] if self._over else agents
         terminated, truncated = self.episode_ends()
         return (

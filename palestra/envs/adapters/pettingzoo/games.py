@@ -198,7 +198,8 @@ class ParallelGame(_PettingZooGame):
         self.check_agents(rewards, "pays agent")
         self.check_agents(seen, "observes agent")
         self.check_agents(self.env.agents, "plays with agent")
-        terminated, truncated = self.flags(terminated, "terminates"), self.flags(truncated, "truncates")
+        terminated = self.flags(terminated, "terminates")
+        truncated = self.flags(truncated, "truncates")
         self.check_unpaid({agent: rewards[agent] for agent in self.terminated_agents if agent in rewards})
         left = {agent for agent in self.env.agents if not (terminated.get(agent, False) or truncated.get(agent, False))}
         live = left.intersection(seen) or left - self.terminated_agents - self.truncated_agents
@@ -251,10 +252,14 @@ class AECGame(_PettingZooGame):
 
     def step(self, actions: np.ndarray) -> SingleStep:
         """Optimised: each attribute is read once, since it passes through all wrappers of the env."""
-        env, mover = self.env, self.mover
+        env = self.env
+        mover = self.mover
         seat = self.seat_numbers[mover]
         env.step(self.action_decoders[seat].decode(actions[seat]))
-        agents, given, terminated, truncated = env.agents, env.rewards, env.terminations, env.truncations
+        agents = env.agents
+        given = env.rewards
+        terminated = env.terminations
+        truncated = env.truncations
         self.present.update(agents, (mover,))
         self.check_agents(self.present, "plays with agent")
         self.check_agents(given, "pays agent")
@@ -263,13 +268,15 @@ class AECGame(_PettingZooGame):
             self.check_unpaid({agent: given[agent] for agent in given if agent not in paid})
         if self.unchecked_payments > 0:
             self.check_booked(paid, self.booked_before | {mover: 0.0})  # the env clears those of the agent that acts
-        terminated, truncated = self.flags(terminated, "terminates"), self.flags(truncated, "truncates")
+        terminated = self.flags(terminated, "terminates")
+        truncated = self.flags(truncated, "truncates")
         self.record_ended(terminated, truncated)
         over = all(terminated[agent] or truncated[agent] for agent in agents)
         if not over and (self.terminated_agents or self.truncated_agents):
             remove_ended(env)
             self.check_ended_stay_away([env.agent_selection])
-            self.booked_before, agents = self.booked_rewards(), env.agents
+            self.booked_before = self.booked_rewards()
+            agents = env.agents
         self.present = set(agents)
         selected = env.agent_selection
         step = self._build_step(list(agents) if over else [selected], selected)
@@ -302,7 +309,8 @@ class AECGame(_PettingZooGame):
                 )
 
     def _build_step(self, observed: list[Any], selected: Any) -> SingleStep:
-        self.mover, infos = selected, self.env.infos
+        self.mover = selected
+        infos = self.env.infos
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in observed:

@@ -36,7 +36,8 @@ def make_grid(size: int, walls: Iterable[int] = ()) -> Grid:
     blocked = frozenset(walls)
 
     def beside(cell: int, down: int, right: int) -> int:
-        row, column = cell // size + down, cell % size + right
+        row = cell // size + down
+        column = cell % size + right
         target = row * size + column
         return target if 0 <= row < size and 0 <= column < size and target not in blocked else -1
 
@@ -58,7 +59,8 @@ def reachable(board: Grid, start: int, blocked: Collection[int] = ()) -> set[int
 
 def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[int, int]:
     """Returns the shortest-path length, in moves, from `start` to each reachable cell, without entering `blocked`."""
-    far, queue = {start: 0}, deque([start])
+    far = {start: 0}
+    queue = deque([start])
     while queue:
         at = queue.popleft()
         for cell in board.neighbors[at]:

@@ -51,7 +51,10 @@ class GridGame(Env):
         check_range("max_turns", max_turns, 1, 1000)
         check_range("max_moves", max_moves, 1, 100)
         self.seats = SEATS[team]
-        self.turns, self.moves, self.reward, self.rendering = max_turns, max_moves, reward, rendering
+        self.turns = max_turns
+        self.moves = max_moves
+        self.reward = reward
+        self.rendering = rendering
         self.roles: Mapping[Seat, str] = {seat: self._role(seat) for seat in self.seats}
         self._over = True
 
@@ -102,9 +105,12 @@ class GridGame(Env):
         self.instance = self.make_layout(seed)
         self.state = self.instance.start
         self.initial_potential = self.potential(self.state)
-        self._acting, self._turn, self._steps = 0, 0, 0
+        self._acting = 0
+        self._turn = 0
+        self._steps = 0
         self.plan: tuple[Any, ...] | None = None
-        self._message, self._over = "", False
+        self._message = ""
+        self._over = False
         return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -139,7 +145,8 @@ class GridGame(Env):
         return {FORM_TERM: 0.0, "progress": self._gain(self.state, after)}
 
     def _moved(self, answer: Any) -> Step:
-        seat, before = self.seats[self._acting], self.state
+        seat = self.seats[self._acting]
+        before = self.state
         moves = parse_moves(answer, self.moves)
         states, illegal = self._walk(moves or ())
         self._turn += 1
@@ -162,7 +169,8 @@ class GridGame(Env):
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
         """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
         are skipped."""
-        states, illegal = [], 0
+        states = []
+        illegal = 0
         for direction in moves:
             after = self.move(self.state, direction)
             if after is None:

@@ -111,7 +111,10 @@ class PlanPath(GridGame):
         check_range("size", size, 3, 16)
         check_range("wall_density", wall_density, 0.0, 0.9)
         check_range("max_waypoints", max_waypoints, 1, 16)
-        self.size, self.density, self.split, self.waypoints = size, wall_density, split, max_waypoints
+        self.size = size
+        self.density = wall_density
+        self.split = split
+        self.waypoints = max_waypoints
         self.shaping = shaping
         self.plan_format = (
             f"A plan is 1 to {max_waypoints} cells to walk to one after the other, each in a straight free line from "
@@ -144,10 +147,13 @@ class PlanPath(GridGame):
         return stops
 
     def plan_progress(self, plan: tuple[int, ...], states: Sequence[int]) -> float:
-        stops, done, begun = self._stops(states[0], plan), 0, states[0]
+        stops = self._stops(states[0], plan)
+        done = 0
+        begun = states[0]
         for state in states[1:]:
             if done < len(stops) and state == stops[done]:
-                done, begun = done + 1, state
+                done = done + 1
+                begun = state
         if done == len(stops):
             return 1.0 if stops else 0.0
         far, near = (manhattan(self.size, state, stops[done]) for state in (begun, states[-1]))

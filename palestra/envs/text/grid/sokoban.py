@@ -114,7 +114,10 @@ class Sokoban(GridGame):
         self.walls = size * size // 12 if walls is None else walls
         check_range("walls", self.walls, 0, size * size - 2 * boxes - 1)
         check_range("max_pushes", max_pushes, 1, 16)
-        self.size, self.boxes, self.split, self.pushes = size, boxes, split, max_pushes
+        self.size = size
+        self.boxes = boxes
+        self.split = split
+        self.pushes = max_pushes
         self.plan_format = f"A plan is 1 to {max_pushes} pushes, " + (
             "each a direction, for example: #### left left up"
             if boxes == 1
@@ -136,13 +139,17 @@ class Sokoban(GridGame):
         return [self.state, *self._milestones(self.state, plan)][-1]
 
     def plan_progress(self, plan: tuple[tuple[int, int], ...], states: Sequence[SokobanState]) -> float:
-        board, wanted = self.instance.grid, self._milestones(states[0], plan)
-        done, begun, last = 0, states[0], states[0]
+        board = self.instance.grid
+        wanted = self._milestones(states[0], plan)
+        done = 0
+        begun = states[0]
+        last = states[0]
         for state in states[1:]:
             if state[1] != last[1]:  # a box moved: any unplanned push ends the plan
                 if done == len(wanted) or state[1] != wanted[done][1]:
                     return done / len(wanted) if wanted else 0.0
-                done, begun = done + 1, state
+                done = done + 1
+                begun = state
             last = state
         if done == len(wanted):
             return 1.0 if wanted else 0.0

@@ -69,7 +69,8 @@ def solve(
     came: dict[tuple[int, tuple[int, ...]], tuple[SokobanState, tuple[int, int]]] = {}
     while queue and alive.issuperset(state[1]) and len(costs) < max_states:
         _, minus_cost, _, here = heapq.heappop(queue)
-        key, cost = _key(board, here), -minus_cost
+        key = _key(board, here)
+        cost = -minus_cost
         if cost > costs[key]:
             continue
         if goals.issuperset(here[1]):
@@ -86,7 +87,8 @@ def solve(
 
 def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:
     """Returns the cells from which a single box can be pushed to some goal, found by pulling boxes from the goals."""
-    live, todo = set(goals), list(goals)
+    live = set(goals)
+    todo = list(goals)
     while todo:
         cell = todo.pop()
         for direction in range(4):

@@ -101,7 +101,8 @@ async def upload(request: Request, ctx: ContextDep, owner: OwnerDep) -> dict[str
     """Accepts an adapter as PEFT saves it (tar.gz, multipart field `file`), for the base in its config or in the field
     `base_model`. It becomes a checkpoint for sampling: optimizers of other clients are not read."""
     async with _bounded(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
-        file, named = form.get("file"), form.get("base_model")
+        file = form.get("file")
+        named = form.get("base_model")
         if not isinstance(file, UploadFile):
             raise BadRequest('send the archive as a file in the multipart field "file"')
         path = await run_in_threadpool(_take_in, ctx, owner, file.file, named if isinstance(named, str) else None)

@@ -109,14 +109,16 @@ def load_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDe
         call = parse_body(LoadWeightsRequest, body)
         if call.model_id is None:
             return create_from_checkpoint(call, ctx, owner, queue)
-        model, source = ctx.model(owner, call.model_id), ctx.checkpoint(owner, call.path)
+        model = ctx.model(owner, call.model_id)
+        source = ctx.checkpoint(owner, call.path)
         _check_same_shape(call.path, model, source)
         request = queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
     return UntypedAPIFuture(request_id=request, model_id=call.model_id)
 
 
 def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
-    has, needs = adapter_settings(source), adapter_settings(model)
+    has = adapter_settings(source)
+    needs = adapter_settings(model)
     differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
     if differs:
         raise BadRequest(f"{path} does not fit model {model.id}: it has {', '.join(differs)}. Create a client from it.")

@@ -51,7 +51,8 @@ def _output(ctx: ServiceContext, owner: str, wanted: str | None) -> TinkerPath:
     if wanted is None:
         return TinkerPath(f"mix-{uuid.uuid4().hex[:16]}", "sampler", "mixed")
     path = TinkerPath.parse(wanted)
-    run, there = ctx.store.get(models, path.run), ctx.store.get(checkpoints, str(path))
+    run = ctx.store.get(models, path.run)
+    there = ctx.store.get(checkpoints, str(path))
     if path.kind != "sampler" or run is None or run.owner != owner or (there is not None and there.owner != owner):
         raise BadRequest("output_path must be tinker://<run>/sampler_weights/<name> in a run of yours", 404)
     return path

@@ -83,7 +83,8 @@ def _slot(
 ) -> str:
     """Returns the id of model `number` of a session, inserting its row if it is new. A repeated call returns the same
     row. Raises BadRequest if it exists with other settings."""
-    id, now = f"{session}:train:{number}", time.time()
+    id = f"{session}:train:{number}"
+    now = time.time()
     row = ctx.store.get(models, id)
     if row is None:
         _room_for_one_more(ctx, owner)
@@ -114,7 +115,8 @@ def get_info(call: JsonBody[ModelRequest], ctx: ContextDep, owner: OwnerDep) -> 
     """Returns a model's metadata. `tokenizer_id` is the base's folder, which a client on this machine (or on a shared
     disk) can load directly; `model_name` is the base's public name, for other clients."""
     model = ctx.model(owner, call.model_id)
-    base, name = ctx.base_of(model), client_base_name(ctx, model)
+    base = ctx.base_of(model)
+    name = client_base_name(ctx, model)
     data = ModelData(arch=base.architecture, model_name=name, tokenizer_id=base.path)
     rank = model.lora["rank"]
     return GetInfoResponse(model_data=data, model_id=model.id, is_lora=True, lora_rank=rank, model_name=name)

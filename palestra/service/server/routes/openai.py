@@ -187,7 +187,9 @@ def _check_text(text: str, source: SamplerRef) -> None:
 def _chat_prompt(call: ChatCompletionRequest, source: SamplerRef) -> ChatPrompt:
     """Returns the prompt of a conversation. Raises BadRequest if it is too long, or the chat template does not take
     it."""
-    tokenizer, chat, options = source.base.tokenizer, call.chat, call.template_options
+    tokenizer = source.base.tokenizer
+    chat = call.chat
+    options = call.template_options
     _check_text("".join([str(chat), json.dumps(chat.tools), *map(thought_of, chat.messages)]), source)
     for key in options:
         _check_option(key, source)
@@ -290,7 +292,8 @@ def _read(answer: CompletionResult, prompt: ChatPrompt, stops: tuple[str, ...]) 
 
 def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
     tools = prompt.chat.tools
-    ids, prompt_ids = np.array(choice.token_ids, np.int32), np.array(prompt.token_ids, np.int32)
+    ids = np.array(choice.token_ids, np.int32)
+    prompt_ids = np.array(prompt.token_ids, np.int32)
     read = prompt.encoder.read(ids, prompt_ids, tools)
     message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), tools)
     finish_reason = "tool_calls" if "tool_calls" in message else choice.finish_reason

@@ -101,7 +101,8 @@ def asample(call: JsonBody[SampleRequest], ctx: ContextDep, owner: OwnerDep, que
         source = SamplerRef(ctx.base_of(row), row.folder, row.path)
     else:
         source = resolve_source(ctx, owner, call.model_path, call.base_model)
-    job, sampler = sample_job(call, source), call.sampling_session_id
+    job = sample_job(call, source)
+    sampler = call.sampling_session_id
     check_answer_size([job], ctx.limits)
     key = f"sampler:{sampler}:{call.seq_id}" if sampler is not None and call.seq_id is not None else None
     id = queue.submit(owner, "sample", job, key=key, model=sampler, seq=call.seq_id)
@@ -138,7 +139,8 @@ def context_refusal(asked: str, base: BaseInfo, fix: str) -> BadRequest:
 
 def check_answer_size(jobs: Sequence[SampleJob], limits: ClientLimits) -> None:
     """Raises BadRequest if the answer to one call may exceed `limits.answer_tokens`."""
-    size, most = sum(job.size for job in jobs), limits.answer_tokens
+    size = sum(job.size for job in jobs)
+    most = limits.answer_tokens
     if size > most:
         raise BadRequest(
             f"the answer may have {size} tokens (num_samples x max_tokens x (1 + topk), and those of a scored prompt), "

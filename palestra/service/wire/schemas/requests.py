@@ -14,7 +14,9 @@ from pydantic import AwareDatetime, Field, field_validator, model_validator
 
 from palestra.service.wire.schemas.wire_model import WireModel
 
-MAX_INT32, MAX_INT64, MAX_UINT64 = 2**31 - 1, 2**63 - 1, 2**64 - 1
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+MAX_UINT64 = 2**64 - 1
 MAX_EXACT_INT = 2**53  # integers below this survive JSON readers that parse all numbers as floats
 MAX_ID_CHARS = 256  # characters of a name or an id
 MAX_CHAT_CHARS = 4_000_000  # characters of one chat message or prompt

@@ -100,7 +100,9 @@ class COMALearner(NetLearner):
                 "actions: use ppo or a2c"
             )
         super().__init__(spec)
-        self.config, self.num_actions, self.updates = config, max(sizes), 0
+        self.config = config
+        self.num_actions = max(sizes)
+        self.updates = 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
         self.learns[constant(tuple(seat for own in spec.seats.values() for seat in own), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
@@ -169,7 +171,8 @@ class COMALearner(NetLearner):
         self, i: int, critic_inputs: CriticInputs, targets: Tensor, known: Tensor, progress: float
     ) -> float:
         """Trains the critics of a stack on their targets; returns the mean loss."""
-        stack, critic = self.stacks[i], self.critics[i]
+        stack = self.stacks[i]
+        critic = self.critics[i]
         rows = (critic_inputs.inputs[:-1], critic_inputs.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
         losses = []
@@ -200,7 +203,8 @@ class COMALearner(NetLearner):
         logp, entropy = stack.head.evaluate_actions(out, actions, None if action_mask is None else action_mask[:, :-1])
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
         share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
-        total, lines = out.new_zeros(()), []
+        total = out.new_zeros(())
+        lines = []
         for p in range(len(names)):
             own, spread, old, credit = (x[p].flatten() for x in inputs)
             loss, metrics = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
@@ -218,7 +222,8 @@ class COMALearner(NetLearner):
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
         policy, last = (torch.zeros(*shape, N, A, device=self.device) for shape in ((T + 1, B), (F,)))
         for stack in self.stacks:
-            seats, choices = stack.seat_mapping.seat_index(self.device), stack.head.outputs
+            seats = stack.seat_mapping.seat_index(self.device)
+            choices = stack.head.outputs
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
         (times, games), agent_mask = batch.end_index, batch.agent_mask
@@ -260,7 +265,9 @@ class COMALearner(NetLearner):
     def _critic_features(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
         """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
         and the seat."""
-        N, A, ids = len(self.env.seats), self.num_actions, identity(len(self.env.seats), self.device)
+        N = len(self.env.seats)
+        A = self.num_actions
+        ids = identity(len(self.env.seats), self.device)
         whole = self.global_features(obs, state, actions.dim() - 1)
         done = nn.functional.one_hot(actions, A) * (agent_mask & self.learns)[..., None]
         others = (done[..., None, :, :] * (1 - ids)[..., None]).flatten(-2)
@@ -271,7 +278,8 @@ class COMALearner(NetLearner):
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
         """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
         lacks."""
-        q, lead = torch.zeros_like(critic_inputs.action_probs), critic_inputs.action_probs.dim() - 2
+        q = torch.zeros_like(critic_inputs.action_probs)
+        lead = critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
             rows = stack.seat_mapping.select_seats(critic_inputs.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])

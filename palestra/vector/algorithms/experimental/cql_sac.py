@@ -82,14 +82,16 @@ class CQLSACLearner(OfflineLearner, SACLearner):
         """Returns encoded actions [P, R, 3n, A] at the states of a batch, and their log-densities [P, R, 3n]: uniform
         ones, those of stack i's policies there, and those of its policies in the next states (where the game
         terminated, in the same states again, since a terminal observation may be undefined)."""
-        stack, n = self.stacks[i], self.config.sampled_actions
+        stack = self.stacks[i]
+        n = self.config.sampled_actions
         assert isinstance(stack.head, SquashedHead)
         P, R = batch.critic_weights.shape
         goes_on = (stack.rows(transitions.discounts, 1) > 0).view(P, R, *[1] * (batch.observations.dim() - 2))
         following = torch.where(goes_on, stack.observations(transitions.next_obs, 1), batch.observations)
         uniform = torch.empty(P, R, n, stack.head.width, device=generator.device)
         uniform = uniform.uniform_(-1, 1, generator=generator).to(self.device)
-        codes, logp = [uniform], [uniform.new_full((P, R, n), -stack.head.width * LOG_2)]
+        codes = [uniform]
+        logp = [uniform.new_full((P, R, n), -stack.head.width * LOG_2)]
         for observations in (batch.observations, following):
             out = stack.net(observations)[:, :, None].expand(P, R, n, -1)
             unit, density = stack.head.sample_units(out, generator)

@@ -61,7 +61,8 @@ class FACMACLearner(DDPGLearner):
 
     def build_extras(self) -> None:
         super().build_extras()
-        config, seats = self.config, sum(len(stack.seat_mapping.all_seats) for stack in self.stacks)
+        config = self.config
+        seats = sum(len(stack.seat_mapping.all_seats) for stack in self.stacks)
         check_mixer_sees_state(config.mixer, self.env)
         seed = derive_seed(self.seeds[self.names[0]], "mixer")
         self.mixer: nn.Module = VDNMixer()

@@ -67,7 +67,8 @@ class DemoBatch:
     def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
         self.stack = stack
         self.observations = stack.seat_mapping.network_inputs(transitions.obs, 2).flatten(2, 3)
-        self.actions, self.agent_mask = stack.rows(transitions.actions), stack.rows(transitions.agent_mask)
+        self.actions = stack.rows(transitions.actions)
+        self.agent_mask = stack.rows(transitions.agent_mask)
         if stack.head.width:  # padded to the longest action of any seat
             self.actions = self.actions[..., : stack.head.width]
         self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
@@ -117,7 +118,8 @@ class DemoBatch:
 def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
     """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
     policy has no first step of a game."""
-    transitions, where = read_demonstrations(paths, learner.env, learner.device), ", ".join(paths)
+    transitions = read_demonstrations(paths, learner.env, learner.device)
+    where = ", ".join(paths)
     found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
@@ -184,13 +186,15 @@ class BCLearner(NetLearner):
 
     def _learn(self, demos: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics of each member."""
-        stack, length = demos.stack, self.config.sequence_length if demos.stack.config.gru_units else 1
+        stack = demos.stack
+        length = self.config.sequence_length if demos.stack.config.gru_units else 1
         at, transitions = demos.sample(max(1, self.config.batch_size // length), length, generator)
         out, _ = stack.net.unroll(demos.network_inputs(at), None, demos.gather(demos.is_first, at))
         action_mask = None if demos.action_mask is None else demos.gather(demos.action_mask, at)
         logp, entropy = stack.head.evaluate_actions(out, demos.gather(demos.actions, at), action_mask)
         share = normalise_weights(transitions.float())
-        total, lines = out.new_zeros(()), []
+        total = out.new_zeros(())
+        lines = []
         for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
             loss, metrics = cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), weight))
             uncertainty = (weight * spread).sum()
@@ -294,7 +298,8 @@ class GAILLearner(ActorCriticLearner):
         self, discriminator: Discriminator, expert: DemoBatch, policy: DemoBatch, progress: float
     ) -> dict[str, Metrics]:
         """Trains the discriminators of a stack; returns metrics by policy."""
-        config, names = self.imitation, expert.stack.seat_mapping.names
+        config = self.imitation
+        names = expert.stack.seat_mapping.names
         seed = minibatch_seed(self.seeds[names[0]], self.process_group, "gail", expert.stack.version)
         generator = torch.Generator().manual_seed(seed)
         lines: list[TensorMetrics] = []

@@ -116,9 +116,11 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         self, stack: PolicyStack, transitions: TransitionBatch, advantage: Tensor, batch: UpdateBatch, progress: float
     ) -> TensorMetrics:
         """Takes a step of advantage-weighted imitation; returns metrics."""
-        actions, share = stack.rows(transitions.actions, 1), batch.policy_weights
+        actions = stack.rows(transitions.actions, 1)
+        share = batch.policy_weights
         actions = actions[..., : stack.head.width] if stack.head.width else actions
-        out, action_mask = stack.net(batch.observations), optional_rows(stack, transitions.action_mask)
+        out = stack.net(batch.observations)
+        action_mask = optional_rows(stack, transitions.action_mask)
         logp, entropy = stack.head.evaluate_actions(out, actions, action_mask)
         config = self.config
         loss = advantage_weighted_loss(logp, advantage, share, beta=config.beta, max_weight=config.max_weight)

@@ -40,7 +40,8 @@ class LatentPlayer(NetVectorPolicy):
     before every step."""
 
     def __init__(self, stack: PolicyStack, selector: ActionSelector, draw: DrawLatents | None) -> None:
-        norm, versions = stack.norm, [stack.version] * len(stack.seat_mapping.names)
+        norm = stack.norm
+        versions = [stack.version] * len(stack.seat_mapping.names)
         super().__init__(stack.seat_mapping, stack.net, selector, versions, norm.normalise if norm else None)
         self.draw = draw
 
@@ -62,10 +63,12 @@ class LatentPolicy:
 
     def __init__(self, state: int, latents: int, units: int, seed: int, device: torch.device = CPU) -> None:
         self.net = MLP(state, [units], "relu", make_generators([seed]), latents, OUTPUT_GAIN).to(device)
-        self.norm, self.device = RunningNorm(1, 1, decay=RETURN_DECAY).to(device), device
+        self.norm = RunningNorm(1, 1, decay=RETURN_DECAY).to(device)
+        self.device = device
         self.drawn: list[np.ndarray] = []
         self.current: np.ndarray = np.zeros(0, np.int64)
-        self.starts, self.returns = torch.zeros(0, state, device=device), np.zeros(0)
+        self.starts = torch.zeros(0, state, device=device)
+        self.returns = np.zeros(0)
 
     @torch.no_grad()
     def draw(self, features: Tensor, is_first: np.ndarray, generator: torch.Generator) -> None:
@@ -91,15 +94,18 @@ class LatentPolicy:
         """Returns the initial states [E, G], latents [E] and returns [E] of the games that ended in the rollout, from
         its states `features` [T+1, B, G] and the team's rewards [T, B]; stores the initial states and returns so far of
         the other games."""
-        latent, games = self.latents_of(batch), len(self.current)
+        latent = self.latents_of(batch)
+        games = len(self.current)
         if len(self.returns) != games:
-            self.starts, self.returns = features.new_zeros(games, features.shape[-1]), np.zeros(games)
+            self.starts = features.new_zeros(games, features.shape[-1])
+            self.returns = np.zeros(games)
         ended: list[tuple[Tensor, Tensor, Tensor]] = []
         for t, done in enumerate(batch.done):
             first = as_tensor(batch.is_first[t], self.device)
             self.starts = torch.where(first[:, None], features[t], self.starts)
             self.returns = np.where(batch.is_first[t], 0.0, self.returns) + rewards[t]
-            over, drawn = as_tensor(done, self.device), as_tensor(latent[t][done], self.device)
+            over = as_tensor(done, self.device)
+            drawn = as_tensor(latent[t][done], self.device)
             ended.append((self.starts[over], drawn, as_tensor(self.returns[done], self.device)))
         starts, latents, returns = (torch.cat(parts) for parts in zip(*ended, strict=True))
         return starts, latents, returns.float()
@@ -134,5 +140,6 @@ class LatentPolicy:
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restores what `arrays` returned."""
-        self.current, self.returns = np.array(arrays["current"]), np.array(arrays["returns"])
+        self.current = np.array(arrays["current"])
+        self.returns = np.array(arrays["returns"])
         self.starts = torch.from_numpy(np.array(arrays["starts"])).to(self.device)

@@ -93,7 +93,8 @@ class EncoderCritic(ValueCritic):
         state = batch.recurrent_state.get("+".join(self.seat_mapping.names))
         if state is None:
             return super().evaluate(observations, final_observations, batch)
-        mapping, steps = self.seat_mapping, StepsWithEnds(batch)
+        mapping = self.seat_mapping
+        steps = StepsWithEnds(batch)
         acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
         whole = steps.insert(observations.unflatten(2, acts.shape[2:]), final_observations)
         whole_acts = steps.insert(acts, self.acts_at_end(acts, batch))
@@ -113,7 +114,8 @@ class StepsWithEnds:
         ended = torch.zeros_like(batch.is_first, dtype=torch.int64)  # [T+1, B]
         ended[times, self.end_games] = 1
         steps = torch.arange(len(ended), device=ended.device)[:, None]
-        self.place, self.games = steps + ended.cumsum(0) - ended, torch.arange(ended.shape[1], device=ended.device)
+        self.place = steps + ended.cumsum(0) - ended
+        self.games = torch.arange(ended.shape[1], device=ended.device)
         self.end_place = self.place[times, self.end_games] + 1
         self.num_steps = len(ended) + int(ended.sum(0).max())
 

@@ -70,7 +70,8 @@ class LatentHead(ValueHead):
 
     def __init__(self, space: Discrete, duelling: bool, latents: int) -> None:
         super().__init__(space, duelling)
-        self.single, self.latents = ValueHead(space, duelling), latents
+        self.single = ValueHead(space, duelling)
+        self.latents = latents
         self.outputs *= latents
 
     def values(self, out: Tensor) -> Tensor:
@@ -99,7 +100,9 @@ class MAVENLearner(QMIXLearner):
             )
         super().__init__(config, spec)
         name = self.names[0]
-        own, seed, adam = self.policies[name], self.seeds[name], partial(StackedAdam, names=["+".join(self.names)])
+        own = self.policies[name]
+        seed = self.seeds[name]
+        adam = partial(StackedAdam, names=["+".join(self.names)])
         draws = own.model_copy(update={"lr": config.latent_lr or own.lr})
         self.latent_policy = LatentPolicy(
             self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
@@ -138,7 +141,8 @@ class MAVENLearner(QMIXLearner):
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
         """Returns players that share the latents of the games; the first player draws them."""
-        epsilon, policy = self.epsilon_at(progress), self.latent_policy
+        epsilon = self.epsilon_at(progress)
+        policy = self.latent_policy
         policy.drawn.clear()
         players: list[NetVectorPolicy] = []
         for stack, head in zip(self.stacks, self.latent_heads, strict=True):
@@ -207,7 +211,8 @@ class MAVENLearner(QMIXLearner):
         )
         found = super().update(batch, progress)
         if self._ready():
-            coef, sums = self.config.latent_entropy_coef, self.process_group.all_reduce
+            coef = self.config.latent_entropy_coef
+            sums = self.process_group.all_reduce
             self.latent_adam.step(self.latent_policy.loss(starts, latents, returns, coef, sums), progress)
             entropy = {"latent_entropy": self.latent_policy.entropy()}
             found = {name: line | entropy for name, line in found.items()}
@@ -215,7 +220,8 @@ class MAVENLearner(QMIXLearner):
 
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the values of the base class, selected by the latents of the games."""
-        head, rows = self.latent_heads[i], self.stacks[i].rows
+        head = self.latent_heads[i]
+        rows = self.stacks[i].rows
         latent = rows(self._latents(drawn).argmax(-1)[..., None].expand(drawn.agent_mask.shape))
         q, target_q, chooser_q = (head.select(values, latent) for values in super().action_values(i, drawn))
         return q, target_q, chooser_q

@@ -34,7 +34,8 @@ class DataSet(ReplayBuffer):
 
     def __init__(self, paths: Sequence[str], batch: RolloutBatch, **options: Any) -> None:
         super().__init__(len(batch.rewards), **options)
-        self.paths, self.digest = paths, digest(paths)
+        self.paths = paths
+        self.digest = digest(paths)
         self.add(batch)
 
     def arrays(self) -> Arrays:

@@ -89,7 +89,8 @@ class TRPOLearner(ActorCriticLearner):
         known: Tensor,
         progress: float,
     ) -> dict[str, Metrics]:
-        rows, bonus = self.policy_rows(stack, batch, advantages, factor, known), self.config.entropy_at(progress)
+        rows = self.policy_rows(stack, batch, advantages, factor, known)
+        bonus = self.config.entropy_at(progress)
         before = self.surrogate(stack, rows, bonus)
         slope = self._mean(flat_gradient(before.value.sum(), stack.optimizer.parameters, retain_graph=True))
         norms = torch.linalg.vector_norm(slope, dim=1)
@@ -146,8 +147,10 @@ class TRPOLearner(ActorCriticLearner):
     ) -> tuple[Surrogate, Tensor]:
         """Moves each member by the largest of the shares 1, `backtrack`, ... of its step that improves the surrogate
         within the bound; returns the surrogate there, and the shares [P]."""
-        weights, start = stack.optimizer.flat, stack.optimizer.flat.clone()
-        share, open_members = torch.ones_like(before.value), torch.ones_like(before.value, dtype=torch.bool)
+        weights = stack.optimizer.flat
+        start = stack.optimizer.flat.clone()
+        share = torch.ones_like(before.value)
+        open_members = torch.ones_like(before.value, dtype=torch.bool)
         base = self._mean(before.value)
         for _ in range(self.config.line_search_steps):
             weights.copy_(start + share[:, None] * step)
@@ -208,8 +211,10 @@ def conjugate_gradient(product: Product, b: Tensor, steps: int, tolerance: float
     """Returns approximate solutions x [P, D] of A x = `b` [P, D], one for each member; `product` multiplies by the
     positive definite matrices A (Hestenes & Stiefel, 1952). A member stops after `steps` iterations, or once its
     squared residual is at most `tolerance` times the squared norm of its `b`."""
-    x, residual = torch.zeros_like(b), b.clone()
-    direction, size = residual.clone(), dot(residual, residual)
+    x = torch.zeros_like(b)
+    residual = b.clone()
+    direction = residual.clone()
+    size = dot(residual, residual)
     enough = tolerance * size
     for _ in range(steps):
         going = size > enough
@@ -217,7 +222,8 @@ def conjugate_gradient(product: Product, b: Tensor, steps: int, tolerance: float
             break
         image = product(direction)
         rate = torch.where(going, size / dot(direction, image), 0.0)
-        x, residual = x + rate * direction, residual - rate * image
+        x = x + rate * direction
+        residual = residual - rate * image
         smaller = dot(residual, residual)
         direction = torch.where(going, residual + smaller / size * direction, direction)
         size = torch.where(going, smaller, size)
