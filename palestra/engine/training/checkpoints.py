@@ -13,7 +13,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -24,17 +24,33 @@ from transformers import PreTrainedModel
 from palestra.engine.bases.fsdp import full_tensor, is_sharded, local_rows, local_shard, own_class
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.pretrained import load_model
+from palestra.engine.lora.adapters import Adapter
+from palestra.engine.training.optimizers import OptimizerName
 from palestra.engine.training.peft_format import load_adapter, save_adapter
-
-if TYPE_CHECKING:
-    from palestra.engine.training.adapter_weights import AdapterWeights
+from palestra.parallel.process_group import ProcessGroup
 
 REFERENCE_DIR = "reference"  # subfolder of the reference adapter
 FULL_REFERENCE_FILE = "reference.safetensors"  # the reference of a full model
 CRITIC_FILE = "critic.safetensors"
 
 
-def save_training_state(folder: Path, trainer: AdapterWeights) -> None:
+class TrainingState(Protocol):
+    """What is saved of weights in training: see `AdapterWeights`."""
+
+    engine: Engine
+    adapter: Adapter | None
+    reference: Adapter | None
+    full_reference: Any  # ReferenceWeights or None
+    critic: nn.Linear | None
+    parameters: Any  # list of tensors
+    optimizer: Any  # torch's
+    optimizer_name: OptimizerName
+    loss_scale: Any  # LossScale or None
+    steps: int
+    group: ProcessGroup
+
+
+def save_training_state(folder: Path, trainer: TrainingState) -> None:
     """Writes the trained weights (adapter or full model, critic), the reference if it is not the base, and the
     optimizer state. `load_training_state` restores exactly this state. All ranks must call it; rank 0 writes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,13 +72,13 @@ def save_training_state(folder: Path, trainer: AdapterWeights) -> None:
     save_file(slots, folder / "optimizer.safetensors", metadata={"trainer": json.dumps(about)})
 
 
-def save_weights(folder: Path, trainer: AdapterWeights) -> None:
+def save_weights(folder: Path, trainer: TrainingState) -> None:
     """Writes the adapter or the full model without training state, for samplers in other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(folder, trainer, {} if trainer.adapter else trainer.engine.model.state_dict())
 
 
-def _write_weights(folder: Path, trainer: AdapterWeights, weights: dict[str, Tensor]) -> None:
+def _write_weights(folder: Path, trainer: TrainingState, weights: dict[str, Tensor]) -> None:
     """Writes the adapter, or for a full model the weights `weights`, in the format of its architecture that others read
     (the names in the files need not be those in the model)."""
     if trainer.adapter:
@@ -72,7 +88,7 @@ def _write_weights(folder: Path, trainer: AdapterWeights, weights: dict[str, Ten
         trainer.engine.tokenizer.save_pretrained(folder)
 
 
-def _gathered(state: dict[str, Tensor], trainer: AdapterWeights) -> dict[str, Tensor]:
+def _gathered(state: dict[str, Tensor], trainer: TrainingState) -> dict[str, Tensor]:
     """Returns `state` with full tensors in the CPU memory of rank 0, and empty tensors on other ranks. Tied tensors
     stay one tensor."""
     if not trainer.engine.sharded_params:
@@ -87,7 +103,7 @@ def _gathered(state: dict[str, Tensor], trainer: AdapterWeights) -> dict[str, Te
     return found
 
 
-def _optimizer_state(trainer: AdapterWeights) -> dict[str, Tensor]:
+def _optimizer_state(trainer: TrainingState) -> dict[str, Tensor]:
     """Returns the full optimizer tensors by parameter number and name; an empty dict on all ranks but rank 0."""
     found = {}
     for i, slots in trainer.optimizer.state_dict()["state"].items():
@@ -109,7 +125,7 @@ def _flat(slots: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield slot, tensor.clone() if slot.startswith("qmap") else tensor  # one table, shared by all parameters
 
 
-def load_training_state(folder: Path, trainer: AdapterWeights) -> None:
+def load_training_state(folder: Path, trainer: TrainingState) -> None:
     """Restores weights and optimizer state from `folder` into a trainer of the same shape. Raises ValueError if they do
     not fit."""
     load_weights(folder, trainer)
@@ -123,7 +139,7 @@ def load_training_state(folder: Path, trainer: AdapterWeights) -> None:
     _load_optimizer(folder / "optimizer.safetensors", trainer)
 
 
-def load_weights(folder: Path, trainer: AdapterWeights) -> None:
+def load_weights(folder: Path, trainer: TrainingState) -> None:
     """Restores the adapter or the full model only. Raises ValueError if the shapes differ."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
@@ -209,7 +225,7 @@ def _part(file: Any, name: str, like: Tensor) -> Tensor:
     return part
 
 
-def _load_optimizer(path: Path, trainer: AdapterWeights) -> None:
+def _load_optimizer(path: Path, trainer: TrainingState) -> None:
     if not path.exists():
         raise ValueError(f"the checkpoint at {path.parent} is not whole: it holds no {path.name}")
     state: dict[int, dict[str, Tensor | int]] = {}

@@ -530,7 +530,9 @@ def test_overlong_penalty_lowers_the_value():
     assert next(iter(algorithm.groups(episode))).values == [0, 0] and algorithm.has_signal(episode)
     whole = algorithm.model_copy(update={"branch_at": "root"})
     assert next(iter(whole.groups(episode))).values == [0, 0]
-    assert algorithm.model_copy(update={"overlong_buffer": None})._length_penalty(answer(ids=[1, 2])) == 0
+    (penalty,) = algorithm.model_copy(update={"overlong_buffer": None}).penalties
+    node = Node(0, None, 0, {}, {"a": answer(ids=[1, 2])}, {})
+    assert penalty(node, "a") == 0
 
 
 # ---- crossed joints
