@@ -340,10 +340,11 @@ def check_thinking_budgets(
     """Raises ValueError for a budget of thoughts of a later stage, or of evaluations, that cannot be kept."""
     for part in parts:
         for name, learner in learners.items():
-            sampling: SamplingConfig = part.policies[name].sampling
+            policy = part.policies[name]
+            assert isinstance(policy, LMPolicyConfig)
             for changes in ({}, eval_sampling):
-                changed = SamplingConfig.model_validate(sampling.model_dump() | changes)
-                learner.encoder.check_thinking_budget(changed.thinking_token_budget, changed.max_tokens)
+                sampling = SamplingConfig.model_validate({**policy.sampling.model_dump(), **changes})
+                learner.encoder.check_thinking_budget(sampling.thinking_token_budget, sampling.max_tokens)
 
 
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:
