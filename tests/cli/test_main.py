@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -363,7 +364,10 @@ def test_eval_of_one_member_plays_every_seat(run):
 def test_ctrl_c_while_the_command_line_is_imported_ends_without_a_traceback() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "palestra", "--help"]
     seen = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    as_in_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=as_in_a_terminal
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             seen.append(line)

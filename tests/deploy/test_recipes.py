@@ -16,6 +16,8 @@ import pytest
 import yaml
 from helpers.command_line import ROOT, check_command, refusal
 
+import palestra
+
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(DEPLOY.glob("slurm/*.sbatch"))
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
@@ -175,7 +177,7 @@ def test_image_has_the_extras_of_its_commands() -> None:
     text = DOCKERFILE.read_text()
     extras = set(re.findall(r"'\.\[([\w,]+)\]'", text)[0].split(","))
     assert {"ray", "grpc", "service", "metrics"} <= extras <= project["optional-dependencies"].keys()
-    assert f"palestra:{project['version']}" in text
+    assert f"palestra:{palestra.__version__}" in text
     copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
     assert all((ROOT / word).exists() for word in copied)
     assert copied >= {"palestra", "setup.py"}

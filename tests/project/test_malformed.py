@@ -23,10 +23,9 @@ from palestra.cli.train import train
 from palestra.populations.build import build as population
 from palestra.text.build import build as text
 from palestra.text.build import distributed as launch_distributed
-from palestra.text.training import ranks as distributed
 from palestra.vector.build import build as vector
 
-LOADED = (launch_distributed, text, distributed, vector, population)  # imports that the first case would wait for
+LOADED = (launch_distributed, text, vector, population)  # imports that the first case would wait for
 LONGEST = 10.0  # seconds per case; most take some hundredths, but the first one of a game compiles it
 PLACE: dict[str, Any] = {"settings": None, "resume": None, "name": None, "engine": None, "address": None}
 SHORT = {  # the smallest settings with which a built run trains

@@ -271,7 +271,7 @@ def test_legal_actions_are_passed_to_their_seat():
     class Legal(Count):
         def reset(self, seed):
             super().reset(seed)
-            return Step({"a": "-"}, legal_actions={"a": ["7"], "b": ["8"]})
+            return Step({"a": "-"}, legal_actions={"a": ["7"]})
 
     _, team = grow(Legal, Branching())
     assert [q.legal_actions for q in team["a"].queries] == [["7"], None]

@@ -211,7 +211,7 @@ def test_invalid_sampler_configs_are_refused(sampler: dict[str, Any], said: str)
 
 
 def test_policies_without_remote_sampling_are_refused() -> None:
-    with pytest.raises(ValueError, match="so sampler: has no effect"):
+    with pytest.raises(ValueError, match="the server samples, too"):
         validate(TextConfig, tree(sampler=TWO, engine="http://localhost:8000"))
     full = {"planner": {"type": "full", "base": "tiny"}, "executor": frozen_base_policy()}
     with pytest.raises(ValueError, match=r"policies\.planner is a full model"):

@@ -458,6 +458,8 @@ def test_remote_training_does_not_block_the_event_loop():
     import threading
 
     class Elsewhere:
+        is_local = False
+
         def forward_backward(self, samples, loss, **options):
             assert moved.wait(30)
             return {"loss": 1.0}
