@@ -18,7 +18,7 @@ import fcntl
 import gc
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -53,39 +53,69 @@ class ForkServer:
         self.group = cgroup.open_group(root.name)
         if self.group:
             _hold(self.group)
-        self.pending: deque[tuple[bytes, socket.socket]] = deque()
+        self.unread_calls: dict[socket.socket, bytearray] = {}  # calls whose line has not arrived whole
+        self.pending: deque[tuple[bytes, socket.socket]] = deque()  # the line of a call, b"" for a program
         self.children: set[int] = set()
         self.wakeup_fd, self._wakeup_write_fd = os.pipe()
         for end in (self.wakeup_fd, self._wakeup_write_fd):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.is_open = True
+        self.events = selectors.DefaultSelector()
+        self.events.register(self.wakeup_fd, selectors.EVENT_READ)
+        self.events.register(control_socket, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Forks children until the control socket is closed and all of them have ended."""
-        is_open = True
-        while is_open or self.pending or self.children:
-            ready, _, _ = select.select([self.wakeup_fd] + [self.control_socket] * is_open, [], [])
-            if self.wakeup_fd in ready:
-                os.read(self.wakeup_fd, 4096)
-                self._reap()
-            if self.control_socket in ready:
-                is_open = self._admit()
+        while self.is_open or self.unread_calls or self.pending or self.children:
+            for key, _ in self.events.select():
+                if key.fileobj == self.wakeup_fd:
+                    os.read(self.wakeup_fd, 4096)
+                    self._reap()
+                elif key.fileobj == self.control_socket:
+                    self._admit()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._read_call(key.fileobj)
             while self.pending and len(self.children) < MAX_CHILDREN:
                 self._begin(*self.pending.popleft())
 
-    def _admit(self) -> bool:
-        """Receives one socket; returns False if the control socket is closed."""
+    def _admit(self) -> None:
+        """Receives one socket, or that the control socket is closed."""
         kind, sockets, _, _ = socket.recv_fds(self.control_socket, 1, 1)
-        self.pending.extend((kind, socket.socket(fileno=descriptor)) for descriptor in sockets)
-        return bool(kind)
+        if not kind:
+            self.is_open = False
+            self.events.unregister(self.control_socket)
+        for requester in [socket.socket(fileno=descriptor) for descriptor in sockets]:
+            if kind == CALL:
+                self.unread_calls[requester] = bytearray()
+                self.events.register(requester, selectors.EVENT_READ)
+            else:
+                self.pending.append((b"", requester))
 
-    def _begin(self, kind: bytes, requester: socket.socket) -> None:
-        """Forks the child that serves this socket."""
+    def _read_call(self, requester: socket.socket) -> None:
+        """Reads what has arrived of the line of a call. Nothing waits for the rest: a requester that is slow to send it
+        would delay all others."""
+        try:
+            data = requester.recv(2**16)
+        except ConnectionError:
+            data = b""
+        line = self.unread_calls[requester]
+        line += data
+        if data and not line.endswith(b"\n"):
+            return
+        del self.unread_calls[requester]
+        self.events.unregister(requester)
+        if data:
+            self.pending.append((bytes(line), requester))
+        else:
+            requester.close()
+
+    def _begin(self, line: bytes, requester: socket.socket) -> None:
+        """Forks the child that serves this socket: the call in `line`, or a program."""
         with requester:
-            serve = _prepare_call(requester) if kind == CALL else self._supervise
-            if serve is None:
-                return
+            serve = _prepare_call(line) if line else self._supervise
             pid = os.fork()
             if pid == 0:
                 self._run_child(serve, requester)
@@ -99,10 +129,12 @@ class ForkServer:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.events.close()
             for descriptor in (
                 self.control_socket.fileno(),
                 self.wakeup_fd,
                 self._wakeup_write_fd,
+                *(waiting.fileno() for waiting in self.unread_calls),
                 *(waiting.fileno() for _, waiting in self.pending),
             ):
                 os.close(descriptor)
@@ -137,13 +169,8 @@ class ForkServer:
             cgroup.remove(self.group / str(child))
 
 
-def _prepare_call(requester: socket.socket) -> Serve | None:
-    """Reads the request of a call, a line of JSON, and calls what it names with it; None if the requester has
-    disconnected."""
-    with requester.makefile("rb") as stream:
-        line = stream.readline()
-    if not line.endswith(b"\n"):
-        return None
+def _prepare_call(line: bytes) -> Serve:
+    """Calls what a request, a line of JSON, names with it; returns what the child does."""
     request: dict[str, Any] = json.loads(line)
     module, _, function = request["call"].partition(":")
     serve: Serve = getattr(import_module(module), function)(request)

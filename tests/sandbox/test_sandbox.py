@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from palestra.sandbox import ResourceLimits, RunResult, Sandbox, SandboxError, client, open_sandbox
+from palestra.sandbox.base import CALL
 
 MIB = 2**20
 Run = Callable[..., RunResult]
@@ -32,6 +33,14 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture
 def sandbox() -> Sandbox:
     return open_sandbox(unsafe=True)
+
+
+def test_a_call_whose_request_is_slow_to_arrive_delays_no_program(run: Run) -> None:
+    with client.fork_server().connect(CALL) as slow:
+        slow.sendall(b'{"call": ')  # the rest is still to come
+        assert asyncio.run(asyncio.wait_for(asyncio.to_thread(run, "print(1)"), 30)).stdout == "1\n"
+        slow.sendall(b'"operator:itemgetter", "x": 1}')
+    assert run("print(2)").stdout == "2\n"  # the call ended without its line, and the server lives
 
 
 # ---- the environment of a program
