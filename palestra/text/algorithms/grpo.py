@@ -16,7 +16,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, num_sampled
+from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat, is_sampled, num_sampled
 from palestra.text.algorithms.base import TokenScores, add_reference_logprobs, build_sample, skip_at_reference
 from palestra.text.algorithms.groups import Penalty, SiblingGroup
 from palestra.text.algorithms.grpo_config import GRPOConfig
@@ -131,8 +131,9 @@ class GRPO(GRPOConfig):
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
         if self._is_crossed:
             metrics |= self._contributions(episodes, policy)
-        if gaps:  # the mean over tokens
-            metrics["reference_kl"] = float(np.concatenate(list(gaps.values())).mean())
+        if gaps:
+            sampled = {id(answer): is_sampled(answer) for _, group in groups for _, answer in _answers(group)}
+            metrics["reference_kl"] = float(np.concatenate([gap[sampled[key]] for key, gap in gaps.items()]).mean())
         return samples, metrics
 
     async def finalize_samples(

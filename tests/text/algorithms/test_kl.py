@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from palestra.core.losses import LossInputs, clipped_policy_loss, kl_estimates
-from palestra.core.types import Answer, Episode, Node
+from palestra.core.types import Answer, Episode, Node, SamplingMask
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -123,6 +123,16 @@ def test_a_value_contains_the_penalty_of_the_whole_answer():
     assert metrics["reference_kl"] == pytest.approx(0.5) and metrics["groups"] == 1
     assert [node.info["kl_penalty"]["a"] for node in episode.nodes] == pytest.approx([0.2, 0.4])
     assert "kl" not in algorithm.loss_options and algorithm.needs_reference
+
+
+def test_a_forced_token_is_not_in_the_mean_of_the_divergence():
+    """The first token of the first answer was forced; the others have log-ratios -0.5 and 1."""
+    episode = siblings(((*A,), [0.0, -1.0], 1.0), PLAYED[1])
+    forced = SamplingMask(np.array([7], np.int32), np.array([-1, 0], np.int32))
+    episode.nodes[0].answers["a"].sampling_mask = forced
+    algorithm = GRPO(branch_at="root", group_size=2, kl_coef=0.4, kl_in_reward=True)
+    _, metrics, _ = credit_samples(algorithm, [episode], Drifted({A: [0.0, -0.5], B: [-1.5]}))
+    assert metrics["reference_kl"] == pytest.approx(0.25)
 
 
 def test_advantage_of_a_token_has_penalties_from_that_token_on():
