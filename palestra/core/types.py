@@ -65,7 +65,7 @@ class SamplingMask:
 
     @property
     def is_forced(self) -> np.ndarray:
-        """Whether each token was forced [T] bool."""
+        """The mask of the tokens that were forced, bool [T]."""
         return self.counts < 0
 
     def forced_only(self) -> SamplingMask | None:

@@ -138,8 +138,10 @@ class ChatEncoder:
     def _without_repeated_end(self, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns what follows an answer, without the white space that ends both it and each turn of a template that
         has no special token for that."""
-        text = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False)
         end = self.form.blank_end
+        if not end:
+            return between
+        text = self.tokenizer.decode(answer[-TAIL_TOKENS:], skip_special_tokens=False)
         repeated = next((end[:n] for n in range(len(end), 0, -1) if text.endswith(end[:n])), "")
         if not repeated:
             return between

@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from palestra.core.chat import Json, to_template_message, with_thought
+from palestra.core.chat import THOUGHT_KEYS, Json, to_template_message, with_thought
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 ASKED: Json = {"role": "user", "content": "?"}
@@ -30,7 +30,6 @@ FIRST_VALUE = "Zq7First"
 LAST_KEY = "zq7_b"
 LAST_VALUE = "Zq7Last"
 RESULT_MARK = "Zq7Result"
-THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 INLINE = "content"  # a thought is part of the content, between <think> and </think>
 
 

@@ -35,7 +35,7 @@ CRITIC_FILE = "critic.safetensors"
 
 
 class TrainingState(Protocol):
-    """What is saved of weights in training: see `AdapterWeights`."""
+    """Weights in training, with the attributes of `AdapterWeights` that a checkpoint has."""
 
     engine: Engine
     adapter: Adapter | None

@@ -77,7 +77,7 @@ class GroupAlgorithm(TextAlgorithm):
 
     @property
     def penalties(self) -> list[Penalty]:
-        """What is subtracted from the rewards of answers."""
+        """Functions of a node and a seat whose values are subtracted from the rewards of answers."""
         return []
 
     def policy_groups(

@@ -150,7 +150,7 @@ class CollectedEpisodes:
 
 @dataclass(frozen=True)
 class TextUpdate:
-    """What is logged of one step: its episodes, and metrics and phase times by policy, those of all as "team"."""
+    """The log of one step: its episodes, and metrics and phase times by policy, those of all as "team"."""
 
     episodes: Sequence[Episode]
     metrics: Mapping[str, Metrics]

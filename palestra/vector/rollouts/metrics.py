@@ -18,7 +18,7 @@ EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
 
 @dataclass(frozen=True)
 class VectorUpdate:
-    """What is logged of one rollout and the update on it: the episodes that ended, metrics of the rollout, its joint
+    """The log of one rollout and the update on it: the episodes that ended, metrics of the rollout, its joint
     steps over all env copies, the learner's metrics by policy, and the times of both."""
 
     ended: EndedEpisodes
