@@ -81,27 +81,16 @@ def evaluate(
     Examples:
 
         palestra eval runs/demo --env split=test
-
         palestra eval runs/demo --swap
-
         palestra eval runs/demo:planner
-
         palestra eval runs/demo --swap --record swapped
-
         palestra eval runs/demo --seats planner=base --temperature 0
-
         palestra eval runs/demo --cross --member planner --member executor --member base
-
         palestra eval runs/spread_mappo --cross --member agent --member random
-
         palestra eval runs/demo --episodes 3 --show 3
-
         palestra eval runs/demo --episodes 100 --samples 8
-
         palestra eval runs/demo --episodes 100 --judge http://127.0.0.1:8000/v1#judge --against base
-
         palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
-
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
 
     The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
