@@ -118,7 +118,7 @@ def _fault(model: type[BaseModel], error: Any) -> str:
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         path, owner = _resolve(model, error["loc"][:-1])
-        return _unknown_key(path, str(error["loc"][-1]), _keys(owner))
+        return _unknown_key(path, str(error["loc"][-1]), list(_fields(owner)))
     path, _ = _resolve(model, error["loc"])
     if kind == "union_tag_invalid":
         return _unknown_type(_join(path, context["discriminator"].strip("'")), context)
@@ -128,7 +128,7 @@ def _fault(model: type[BaseModel], error: Any) -> str:
         return f"{path} is missing"
     if kind == "value_error":
         return f"{path}: {context['error']}" if path else str(context["error"])
-    shown = _shown(error["input"])
+    shown = _quote(error["input"])
     if kind in ("list_type", "tuple_type"):
         return f"{path or 'config'}: should be a list, such as [{shown}], not {shown}"
     return f"{path or 'config'}: {_sentence(error['msg'])}, not {shown}"
@@ -152,7 +152,7 @@ def _sentence(message: str) -> str:
     return message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else name_kind(value)
 
@@ -169,8 +169,7 @@ def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
     annotation = _unwrap(annotation)
     if not loc:
         return "", annotation
-    variants = _variants(annotation)
-    if variants:
+    if variants := [_unwrap(option) for option in _options(annotation)]:
         chosen = next((v for v in variants if str(loc[0]) in _tags(v)), None)
         return _resolve(chosen, loc[1:])
     path, end = _resolve(_child(annotation, loc[0]), loc[1:])
@@ -189,10 +188,6 @@ def _unwrap(annotation: Any) -> Any:
 def _options(annotation: Any) -> list[Any]:
     is_union = get_origin(annotation) in (Union, types.UnionType)
     return [option for option in get_args(annotation) if option is not type(None)] if is_union else []
-
-
-def _variants(annotation: Any) -> list[Any]:
-    return [_unwrap(option) for option in _options(annotation)]
 
 
 def _tags(variant: Any) -> set[str]:
@@ -216,10 +211,6 @@ def _child(annotation: Any, key: int | str) -> Any:
 def _fields(annotation: Any) -> dict[str, Any]:
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return {field.alias or name: field for name, field in annotation.model_fields.items()} if is_model else {}
-
-
-def _keys(annotation: Any) -> list[str]:
-    return list(_fields(annotation))
 
 
 def type_choices(model: type[BaseModel], field: str) -> list[str]:
