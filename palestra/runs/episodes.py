@@ -107,7 +107,7 @@ def load_episodes(path: str | Path) -> list[Episode]:
     `logprobs` float32, 1-D). Raises ValueError if the file is not one."""
     episodes: dict[int, Episode] = {}
     shared: dict[tuple[int, int | None, Seat, int], Answer] = {}
-    for row in _unpacked(read_episodes(path)):
+    for row in _read_rows(read_episodes(path)):
         if row["episode"] not in episodes:
             seats = json.loads(row["seats"])
             failure = {name: row[name] for name in ("error", "traceback")}
@@ -216,7 +216,7 @@ def _plain(value: Any) -> Any:
         ) from error
 
 
-def _unpacked(table: pa.Table) -> Iterator[dict[str, Any]]:
+def _read_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yields the rows as dicts. Token columns are NumPy arrays, never lists of numbers."""
     table = table.combine_chunks()
     columns = {name: _column(table.column(name)) for name in table.column_names}
@@ -233,9 +233,11 @@ def _column(column: pa.ChunkedArray) -> list[Any]:
     return [flat[a:b].copy() for a, b in itertools.pairwise(offsets)]
 
 
-def _seen(text: str) -> Any:
-    """Restores an observation that is not plain text; conversations become `Chat` objects again."""
-    found = json.loads(text)
+def _read_observation(row: dict[str, Any]) -> Any:
+    """Restores an observation; conversations become `Chat` objects again."""
+    if not row["observation_json"]:
+        return row["observation"]
+    found = json.loads(row["observation"])
     if isinstance(found, dict) and found.keys() == {"messages", "tools"}:
         return Chat(tuple(found["messages"]), tuple(found["tools"]))
     return found
@@ -250,7 +252,7 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
     node = episode.nodes[-1]
     seat = row["seat"]
     if row["observation"] is not None:
-        node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
+        node.observations[seat] = _read_observation(row)
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
         values = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])

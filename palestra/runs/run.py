@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from palestra.core.config import hide_credentials
@@ -206,20 +207,18 @@ class Run:
 
     def write_episodes(self, step: int, episodes: list[Episode]) -> Path:
         """Writes episodes/step-000012.parquet and returns its path. A second call for a step replaces the file."""
-        path = self.path / "episodes" / f"{step_name(step)}.parquet"
-        path.parent.mkdir(exist_ok=True)
-        buffer = io.BytesIO()
-        pq.write_table(to_table(step, episodes), buffer, compression="zstd", write_page_checksum=True)
-        atomic_write(path, buffer.getvalue())
-        return path
+        return self._write_table(f"episodes/{step_name(step)}.parquet", to_table(step, episodes))
 
     def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay]) -> Path:
         """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
         call replaces the file."""
-        path = path_inside(self.path, replay_file(name, step))
+        return self._write_table(replay_file(name, step), replay_table(header, replays))
+
+    def _write_table(self, name: str, table: pa.Table) -> Path:
+        path = path_inside(self.path, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
-        pq.write_table(replay_table(header, replays), buffer, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
         atomic_write(path, buffer.getvalue())
         return path
 

@@ -22,8 +22,8 @@ class MirrorConfig(StrictModel):
     the run exits with code 1."""
 
 
-def _typed(value: Any) -> Any:
+def _expand(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-OptionalMirror = Annotated[MirrorConfig | None, BeforeValidator(_typed)]
+OptionalMirror = Annotated[MirrorConfig | None, BeforeValidator(_expand)]

@@ -100,14 +100,14 @@ class PrometheusConfig(StrictModel):
     """Address to listen on; 0.0.0.0 accepts other machines, without a key."""
 
 
-def _typed(value: Any) -> Any:
+def _expand(value: Any) -> Any:
     return [{"type": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
 SinkConfig = Annotated[
     TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig | PrometheusConfig, Field(discriminator="type")
 ]
-SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_typed)]
+SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_expand)]
 
 
 class SinksConfig(StrictModel):
