@@ -69,8 +69,8 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
                 {
                     "step": one.step,
                     "keep": bool(one.entry.get("keep")),
-                    "bytes": _bytes(_folder(run, one, name)),
-                    "version": read_object(_member_json(run, one, name)).get("version"),
+                    "bytes": _bytes(_file(run, one, name)),
+                    "version": read_object(_file(run, one, name, "member.json")).get("version"),
                 }
                 for one in reversed(checkpoints)
                 if name in one.names
@@ -123,16 +123,13 @@ def policy_folder(run: CatalogRun, step: int, policy: str) -> Path:
     it."""
     for checkpoint in list_checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
-            return _folder(run, checkpoint, policy)
+            return _file(run, checkpoint, policy)
     raise NotFound(f"no checkpoint after step {step} holds {policy}")
 
 
-def _folder(run: CatalogRun, checkpoint: Checkpoint, policy: str) -> Path:
-    return run.file(str((checkpoint.path / checkpoint.names[policy]).relative_to(run.path)))
-
-
-def _member_json(run: CatalogRun, checkpoint: Checkpoint, policy: str) -> Path:
-    return run.file(str((_folder(run, checkpoint, policy) / "member.json").relative_to(run.path)))
+def _file(run: CatalogRun, checkpoint: Checkpoint, policy: str, name: str = "") -> Path:
+    """Returns the folder of a policy in a checkpoint, or the file `name` in it."""
+    return run.file(str((checkpoint.path / checkpoint.names[policy] / name).relative_to(run.path)))
 
 
 def member_weights_folder(run: CatalogRun, name: str) -> Path:
@@ -151,15 +148,12 @@ def stream_zip(folder: Path) -> Iterator[bytes]:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
             if path.name in STATE_FILES:
                 continue
-            with path.open("rb") as file, archive.open(_entry(path, folder), "w", force_zip64=True) as target:
+            entry = zipfile.ZipInfo(f"{folder.name}/{path.relative_to(folder)}")
+            with path.open("rb") as file, archive.open(entry, "w", force_zip64=True) as target:
                 while piece := file.read(CHUNK_BYTES):
                     target.write(piece)
                     yield pipe.take_bytes()
     yield pipe.take_bytes()
-
-
-def _entry(path: Path, folder: Path) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(f"{folder.name}/{path.relative_to(folder)}")
 
 
 class _Pipe(io.RawIOBase):

@@ -176,11 +176,11 @@ async def change_events(watched: RunWatcher, name: str | None, ending: Callable[
 def run_stamps(library: RunCatalog, name: str | None) -> dict[str, tuple[int, ...]]:
     """Returns run -> numbers that change when the run does; for all runs if `name` is None."""
     names = library.names() if name is None else [name]
-    return {each: (*file_stamp(library.root / each), _folder(library.root / each / "episodes")) for each in names}
-
-
-def _folder(path: Path) -> int:
-    return path.stat().st_mtime_ns if path.is_dir() else 0
+    stamps = {}
+    for each in names:
+        episodes = library.root / each / "episodes"
+        stamps[each] = (*file_stamp(library.root / each), episodes.stat().st_mtime_ns if episodes.is_dir() else 0)
+    return stamps
 
 
 def serve(

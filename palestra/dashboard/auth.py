@@ -74,7 +74,12 @@ class TokenMiddleware:
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
             response.set_cookie(
-                self.cookie, self.token_hash, COOKIE_LIFETIME_S, httponly=True, samesite="strict", secure=_is_tls(scope)
+                self.cookie,
+                self.token_hash,
+                COOKIE_LIFETIME_S,
+                httponly=True,
+                samesite="strict",
+                secure=scope.get("scheme") == "https",
             )
             return response
         if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer_token(headers))):
@@ -100,10 +105,6 @@ def _cookie(header: str, name: str) -> str:
 def _local(path: str) -> str:
     """Returns the path with one leading slash: `//host` would redirect to another server."""
     return "/" + path.lstrip("/\\")
-
-
-def _is_tls(scope: Scope) -> bool:
-    return bool(scope.get("scheme") == "https")
 
 
 def _with_security_headers(send: Send) -> Send:

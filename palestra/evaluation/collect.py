@@ -13,7 +13,7 @@ from palestra.core.files import replacing_file
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
 from palestra.evaluation.target import find_target
-from palestra.evaluation.text import TextEvalSetup, open_text_eval
+from palestra.evaluation.text import open_text_eval
 from palestra.runs.episodes import SCHEMA, to_table
 from palestra.text.rollouts.metrics import episode_metrics, episode_return, seat_returns
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
@@ -52,7 +52,9 @@ async def collect_episodes(
     with replacing_file(out) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         for start in range(0, episodes, BATCH_EPISODES):
             numbers = range(start, min(start + BATCH_EPISODES, episodes))
-            played = await table.runner.play_all([_match(table, team, seed, i) for i in numbers], Branching())
+            first = seed % 2**31 << 32
+            specs = [EpisodeSpec(first + i, team, derive_seed(seed, "collect", i)) for i in numbers]
+            played = await table.runner.play_all(specs, Branching())
             good = [episode for episode in played if passes_filter(episode, min_return, successes)]
             writer.write_table(to_table(0, good, first=num_kept))
             num_kept = num_kept + len(good)
@@ -61,10 +63,6 @@ async def collect_episodes(
         check_not_all_failed(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}
     return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": num_kept}
-
-
-def _match(table: TextEvalSetup, team: dict[Seat, Any], seed: int, i: int) -> EpisodeSpec:
-    return EpisodeSpec((seed % 2**31 << 32) + i, team, derive_seed(seed, "collect", i))
 
 
 def passes_filter(episode: Episode, min_return: float | None, successes: bool) -> bool:

@@ -31,14 +31,12 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, css_class:
     if not rows:
         return ""
     top = "".join(f"<th>{escape_text(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    body = ""
+    for row in rows:
+        body += f"<tr>{''.join(f'<td>{escape_text(cell, 400)}</td>' for cell in row)}</tr>"
     return (
         f'<div class="wide"><table class="{css_class}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _cell(value: Any) -> str:
-    return f"<td>{escape_text(value, 400)}</td>"
 
 
 def section(title: str, *texts: str) -> str:

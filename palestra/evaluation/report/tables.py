@@ -54,7 +54,7 @@ def policy_table(logs: RunLogs) -> str:
         for key in dict.fromkeys(key for line in lines for key in line):
             ends = [mean_of(first, key), mean_of(last, key)]
             if key not in ("step", "policy", "iteration") and ends != [None, None]:
-                rows.append([f"{name}: {key}", *(_short(end) for end in ends)])
+                rows.append([f"{name}: {key}", *("-" if end is None else f"{end:.4g}" for end in ends)])
     return html_table(["metric", "first", "last"], rows) + (_window_note(windows) if rows else "")
 
 
@@ -62,10 +62,6 @@ def _window_note(windows: dict[str, str]) -> str:
     distinct = dict.fromkeys(windows.values())
     by_policy = [which if len(distinct) == 1 else f"{name}: {which}" for name, which in windows.items()]
     return f"<p class=soft>{escape_text('; '.join(dict.fromkeys(by_policy)))}</p>"
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def time_table(logs: RunLogs) -> str:

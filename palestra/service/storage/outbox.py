@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sql
 
 from palestra.service.storage.database import OUTAGE_ERRORS
-from palestra.service.storage.store import ErrorCategory, Store, StoredAnswer
+from palestra.service.storage.store import Store, StoredAnswer
 
 
 @dataclass
@@ -26,7 +26,11 @@ class Outbox:
 
     def fail(self, row: sql.Row, error: Exception) -> None:
         """Adds a failed answer to the request `row`."""
-        self.answers.append(StoredAnswer.failure(row.id, _message(error), _category(error)))
+        if isinstance(error, ValueError):
+            answer = StoredAnswer.failure(row.id, str(error))
+        else:
+            answer = StoredAnswer.failure(row.id, f"{type(error).__name__}: {error}", "server")
+        self.answers.append(answer)
 
     def run_guarded(self, row: sql.Row, work: Callable[[], Any]) -> Any:
         """Returns the result of `work`. If it raises, answers the request with the error and returns None; errors of
@@ -47,11 +51,3 @@ class Outbox:
         self.answers = []
         self.updates = []
         return True
-
-
-def _category(error: Exception) -> ErrorCategory:
-    return "user" if isinstance(error, ValueError) else "server"
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -27,9 +27,12 @@ def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction
     def loss(predicted: JobLossInputs) -> tuple[Tensor, TensorMetrics]:
         inputs = predicted.inputs
         entropy = float(options.get("entropy", 0.0))
+        entropy_M = torch.zeros_like(predicted.logp_M)
+        if entropy:
+            entropy_M = predicted.map_logits(lambda logits_CV, _: entropy_of(logits_CV), None)
         scored = LossInputs(
             logp_M=predicted.logp_M,
-            entropy_M=_entropies(predicted) if entropy else torch.zeros_like(predicted.logp_M),
+            entropy_M=entropy_M,
             old_logp_M=inputs.get("logprobs", predicted.logp_M.detach()),
             ref_logp_M=None,
             advantage_M=inputs.get("advantages", torch.ones_like(predicted.logp_M)),
@@ -54,10 +57,6 @@ def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str,
     bounds = dict(zip(keys, (low, high), strict=True))
     mask = {"sequence_ratio_mask": inputs["sequence_ratio_mask"]} if "sequence_ratio_mask" in inputs else {}
     return bounds | mask
-
-
-def _entropies(predicted: JobLossInputs) -> Tensor:
-    return predicted.map_logits(lambda logits_CV, _: entropy_of(logits_CV), None)
 
 
 def entropy_of(logits_MV: Tensor) -> Tensor:
