@@ -1,6 +1,7 @@
 """Job bodies that the front end queues for the engine worker: validated, with every name resolved.
 
 Training data are arrays, which the worker reads as they were validated. Folders are names in the weight store.
+The job of `optim_step` is the client's own `AdamParams`.
 """
 
 from __future__ import annotations
@@ -122,17 +123,6 @@ class ReverseKLJob(BaseModel):
     folder: str | None
     lessons: list[DistillExampleJob]
     temperature: float
-
-
-class OptimJob(BaseModel):
-    """AdamW settings of one step; `grad_clip_norm` 0 disables clipping."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
 
 
 class SaveJob(BaseModel):

@@ -34,7 +34,8 @@ from palestra.service.storage.tables import models, update_row
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import OptimJob, ReverseKLJob, TrainJob
+from palestra.service.wire.jobs import ReverseKLJob, TrainJob
+from palestra.service.wire.schemas.requests import AdamParams
 from palestra.service.wire.validation import WEIGHTED_ONLY
 from palestra.service.worker.checkpoint_ops import CheckpointOps
 from palestra.service.worker.encoding import reverse_kl_answer
@@ -300,7 +301,7 @@ class Worker:
             self._mark_changed(work.model, work.seq)
 
     def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
-        job = OptimJob.model_validate_json(row.body)
+        job = AdamParams.model_validate_json(row.body)
         adam = AdamConfig(
             lr=job.learning_rate,
             adam_betas=(job.beta1, job.beta2),

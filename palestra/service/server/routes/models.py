@@ -20,7 +20,7 @@ from palestra.service.server.routes.sessions import touch_session
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.tables import models, sessions
 from palestra.service.wire import codec
-from palestra.service.wire.jobs import LoadJob, LoraSettings, OptimJob, TrainJob
+from palestra.service.wire.jobs import LoadJob, LoraSettings, TrainJob
 from palestra.service.wire.schemas.requests import CreateModelRequest, ModelRequest, OptimStepRequest
 from palestra.service.wire.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.wire.schemas.weights import LoadWeightsRequest
@@ -181,8 +181,7 @@ def optim_step(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep)
     with queue.recording_rejection(owner, "optim_step", body):
         call = parse_body(OptimStepRequest, body)
         ctx.model(owner, call.model_id)
-        job = OptimJob(**call.adam_params.model_dump())
-        return queue.submit_numbered(owner, "optim_step", job, call.model_id, call.seq_id)
+        return queue.submit_numbered(owner, "optim_step", call.adam_params, call.model_id, call.seq_id)
 
 
 @router.post("/train_step")

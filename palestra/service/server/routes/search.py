@@ -17,8 +17,13 @@ from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep
 from palestra.service.server.routes.models import SESSION_TIMEOUT_S
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.tables import checkpoints, models, sessions
-from palestra.service.wire.schemas.requests import AssignProjectRequest, SessionSearchRequest, SessionStatusQuery
-from palestra.service.wire.schemas.responses import SessionSearchCursor, SessionSearchResponse, SessionSummary
+from palestra.service.wire.schemas.requests import (
+    AssignProjectRequest,
+    SessionCursor,
+    SessionSearchRequest,
+    SessionStatusQuery,
+)
+from palestra.service.wire.schemas.responses import SessionSearchResponse, SessionSummary
 
 router = APIRouter()
 MAX_ROWS = 1_000_000
@@ -46,9 +51,7 @@ def search_sessions(call: JsonBody[SessionSearchRequest], ctx: ContextDep, owner
         rows = [row for row in rows if _place(row) < last]
     page = [_summary(ctx, row) for row in rows[: call.limit]]
     more = len(rows) > len(page)
-    cursor = (
-        SessionSearchCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id) if more else None
-    )
+    cursor = SessionCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id) if more else None
     return SessionSearchResponse(sessions=page, next_cursor=cursor)
 
 

@@ -383,7 +383,7 @@ class SessionStatusQuery(WireModel):
 
 
 class SessionCursor(WireModel):
-    """Position after which the next page starts."""
+    """Position of the last result of a page, after which the next one starts."""
 
     last_created_at: AwareDatetime
     last_session_id: Id

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from palestra.service.wire.schemas.requests import OptimizerConfig
+from palestra.service.wire.schemas.requests import OptimizerConfig, SessionCursor
 from palestra.service.wire.schemas.wire_model import WireModel
 
 # Bootstrap, sessions, telemetry
@@ -93,18 +93,11 @@ class SessionSummary(WireModel):
     checkpoint_storage_bytes: int | None = None
 
 
-class SessionSearchCursor(WireModel):
-    """Position of the last result of a page."""
-
-    last_created_at: datetime
-    last_session_id: str
-
-
 class SessionSearchResponse(WireModel):
     """A page of results; `next_cursor` is null on the last one."""
 
     sessions: list[SessionSummary]
-    next_cursor: SessionSearchCursor | None = None
+    next_cursor: SessionCursor | None = None
 
 
 class TelemetryResponse(WireModel):
