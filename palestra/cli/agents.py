@@ -38,9 +38,7 @@ def publish(
     Examples:
 
         palestra publish runs/demo --member planner --out planner
-
         palestra publish runs/demo --member planner --out planner-whole --merge --license apache-2.0
-
         palestra publish runs/leduc_psro --out leduc.json
 
     `palestra.GamePolicy.load("leduc.json").to_openspiel()` is the table as a policy of OpenSpiel.
@@ -98,7 +96,6 @@ def serve_agent(
     Examples:
 
         palestra serve-agent runs/demo --member planner
-
         palestra serve-agent planner --host 0.0.0.0 --key-env AGENT_KEY
 
     Ctrl-C or SIGTERM ends the server after pending answers; a second one ends it at once.

@@ -48,13 +48,9 @@ def collect(
     Examples:
 
         palestra collect runs/demo --out demo.parquet --successes
-
         palestra collect math --seats reasoner=expert --seats tool=expert --out math.parquet --episodes 1000
-
         palestra collect configs/demo.yaml --seats planner=https://api.example.org/v1#big --out big.parquet
-
         palestra collect runs/spread_mappo --out expert.parquet
-
         palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.parquet
     """
     with user_errors():

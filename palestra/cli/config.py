@@ -31,11 +31,8 @@ def describe_config(
     Examples:
 
         palestra config                  # the names that can be looked up
-
         palestra config text             # a run of language agents
-
         palestra config grpo             # an algorithm; likewise a policy, a population, a sink or an env
-
         palestra config algorithm clip   # one key, of every algorithm that has it
     """
     with user_errors():

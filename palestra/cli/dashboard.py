@@ -29,9 +29,7 @@ def dashboard(
     Examples:
 
         palestra dashboard
-
         palestra dashboard --root experiments --port 8080
-
         palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
     """
     with user_errors():

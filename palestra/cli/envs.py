@@ -36,9 +36,7 @@ def serve_envs(
     Examples:
 
         palestra serve-envs --envs math,code,debate --workers 4 --host 0.0.0.0
-
         PALESTRA_ENV_TOKEN=... palestra serve-envs --envs tools --host 0.0.0.0 --cert cert.pem --key key.pem
-
         palestra train configs/demo.yaml --set env.at=[localhost:50051]
 
     Ctrl-C or SIGTERM ends the server after open sessions have ended, at most --grace seconds later; a second one ends

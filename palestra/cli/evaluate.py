@@ -81,27 +81,16 @@ def evaluate(
     Examples:
 
         palestra eval runs/demo --env split=test
-
         palestra eval runs/demo --swap
-
         palestra eval runs/demo:planner
-
         palestra eval runs/demo --swap --record swapped
-
         palestra eval runs/demo --seats planner=base --temperature 0
-
         palestra eval runs/demo --cross --member planner --member executor --member base
-
         palestra eval runs/spread_mappo --cross --member agent --member random
-
         palestra eval runs/demo --episodes 3 --show 3
-
         palestra eval runs/demo --episodes 100 --samples 8
-
         palestra eval runs/demo --episodes 100 --judge http://127.0.0.1:8000/v1#judge --against base
-
         palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
-
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
 
     The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
@@ -258,7 +247,7 @@ def _judged_table(title: str, judged: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
-    from palestra.runs.headline import format_return, paid_seats
+    from palestra.runs.headline import format_return, format_seat_return, paid_seats
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -276,13 +265,14 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
         if key in metrics:
             table.add_row(key.replace("_", " "), f"{metrics[key]:.2f}")
     for seat in paid_seats(metrics):
-        table.add_row(f"return of {seat}", _return(metrics, seat))
+        table.add_row(f"return of {seat}", format_seat_return(metrics, seat))
     if "nash_conv" in metrics:
         table.add_row("NashConv", f"{metrics['nash_conv']:.4f}")
     return table
 
 
 def _cross_table(title: str, results: list[EvalResult]) -> Table:
+    from palestra.runs.headline import format_seat_return
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -291,14 +281,9 @@ def _cross_table(title: str, results: list[EvalResult]) -> Table:
     columns = ["success", *sampled, "return", *(f"return of {seat}" for seat in seats)]
     table = Table(*seats, *columns, title=title, title_justify="left")
     for policy_names, metrics, _ in results:
-        returns = [_return(metrics, seat) for seat in seats]
+        returns = [format_seat_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
         table.add_row(*policy_names.values(), success, *more, f"{metrics['return']:.2f}", *returns)
     return table
-
-
-def _return(metrics: dict[str, Any], seat: str) -> str:
-    half = metrics.get("returns_ci95", {}).get(seat)
-    return f"{metrics['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")

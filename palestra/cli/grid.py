@@ -48,11 +48,8 @@ def grid(
     Examples:
 
         palestra grid configs/grids/matrix_games.yaml --workers 4
-
         palestra grid configs/grids/matrix_games.yaml --only '*-qmix-*'
-
         palestra grid configs/grids/matrix_games.yaml --results
-
         palestra grid configs/grids/matrix_games.yaml --backend ray --address auto
     """
     with user_errors(), interruptible("; the same command continues"):

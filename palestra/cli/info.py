@@ -28,9 +28,7 @@ def info(
     fits:
 
         palestra info --base Qwen/Qwen3-0.6B
-
         palestra info --config configs/demo.yaml --set policies.planner.micro_batch_tokens=4096
-
         palestra info --base Qwen/Qwen3-4B --gpu-gib 22
     """
     if base is None and config is None:

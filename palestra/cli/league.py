@@ -11,6 +11,7 @@ from palestra.api.console import console, print_line, styled_text, user_errors
 
 league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
 RunArgument = Annotated[Path, typer.Argument(help="a run that trained a population")]
+BackendOption = Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")]
 CsvOption = Annotated[Path | None, typer.Option("--csv", help="also write the whole table to this file")]
 
 
@@ -24,7 +25,6 @@ def standings(run: RunArgument, output: CsvOption = None) -> None:
     Examples:
 
         palestra league standings runs/rps_league
-
         palestra league crossplay runs/rps_league --games 500 && palestra league standings runs/rps_league
     """
     with user_errors(run):
@@ -49,7 +49,7 @@ def crossplay(
         int, typer.Option(min=0, help="games per pair: play until every pair has this many; 0: play none")
     ] = 0,
     output: CsvOption = None,
-    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
+    backend: BackendOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="number of parallel tasks")] = None,
 ) -> None:
     """Show the payoffs between members, after playing the games that are missing.
@@ -60,7 +60,6 @@ def crossplay(
     Examples:
 
         palestra league crossplay runs/rps_league --games 500
-
         palestra league crossplay runs/rps_league --csv payoffs.csv
     """
     if games:
@@ -97,7 +96,7 @@ def exploit(
     run: RunArgument,
     steps: Annotated[int, typer.Option(min=1, help="env steps of a response (language agents: training steps)")],
     games: Annotated[int, typer.Option(min=2, help="evaluation games of each response")] = 2000,
-    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
+    backend: BackendOption = None,
 ) -> None:
     """Train best responses to the final strategies of the run, to estimate how exploitable they are.
 
@@ -131,7 +130,7 @@ def compare(
     games: Annotated[
         int, typer.Option(min=4, help="games of every member of one run with every member of the other")
     ] = 200,
-    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
+    backend: BackendOption = None,
 ) -> None:
     """Compare two populations by the value of the game between them.
 

@@ -24,7 +24,6 @@ def fetch(
     Examples:
 
         palestra fetch s3://bucket/runs/demo
-
         palestra fetch file:///mnt/shared/runs/demo --root elsewhere
     """
     with user_errors(url):
@@ -34,9 +33,8 @@ def fetch(
 def fetch_and_print(url: str, root: Path, max_gib: float = 100) -> Path:
     """Brings a run from a store and prints which state that is; returns its folder."""
     from palestra.runs.mirror.fetch import GIB, fetch_run
-    from palestra.runs.mirror.store import check_store_url
 
-    path, state, is_new, passed_over = fetch_run(check_store_url(url), root, max_gib * GIB)
+    path, state, is_new, passed_over = fetch_run(url, root, max_gib * GIB)
     for line in passed_over:
         print_line(line)
     print_line(
@@ -53,9 +51,8 @@ def send_to_store(run: Path, url: str, settings: list[str], follow: bool) -> Non
         from palestra.core.config import override, validate
         from palestra.runs.mirror.config import MirrorConfig
         from palestra.runs.mirror.copy import send_state
-        from palestra.runs.mirror.store import check_store_url
 
-        config = validate(MirrorConfig, override({"url": check_store_url(url)}, settings))
+        config = validate(MirrorConfig, override({"url": url}, settings))
         state = send_state(run, config, follow=follow, warn=print_line)
         print_line(f"{config.url.rstrip('/')}/{run.name} has the run after {state}")
 
@@ -64,12 +61,11 @@ def print_mirrored(url: str) -> None:
     """Prints the runs in a store's folder of runs."""
     with user_errors(url):
         from palestra.runs.mirror.fetch import list_mirrored
-        from palestra.runs.mirror.store import check_store_url
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for title in ("run", "done", "mirrored at", "MiB"):
             table.add_column(title, overflow="fold")
-        for name, copy, damage in list_mirrored(check_store_url(url)):
+        for name, copy, damage in list_mirrored(url):
             if copy is None:
                 print_line(f"{name} cannot be read: {damage}")
                 continue

@@ -47,11 +47,8 @@ def play(
     Examples:
 
         palestra play runs/demo --seat executor
-
         palestra play sudoku --env size=4
-
         palestra play text_tic_tac_toe --seats player_1=expert
-
         palestra play text_connect_four --seats player_1=expert --browser
     """
     with user_errors():

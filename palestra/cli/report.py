@@ -66,7 +66,6 @@ def plot(
     Examples:
 
         palestra plot runs/demo --eval test --out demo.svg
-
         palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
     """
     with user_errors(", ".join(map(str, runs))):
@@ -90,9 +89,7 @@ def sync(
     Examples:
 
         palestra sync runs/demo --to tensorboard
-
         palestra sync runs/demo --to wandb --set project=games --set mode=offline --follow
-
         palestra sync runs/demo --to s3://bucket/runs
     """
     if is_store_url(to):

@@ -9,6 +9,13 @@ import typer
 
 from palestra.api.console import print_line, require_packages, user_errors
 
+ThreadsOption = Annotated[int, typer.Option(min=1, help="torch threads on a CPU")]
+MaxSequencesOption = Annotated[int, typer.Option(min=1, help="sequences sampled at once")]
+CacheOption = Annotated[
+    float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+
 
 def serve(
     base: Annotated[
@@ -38,13 +45,11 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
-    kv_cache_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
-    ] = None,
+    threads: ThreadsOption = 1,
+    max_num_seqs: MaxSequencesOption = 512,
+    kv_cache_gib: CacheOption = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="metrics for Prometheus at /metrics")] = False,
     poll: Annotated[float, typer.Option(min=0, max=40, help="maximum seconds that a poll for a result blocks")] = 30.0,
     queue: Annotated[int, typer.Option(min=1, help="maximum pending requests per key")] = 20_000,
@@ -59,9 +64,7 @@ def serve(
     Examples:
 
         palestra serve
-
         palestra serve --base small=/models/small --alias Qwen/Qwen3-0.6B=small --port 9000
-
         palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
 
     Ctrl-C or SIGTERM ends the server after pending requests, with every model saved; a second one ends it at once.
@@ -105,13 +108,11 @@ def serve_sampler(
     key_env: Annotated[
         str, typer.Option(help="the environment variable with the key that clients must send; unset: none")
     ] = "PALESTRA_SAMPLER_KEY",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
-    kv_cache_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
-    ] = None,
+    threads: ThreadsOption = 1,
+    max_num_seqs: MaxSequencesOption = 512,
+    kv_cache_gib: CacheOption = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
     ] = None,
@@ -124,7 +125,6 @@ def serve_sampler(
     Examples:
 
         palestra serve-sampler --base tiny --port 8001
-
         palestra train configs/demo.yaml --set 'sampler={type: vllm, urls: ["http://127.0.0.1:8001"]}'
 
     Ctrl-C or SIGTERM ends the server after pending requests; a second one ends it at once. The first line of output is

@@ -40,13 +40,9 @@ def init(
     Examples:
 
         palestra init
-
         palestra init demo
-
         palestra init spread_mappo --out mine.yaml
-
         palestra init env relay
-
         palestra init env relay_race --vector
 
     `palestra train NAME.yaml` trains a config, and `palestra config` describes its keys. A package has an env that

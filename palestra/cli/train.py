@@ -75,25 +75,15 @@ def train(
     Examples:
 
         palestra train configs/demo.yaml
-
         palestra train configs/demo.yaml --set steps=20 --set policies.planner.lr=3e-4
-
         palestra train configs/demo.yaml --engine http://127.0.0.1:8000
-
         palestra train configs/demo.yaml --backend ray --workers 4 --address auto
-
         palestra train configs/populations/kuhn_psro.yaml --workers 2
-
         palestra train --resume runs/demo
-
         palestra train --resume runs/demo --set steps=200    # with more steps than it had
-
         palestra train configs/demo.yaml --mirror s3://bucket/runs
-
         palestra train --resume s3://bucket/runs/demo    # on another machine
-
         palestra train configs/demo.yaml --name demo --auto-resume    # starts the run, or resumes it
-
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
     `palestra config` describes every key of a config: `palestra config text` for a run, `palestra config grpo` for an

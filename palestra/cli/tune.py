@@ -31,9 +31,7 @@ def tune(
     Examples:
 
         palestra tune configs/tuning/spread_tuning.yaml --workers 4
-
         palestra tune configs/tuning/spread_tuning.yaml --trials 60
-
         palestra train runs/spread_tuning/best.yaml --set seed=0
     """
     with user_errors(), interruptible("; the same command continues"):

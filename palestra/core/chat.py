@@ -33,11 +33,11 @@ def escape_control_chars(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        _escaped(c) if unicodedata.category(c) in ESCAPED_CATEGORIES and c not in UNESCAPED_CHARS else c for c in text
+        _escape(c) if unicodedata.category(c) in ESCAPED_CATEGORIES and c not in UNESCAPED_CHARS else c for c in text
     )
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 

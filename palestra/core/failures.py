@@ -65,16 +65,14 @@ def describe_error(error: BaseException) -> ErrorText:
     RunFailed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {_one_line(str(error))}"
+    message = str(error)
+    if not isinstance(error, RunFailed):
+        message = f"{type(error).__name__}: {' '.join(line.strip() for line in message.splitlines())}"
     trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
     return ErrorText(
         _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
         _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),
     )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines())
 
 
 def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:
@@ -125,11 +123,11 @@ def write_error_file(folder: Path) -> Iterator[None]:
 def _without_credentials(text: str, most: int, first: int) -> str:
     """Returns `text` without credentials and bounded. The search for them takes seconds in megabytes, so it reads what
     is returned and a margin, in which a cut may leave a part of one."""
-    readable = _bounded(text, most + 2 * SEARCH_MARGIN, first + SEARCH_MARGIN)
-    return _bounded(hide_credentials(readable), most, first)
+    readable = _cut_middle(text, most + 2 * SEARCH_MARGIN, first + SEARCH_MARGIN)
+    return _cut_middle(hide_credentials(readable), most, first)
 
 
-def _bounded(text: str, most: int, first: int) -> str:
+def _cut_middle(text: str, most: int, first: int) -> str:
     """Returns `text`; if it is longer than `most` characters, its first `first` characters and its end."""
     return text if len(text) <= most else f"{text[:first]}\n... (cut) ...\n{text[-(most - first) :]}"
 

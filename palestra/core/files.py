@@ -272,9 +272,8 @@ class JsonlWriter:
 
 
 def to_json_line(values: Mapping[str, Any] | DataclassInstance) -> bytes:
-    """Returns one line of JSON with a newline. NumPy and torch values become Python values, dataclasses objects of
-    their fields; NaN and infinity become null."""
-    return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    """Returns one line of JSON with a newline, of `to_json_types`."""
+    return json.dumps(to_json_types(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def to_checksummed_line(values: Mapping[str, Any]) -> bytes:
@@ -376,20 +375,22 @@ def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
             atomic_write(path, new)
 
 
-def _plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
+    """Returns `value` as JSON types: NumPy and torch values as Python's, dataclasses as objects of their fields, and
+    NaN and infinity as null."""
     kind = type(value)
     if kind in JSON_TYPES:
         return value
     if kind is float:
         return value if math.isfinite(value) else None
     if is_dataclass(kind):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(kind)}
+        return {field.name: to_json_types(getattr(value, field.name)) for field in fields(kind)}
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_json_types(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_json_types(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -37,7 +37,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
             raise ValueError(f"an integer of {value.bit_length():,} bits")
         return value
     if isinstance(value, np.ndarray | np.generic):
-        return plain_value(value.tolist(), depth) if value.dtype.kind != "V" else _refused(value)
+        return plain_value(value.tolist(), depth) if value.dtype.kind != "V" else _refuse(value)
     if isinstance(value, TEXT_TYPES):
         return str(value)
     if isinstance(value, TIME_TYPES):
@@ -49,10 +49,10 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [plain_value(item, depth + 1) for item in value]
     if isinstance(value, set | frozenset):
-        return [plain_value(item, depth + 1) for item in _sorted(value)]
+        return [plain_value(item, depth + 1) for item in _sort(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
-    return _refused(value)
+    return _refuse(value)
 
 
 def check_text(text: str) -> str:
@@ -88,7 +88,7 @@ def _key(key: Any) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain)
 
 
-def _sorted(values: Iterable[Any]) -> list[Any]:
+def _sort(values: Iterable[Any]) -> list[Any]:
     """Returns the members of a set in an order that does not depend on the process."""
     try:
         return sorted(values)
@@ -96,5 +96,5 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
         return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
 
 
-def _refused(value: Any) -> Any:
+def _refuse(value: Any) -> Any:
     raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))

@@ -164,11 +164,11 @@ def trace_context() -> TraceContext | None:
 def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
     """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
     process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
-    return _OFF if context is None else _continued(context)
+    return _OFF if context is None else _continue_in(context)
 
 
 @contextmanager
-def _continued(carrier: TraceContext) -> Iterator[None]:
+def _continue_in(carrier: TraceContext) -> Iterator[None]:
     _start(carrier["url"])
     from opentelemetry.context import attach, detach
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

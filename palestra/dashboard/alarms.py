@@ -122,16 +122,6 @@ class Alarm:
     policy: str
     message: str
 
-    @property
-    def rule(self) -> str:
-        """The rule that fired, in words."""
-        return RULES[self.name].rule
-
-    @property
-    def remedy(self) -> str:
-        """The remedy: changes to try."""
-        return RULES[self.name].remedy
-
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, with rule and remedy."""
         return asdict(self) | RULES[self.name]._asdict()

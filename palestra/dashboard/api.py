@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from palestra.core.config import hide_credentials, validate
+from palestra.core.files import to_json_types
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
@@ -264,17 +264,6 @@ def json_response(request: Request, tree: Any) -> Response:
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers={"ETag": tag})
     return Response(body, media_type="application/json", headers={"ETag": tag})
-
-
-def to_json_types(value: Any) -> Any:
-    """Returns `value` as JSON types: numpy numbers and arrays as Python's, non-finite floats as null."""
-    if isinstance(value, dict):
-        return {str(key): to_json_types(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json_types(item) for item in value]
-    if hasattr(value, "tolist"):
-        return to_json_types(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _download(name: str, folder: Any) -> Response:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -75,31 +76,29 @@ def build_dashboard(
         "/api/runs/{run}/checkpoints/{step:int}/{policy}.zip": api.weights,
         "/api/runs/{run}/members/{member}.zip": api.member,
     }
-    routes = [Route(path, _with_json_errors(ask), methods=["GET"]) for path, ask in addresses.items()]
+    routes = [Route(path, ask, methods=["GET"]) for path, ask in addresses.items()]
     routes.append(Route("/api/events", partial(events, RunWatcher(library), is_stopping), methods=["GET"]))
     static = Mount("/", StaticFiles(directory=STATIC, html=True))
-    app = Starlette(routes=[*routes, static])
+    app = Starlette(routes=[*routes, static], exception_handlers=ERROR_HANDLERS)
     return guard(GZipMiddleware(app, minimum_size=2048), token, hosts, LIMITS)
 
 
-def _with_json_errors(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Wraps an API method: exceptions become JSON errors (404, 400, 422). Not async, so starlette runs it on a
-    thread."""
+def error_handler(status: int) -> Callable[[Request, Exception], Response]:
+    """Returns an exception handler that answers with `status` and the message as JSON."""
+    return lambda request, error: JSONResponse({"error": str(error)}, status)
 
-    def answer(request: Request) -> Response:
-        try:
-            return ask(request)
-        except NotFound as error:
-            return JSONResponse({"error": str(error)}, 404)
-        except DamagedFile as error:
-            return JSONResponse({"error": str(error)}, 422)
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        except (OSError, *PARSE_ERRORS) as error:
-            LOG.warning("%s", request.url.path, exc_info=True)
-            return JSONResponse({"error": f"the run's files are not as palestra writes them: {error!r}"}, 422)
 
-    return answer
+def _answer_unreadable(request: Request, error: Exception) -> Response:
+    LOG.warning("%s", request.url.path, exc_info=error)
+    return JSONResponse({"error": f"the run's files are not as palestra writes them: {error!r}"}, 422)
+
+
+ERROR_HANDLERS: dict[Any, Any] = {
+    NotFound: error_handler(404),
+    DamagedFile: error_handler(422),
+    ValueError: error_handler(400),
+    **dict.fromkeys((OSError, *PARSE_ERRORS), _answer_unreadable),
+}
 
 
 class RunWatcher:
@@ -109,36 +108,30 @@ class RunWatcher:
     def __init__(self, library: RunCatalog) -> None:
         self.library = library
         self.num_streams = 0
-        self._looks: dict[str | None, asyncio.Task[dict[str, tuple[int, ...]]]] = {}
-        self._times: dict[str | None, float] = {}
+        self._looks: dict[str | None, tuple[float, asyncio.Task[dict[str, tuple[int, ...]]]]] = {}
 
     async def current_stamps(self, name: str | None) -> dict[str, tuple[int, ...]]:
         """Returns run -> numbers that change when the run does, at most `POLL_INTERVAL_S` seconds old; for all runs if
         `name` is None."""
-        known = self._looks.get(name)
         now = time.monotonic()
-        if known is None or (known.done() and now - self._times[name] >= POLL_INTERVAL_S):
-            self._forget(now)
-            known = asyncio.create_task(run_in_threadpool(run_stamps, self.library, name))
-            self._looks[name], self._times[name] = known, now
-        return await asyncio.shield(known)
-
-    def _forget(self, now: float) -> None:
-        for name in [name for name, at in self._times.items() if now - at > KEEPALIVE_S and self._looks[name].done()]:
-            del self._looks[name], self._times[name]
+        at, look = self._looks.get(name, (0.0, None))
+        if look is None or (look.done() and now - at >= POLL_INTERVAL_S):
+            self._looks = {
+                name: (at, look)
+                for name, (at, look) in self._looks.items()
+                if now - at <= KEEPALIVE_S or not look.done()
+            }
+            look = asyncio.create_task(run_in_threadpool(run_stamps, self.library, name))
+            self._looks[name] = (now, look)
+        return await asyncio.shield(look)
 
 
 async def events(watcher: RunWatcher, is_stopping: Callable[[], bool], request: Request) -> Response:
     """Streams a server-sent event whenever a log of the run (`?run=NAME`), or of any run, changes. 429 beyond
     `MAX_STREAMS` streams."""
     name = request.query_params.get("run")
-    try:
-        if name is not None:
-            watcher.library.run(name)
-    except NotFound as error:
-        return JSONResponse({"error": str(error)}, 404)
-    except ValueError as error:
-        return JSONResponse({"error": str(error)}, 400)
+    if name is not None:
+        watcher.library.run(name)
     if watcher.num_streams >= MAX_STREAMS:
         return JSONResponse({"error": f"{MAX_STREAMS} pages listen already: close some"}, 429, {"Retry-After": "10"})
     return EventStream(watcher, change_events(watcher, name, is_stopping))

@@ -110,10 +110,8 @@ class RunCatalog:
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
             return False
         folder = self.root / name
-        return folder.resolve() == folder and (folder / "config.yaml").is_file() and self._within(folder)
-
-    def _within(self, folder: Path) -> bool:
-        return (folder / "config.yaml").resolve().is_relative_to(folder)
+        config = folder / "config.yaml"
+        return folder.resolve() == folder and config.is_file() and config.resolve().is_relative_to(folder)
 
 
 def read_config(path: Path) -> Tree:

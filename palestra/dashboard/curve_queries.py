@@ -60,16 +60,10 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
     """Groups runs whose configs differ only in name and seed, if `seeds`."""
     if not seeds:
         return [[run] for run in runs]
-    groups: list[tuple[dict[str, Any], list[CatalogRun]]] = []
+    groups: dict[str, list[CatalogRun]] = {}
     for run in runs:
-        experiment = experiment_config(run.config)
-        for known, group in groups:
-            if known == experiment:
-                group.append(run)
-                break
-        else:
-            groups.append((experiment, [run]))
-    return [group for _, group in groups]
+        groups.setdefault(repr(sorted(experiment_config(run.config).items())), []).append(run)
+    return list(groups.values())
 
 
 def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:

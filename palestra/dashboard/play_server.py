@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware.gzip import GZipMiddleware
@@ -29,13 +30,12 @@ from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import is_loopback
 from palestra.core.http.server import build_server
 from palestra.dashboard.api import json_response as as_json
-from palestra.dashboard.app import KEEPALIVE_S, STATIC
+from palestra.dashboard.app import ERROR_HANDLERS, KEEPALIVE_S, STATIC, error_handler
 from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
 
 LIMITS = HttpLimits(max_body_bytes=256 * 1024, max_requests=512)
-Handler = Callable[[PlaySessions, Request], Awaitable[Response]]
 
 
 class MoveRequest(StrictModel):
@@ -52,31 +52,16 @@ def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[st
     routes = [
         Route("/", lambda _: RedirectResponse("play"), methods=["GET"]),
         Route("/play", lambda _: FileResponse(STATIC / "index.html"), methods=["GET"]),
-        Route("/api/games", _with_json_errors(sessions, start_game), methods=["POST"]),
-        Route("/api/games/{game}", _with_json_errors(sessions, get_state), methods=["GET"]),
-        Route("/api/games/{game}/events", _with_json_errors(sessions, stream_events), methods=["GET"]),
-        Route("/api/games/{game}/answer", _with_json_errors(sessions, post_answer), methods=["POST"]),
-        Route("/api/games/{game}/give-up", _with_json_errors(sessions, post_resign), methods=["POST"]),
+        Route("/api/games", partial(start_game, sessions), methods=["POST"]),
+        Route("/api/games/{game}", partial(get_state, sessions), methods=["GET"]),
+        Route("/api/games/{game}/events", partial(stream_events, sessions), methods=["GET"]),
+        Route("/api/games/{game}/answer", partial(post_answer, sessions), methods=["POST"]),
+        Route("/api/games/{game}/give-up", partial(post_resign, sessions), methods=["POST"]),
         Mount("/", StaticFiles(directory=STATIC)),
     ]
-    app = GZipMiddleware(Starlette(routes=routes), minimum_size=2048)
+    handlers = {**ERROR_HANDLERS, OutOfTurn: error_handler(409)}
+    app = GZipMiddleware(Starlette(routes=routes, exception_handlers=handlers), minimum_size=2048)
     return guard(app, token, hosts, LIMITS, cookie="palestra_play")
-
-
-def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Wraps a handler: exceptions become JSON errors (404, 409, 400)."""
-
-    async def answer_request(request: Request) -> Response:
-        try:
-            return await ask(games, request)
-        except NotFound as error:
-            return JSONResponse({"error": str(error)}, 404)
-        except OutOfTurn as error:
-            return JSONResponse({"error": str(error)}, 409)
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
-
-    return answer_request
 
 
 async def start_game(sessions: PlaySessions, request: Request) -> Response:

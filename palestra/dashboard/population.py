@@ -10,10 +10,15 @@ import numpy as np
 
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.curve_queries import json_numbers
-from palestra.evaluation.report.population_data import EXPLOITS_FILE, PopulationRecord, read_record
+from palestra.evaluation.report.population_data import (
+    EXPLOITS_FILE,
+    PopulationRecord,
+    cyclicity_warning,
+    read_record,
+    standings,
+)
 from palestra.evaluation.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.populations.payoffs import PayoffTable
-from palestra.populations.ratings import cyclicity, fit_elo
 from palestra.populations.task_json import CROSSPLAY_FILE
 from palestra.populations.tasks import Opponents, TrainResult, TrainTask
 from palestra.runs import read_lines
@@ -103,23 +108,22 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
     """Returns Elo ratings with standard errors, best first, and a warning about cycles; the reason under `why` if no
     rating is possible."""
     try:
-        names, points = record.payoffs.pairwise_scores()
-        players = np.flatnonzero((points + points.T).sum(1) > 0)
-        if not len(players):
-            raise ValueError("no games were counted (exact payoffs need none)")
-        names = [names[i] for i in players]
-        points = points[np.ix_(players, players)]
-        elo, stderr = fit_elo(points)
+        ranked = standings(record, with_skills=False)
     except ValueError as error:
         return {"rows": [], "why": str(error), "warning": ""}
-    games = points + points.T
-    rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
-    rows = []
-    for i in np.argsort(-elo, kind="stable"):
-        worst = int(np.nanargmin(rates[i]))
-        row = {"name": names[i], "elo": elo[i], "stderr": stderr[i], "rate": np.nanmean(rates[i])}
-        rows.append({**row, "worst": rates[i, worst], "nemesis": names[worst], "games": int(games[i].sum())})
-    return {"rows": rows, "why": "", "warning": cyclicity(names, points).warning}
+    rows = [
+        {
+            "name": row.name,
+            "elo": row.elo,
+            "stderr": row.stderr,
+            "rate": row.win_rate,
+            "worst": row.worst_win_rate,
+            "nemesis": row.worst_opponent,
+            "games": row.games,
+        }
+        for row in ranked
+    ]
+    return {"rows": rows, "why": "", "warning": cyclicity_warning(record)}
 
 
 def timeline_view(record: PopulationRecord) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,26 +27,20 @@ from palestra.text.rollouts.metrics import member_name
 BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
-class Vocabulary:
-    """The tokenizer of one base model: one that ships with palestra, packaged ones once they are converted, or one in
-    the local Hugging Face cache. File paths in a config are not followed: a run's files may come from an untrusted
-    source."""
+@lru_cache(maxsize=8)
+def find_tokenizer(base: str) -> Tokenizer | None:
+    """Returns the tokenizer of a base by its name: one that ships with palestra, packaged ones once they are converted,
+    or one in the local Hugging Face cache; None if it is not on this machine. File paths in a config are not followed:
+    a run's files may come from an untrusted source."""
+    path = next((path for path in _places(base) if path.is_file()), None)
+    return Tokenizer.from_file(str(path)) if path else None
 
-    def __init__(self, path: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(path))
 
-    @classmethod
-    @lru_cache(maxsize=8)
-    def load(cls, base: str) -> Self | None:
-        """Returns the vocabulary of a base by its name; None if it is not on this machine."""
-        path = next((path for path in _places(base) if path.is_file()), None)
-        return cls(path) if path else None
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
-        character."""
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self.tokenizer, number) or "" for number in ids]
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns one text per id; joined they are the whole text. "" for a token that ends inside a multi-byte
+    character."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, number) or "" for number in ids]
 
 
 def _places(base: str) -> list[Path]:
@@ -216,11 +210,8 @@ def _is_chat(value: Any) -> bool:
 
 def truncate_text(text: str) -> str:
     """Returns `text`, cut at `MAX_TEXT_CHARS` characters with a note."""
-    return (
-        text
-        if len(text) <= MAX_TEXT_CHARS
-        else f"{text[:MAX_TEXT_CHARS]} … {len(text) - MAX_TEXT_CHARS:,} characters more"
-    )
+    rest = len(text) - MAX_TEXT_CHARS
+    return text if rest <= 0 else f"{text[:MAX_TEXT_CHARS]} … {rest:,} characters more"
 
 
 def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
@@ -234,7 +225,7 @@ def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> l
 def _answer_row(row: Row, bases: dict[str, str]) -> Row:
     ids = row["token_ids"] or []
     logprobs = row["logprobs"] or []
-    vocabulary = Vocabulary.load(bases.get(member_name(row["policy"] or ""), ""))
+    tokenizer = find_tokenizer(bases.get(member_name(row["policy"] or ""), ""))
     return {
         "seat": row["seat"],
         "policy": row["policy"],
@@ -242,10 +233,6 @@ def _answer_row(row: Row, bases: dict[str, str]) -> Row:
         "temperature": row["temperature"],
         "prompt": len(row["prompt_ids"] or []),
         "ids": ids,
-        "texts": vocabulary.token_texts(ids) if vocabulary else None,
-        "logprobs": [round(value, 4) for value in _finite(logprobs)],
+        "texts": token_texts(tokenizer, ids) if tokenizer else None,
+        "logprobs": [round(max(-1e9, value), 4) for value in logprobs],  # no infinity in JSON
     }
-
-
-def _finite(values: Iterable[float]) -> list[float]:
-    return [max(-1e9, value) for value in values]

@@ -10,17 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.core.config import load, override
+from palestra.evaluation.crossplay import CELLS_PER_TASK, open_workers, play_task
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
 from palestra.parallel.tasks import run_tasks
-from palestra.populations.build.build import ExactOracle, PopulationConfig, build_population, players_by_seat
+from palestra.populations.build.build import ExactOracle, PopulationConfig, players_by_seat
 from palestra.populations.build.validation import validate_population
 from palestra.populations.normal_form.equilibria import maximin
 from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.tasks import PlayTask, played_cells
-
-CELLS_PER_TASK = 16  # payoff cells per task
 
 
 class Comparison(NamedTuple):
@@ -68,7 +67,6 @@ def compare_populations(
             f"only populations of two-seat games can be compared; the game of {ours} has {len(seats)} seats"
         )
     config = validate_population(override(load(ours / "config.yaml"), settings or []))
-    setup = build_population(config)
     cells = {player: _cells(sides[0], sides[1], player) for player in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
     exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
@@ -80,15 +78,10 @@ def compare_populations(
         for task in _tasks(some, f"{player}/{half}", count, folders)
     }
     earned: list[dict[MemberProfile, PayoffCell]] = [{} for _ in counts]
-    backend = setup.open_backend(setup.make_worker)
-    try:
-        for name, folder in folders.items():
-            backend.add_member(name, folder)
+    with open_workers(config, folders) as backend:
         for number, done in enumerate(run_tasks(backend, [task for task, _ in tasks.values()]), 1):
             earned[tasks[done.task.name][1]] |= dict(played_cells(done.task, done.result))
             on_progress(number, len(tasks))
-    finally:
-        backend.close()
     returns: dict[Player, np.ndarray] = {}
     estimates = []
     for player, some in cells.items():
@@ -163,9 +156,5 @@ def _cells(ours: PopulationSide, theirs: PopulationSide, player: Player) -> list
 
 
 def _tasks(cells: list[MemberProfile], name: str, games: int, folders: dict[str, Path]) -> list[PlayTask]:
-    tasks = []
-    for i in range(0, len(cells), CELLS_PER_TASK):
-        some = cells[i : i + CELLS_PER_TASK]
-        files = tuple(dict.fromkeys(name for cell in some for name in cell if name in folders))
-        tasks.append(PlayTask(f"compare/{name}/{i}", cells=tuple(some), games_per_cell=games, members=files))
-    return tasks
+    starts = range(0, len(cells), CELLS_PER_TASK)
+    return [play_task(f"compare/{name}/{i}", cells[i : i + CELLS_PER_TASK], games, folders) for i in starts]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from palestra.core.config import load, override
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
-from palestra.parallel.tasks import run_tasks
-from palestra.populations.build.build import build_population, players_by_seat
+from palestra.parallel.tasks import Backend, run_tasks
+from palestra.populations.build.build import PopulationConfig, build_population, players_by_seat
 from palestra.populations.build.validation import validate_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -35,25 +36,40 @@ def play_missing_cells(
     config = validate_population(override(load(find_run(path) / "config.yaml"), settings or []))
     with Run.open(path) as run:
         record = read_record(path, players_by_seat(config))
-        tasks = _missing(record, games)
-        setup = build_population(config)
-        backend = setup.open_backend(setup.make_worker)
-        try:
-            for name in dict.fromkeys(name for task in tasks for name in task.members):
-                backend.add_member(name, path / MEMBERS_DIR / name)
+        tasks = _missing_tasks(record, games)
+        folders = {name: path / MEMBERS_DIR / name for task in tasks for name in task.members}
+        with open_workers(config, folders) as backend:
             for number, done in enumerate(run_tasks(backend, tasks), 1):
                 for members, cell in played_cells(done.task, done.result):
                     run.append_line(CROSSPLAY_FILE, crossplay_line(members, cell))
                 on_progress(number, len(tasks))
-        finally:
-            backend.close()
     return sum(len(task.cells) for task in tasks)
 
 
-def _missing(record: PopulationRecord, games: int) -> list[PlayTask]:
-    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. A task's name
-    determines its seeds; it contains the number of existing lines, so that no game is played twice."""
-    files = {member.name for member in record.members if member.weights}
+@contextmanager
+def open_workers(config: PopulationConfig, folders: Mapping[str, Path]) -> Iterator[Backend]:
+    """Context with the workers of a population's config, which know the members whose weights are in `folders`."""
+    setup = build_population(config)
+    backend = setup.open_backend(setup.make_worker)
+    try:
+        for name, folder in folders.items():
+            backend.add_member(name, folder)
+        yield backend
+    finally:
+        backend.close()
+
+
+def play_task(name: str, cells: Sequence[MemberProfile], games: int, stored: Collection[str]) -> PlayTask:
+    """Returns the task of playing `games` games in each cell; `stored` are the members that have weights. Its name
+    determines its seeds."""
+    members = tuple(dict.fromkeys(member for cell in cells for member in cell if member in stored))
+    return PlayTask(name, cells=tuple(cells), games_per_cell=games, members=members)
+
+
+def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:
+    """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. The name of
+    a task contains the number of existing lines, so that no game is played twice."""
+    stored = {member.name for member in record.members if member.weights}
     lacking: dict[int, list[MemberProfile]] = {}
     for members in record.payoffs.cells_below(games):
         lacking.setdefault(games - record.payoffs.cell(members).games, []).append(members)
@@ -61,9 +77,6 @@ def _missing(record: PopulationRecord, games: int) -> list[PlayTask]:
     tasks: list[PlayTask] = []
     for more, cells in lacking.items():
         for i in range(0, len(cells), CELLS_PER_TASK):
-            some = cells[i : i + CELLS_PER_TASK]
-            names = tuple(dict.fromkeys(name for cell in some for name in cell if name in files))
-            tasks.append(
-                PlayTask(f"crossplay/{before}-{len(tasks)}", cells=tuple(some), games_per_cell=more, members=names)
-            )
+            name = f"crossplay/{before}-{len(tasks)}"
+            tasks.append(play_task(name, cells[i : i + CELLS_PER_TASK], more, stored))
     return tasks

@@ -167,6 +167,13 @@ def format_return(line: Tree) -> str:
     return "-" if line.get("return") is None else f"{line['return']:.2f}" + ("" if half is None else f" ± {half:.2f}")
 
 
+def format_seat_return(line: Tree, seat: str) -> str:
+    """Formats a seat's own return in an evaluation likewise."""
+    own = (line.get("returns") or {}).get(seat)
+    half = (line.get("returns_ci95") or {}).get(seat)
+    return "-" if own is None else f"{own:.2f}" + ("" if half is None else f" ± {half:.2f}")
+
+
 def headline_eval(names: Sequence[str]) -> str | None:
     """Returns which of a run's evaluations leads: "test", else the first; None if there is none."""
     return HEADLINE_EVAL if HEADLINE_EVAL in names else next(iter(names), None)

@@ -106,12 +106,11 @@ def diff_settings(old: Tree, new: Tree) -> list[str]:
     ]
 
 
-def flatten_tree(tree: Any, at: str = "") -> dict[str, Any]:
-    """Returns a tree as dotted keys, as in `--set`: {"algorithm.clip": 0.2}."""
-    if isinstance(tree, dict) and tree:
-        return {
-            key: value
-            for name, sub in tree.items()
-            for key, value in flatten_tree(sub, f"{at}.{name}".strip(".")).items()
-        }
-    return {at: tree}
+def flatten_tree(tree: Any, at: str = "", *, separator: str = ".") -> dict[str, Any]:
+    """Returns the values of a tree by their paths, as in `--set`: {"algorithm.clip": 0.2}."""
+    if not isinstance(tree, dict) or not tree:
+        return {at: tree}
+    flat: dict[str, Any] = {}
+    for name, branch in tree.items():
+        flat |= flatten_tree(branch, f"{at}{separator}{name}" if at else str(name), separator=separator)
+    return flat

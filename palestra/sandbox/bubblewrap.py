@@ -55,7 +55,7 @@ def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningPr
     if user:
         workdir.change_owner(folder, user)
     process = subprocess.Popen(
-        [*_wrapped(folder, bool(user)), *interpreter_command()],
+        [*_wrap(folder, bool(user)), *interpreter_command()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,7 +76,7 @@ def start(request: RunRequest, folder: Path, *, mounts: bool) -> tuple[RunningPr
     return program, boot_message(request, seccomp_filter(mounts=mounts), user=user, tasks=tasks)
 
 
-def _wrapped(folder: Path, root: bool) -> Iterator[str]:
+def _wrap(folder: Path, root: bool) -> Iterator[str]:
     yield from ("bwrap", "--die-with-parent", "--new-session")
     yield from ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
     if root:

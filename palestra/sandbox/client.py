@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 
+from palestra.core.stop_signals import stop_signals_blocked
 from palestra.sandbox import bubblewrap, cgroup, sandlock
 from palestra.sandbox.base import LENGTH_BYTES, RUN, ResourceLimits, RunRequest, RunResult, SandboxError
 
@@ -139,15 +139,10 @@ class ForkServerClient:
         env = os.environ | FORK_SERVER_ENV
         if env.get("PYTHONHASHSEED", "random") == "random":  # some problems that a grader makes depend on it
             env["PYTHONHASHSEED"] = "0"
-        with theirs:
-            # What it runs inherits the mask: a service manager sends SIGTERM to all processes, and would fail it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=theirs.fileno(), env=env, start_new_session=True
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with theirs, stop_signals_blocked():  # what it runs inherits the mask
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=theirs.fileno(), env=env, start_new_session=True
+            )
         self.owner_pid = os.getpid()
         self.control_socket = ours
 

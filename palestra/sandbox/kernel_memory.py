@@ -38,7 +38,7 @@ def measure_held_resources(processes: Iterable[ProcessInfo]) -> HeldResources:
     open_files = {(one.st_dev, one.st_ino): one for process in processes for one in _open_files(process)}
     texts = [_mappings(process) for process in processes]
     unnamed = {one.st_ino: one for one in open_files.values() if stat.S_ISREG(one.st_mode) and one.st_nlink == 0}
-    mapped = {int(line.split()[4]) for text in texts if DELETED in text for line in text.split(b"\n") if _gone(line)}
+    mapped = {int(line.split()[4]) for text in texts if DELETED in text for line in text.split(b"\n") if _is_gone(line)}
     return HeldResources(
         kernel_bytes=sum(map(_buffer, open_files.values())) + MAPPING_BYTES * sum(map(_count, texts)),
         unnamed_file_bytes=sum(one.st_blocks * 512 for one in unnamed.values()),
@@ -81,5 +81,5 @@ def _count(text: bytes) -> int:
     return text.count(b"\n") if len(text) < MAX_MAPS_BYTES else MAX_MAPPINGS
 
 
-def _gone(line: bytes) -> bool:
+def _is_gone(line: bytes) -> bool:
     return line.endswith(DELETED.rstrip()) and len(line.split()) > 5

@@ -60,13 +60,13 @@ def become_subreaper() -> None:
 def descendants(exclude: Iterable[int] = ()) -> list[int]:
     """Returns the pids of all descendants of this process, parents first, without those in `exclude` and theirs."""
     spared = set(exclude)
-    found = [pid for pid in _children(os.getpid()) if pid not in spared]
+    found = [pid for pid in _read_children(os.getpid()) if pid not in spared]
     for pid in found:
-        found.extend(_children(pid))
+        found.extend(_read_children(pid))
     return found
 
 
-def _children(pid: int) -> Iterator[int]:
+def _read_children(pid: int) -> Iterator[int]:
     folder = f"/proc/{pid}/task"
     try:
         threads = os.listdir(folder)

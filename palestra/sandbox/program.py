@@ -100,7 +100,7 @@ def boot_message(request: RunRequest, rules: bytes, *, user: int = 0, tasks: int
         }
     if tasks:
         most[resource.RLIMIT_NPROC] = tasks
-    return _boot() + _sized(marshal.dumps((user, list(most.items()), rules, request.source)))
+    return _boot() + _with_size(marshal.dumps((user, list(most.items()), rules, request.source)))
 
 
 @cache
@@ -121,8 +121,8 @@ def readable_paths() -> tuple[str, ...]:
 @cache
 def _boot() -> bytes:
     text = Path(__file__).with_name("boot.py").read_text(encoding="utf-8")
-    return _sized(marshal.dumps(compile(text, "boot.py", "exec", dont_inherit=True)))
+    return _with_size(marshal.dumps(compile(text, "boot.py", "exec", dont_inherit=True)))
 
 
-def _sized(body: bytes) -> bytes:
+def _with_size(body: bytes) -> bytes:
     return len(body).to_bytes(8, "big") + body

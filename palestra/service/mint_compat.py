@@ -92,7 +92,7 @@ class TrainingClient:
         if verb not in WRAPPED_METHODS:
             return getattr(self._official, name)
         kind = Future if name == verb else AsyncFuture
-        return partial(_sent, kind, getattr(self._official, verb))
+        return partial(_send, kind, getattr(self._official, verb))
 
 
 class ServiceClient:
@@ -110,10 +110,10 @@ class ServiceClient:
         found = getattr(self._official, name)
         if not name.startswith("create_") or "training_client" not in name:
             return found
-        return partial(_made_async if name.endswith("_async") else _made, found)
+        return partial(_create_client_async if name.endswith("_async") else _create_client, found)
 
 
-def _sent(kind: type[Future], send: Callable[..., Any], *args: Any, **options: Any) -> Future:
+def _send(kind: type[Future], send: Callable[..., Any], *args: Any, **options: Any) -> Future:
     return kind(send(*args, **options))
 
 
@@ -124,13 +124,13 @@ def _with_loss(result: Any) -> Any:
     return ForwardBackwardOutput(**{name: getattr(result, name) for name in fields})
 
 
-def _made(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
+def _create_client(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
     """Wraps a new training client. Newer official clients return a future of it, older ones the client itself."""
     official = make(*args, **options)
     return TrainingClient(official.result() if isinstance(official, tinker.APIFuture) else official)
 
 
-async def _made_async(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
+async def _create_client_async(make: Callable[..., Any], *args: Any, **options: Any) -> TrainingClient:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer clients deprecate the calls of older programs
         official = await make(*args, **options)

@@ -179,7 +179,7 @@ class WorkerProcess:
         while True:
             began = loop.time()
             process = self.start()
-            await _ended(process)
+            await _wait_for_end(process)
             process.join()
             failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
             pause = RESTART.wait_s(failures)
@@ -205,7 +205,7 @@ class WorkerProcess:
             self.say(f"the engine's worker has not ended within {WORKER_STOP_TIMEOUT_S:.0f} s: killed")
 
 
-async def _ended(process: BaseProcess) -> None:
+async def _wait_for_end(process: BaseProcess) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(process.sentinel, ended.set)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from palestra.service.server.app import create_app
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.store import StoredAnswer
-from palestra.service.storage.tables import RowUpdate, checkpoints, requests
+from palestra.service.storage.tables import checkpoints, requests, upsert_row
 from palestra.service.storage.weight_store import TinkerPath
 
 
@@ -70,7 +70,7 @@ class Front:
         lora = {"rank": 4, "seed": None, "train_mlp": True, "train_attn": True, "train_unembed": True}
         values = {"path": str(path), "owner": of, "run": model, "kind": kind, "base": "tiny", "lora": lora}
         values |= {"folder": folder, "size": size, "created": 1.0, "expires": None, "public": False, "info": {}}
-        self.context.store.apply_updates(RowUpdate.upsert(checkpoints, values))
+        self.context.store.apply_updates(upsert_row(checkpoints, values))
         return str(path)
 
 

@@ -43,9 +43,9 @@ def _places(value: Any, path: str) -> Iterator[str]:
         for key, inner in value.items():
             name = str(key).rpartition(".")[2]
             if isinstance(inner, str) and inner and _NAME.fullmatch(name) and not _is_token_of_text(name, inner):
-                yield _joined(path, key)
+                yield _join(path, key)
             else:
-                yield from _places(inner, _joined(path, key))
+                yield from _places(inner, _join(path, key))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _places(inner, path)
@@ -58,7 +58,7 @@ def _is_token_of_text(name: str, value: str) -> bool:
     return name.lower() == "token" and _TOKEN_OF_TEXT.fullmatch(value) is not None
 
 
-def _joined(path: str, key: object) -> str:
+def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 

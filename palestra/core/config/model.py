@@ -143,7 +143,7 @@ def _fault(model: type[BaseModel], tree: Any, error: Any) -> str:
         return f"{path} is missing"
     if kind == "value_error":
         return f"{path}: {context['error']}" if path else str(context["error"])
-    shown = _shown(error["input"])
+    shown = _quote(error["input"])
     if kind in ("list_type", "tuple_type"):
         return f"{path or 'config'}: should be a list, such as [{shown}], not {shown}"
     return f"{path or 'config'}: {_sentence(error['msg'])}, not {shown}"
@@ -176,7 +176,7 @@ def _sentence(message: str) -> str:
     return message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else name_kind(value)
 
@@ -193,8 +193,7 @@ def _resolve(annotation: Any, loc: Loc) -> tuple[str, Any]:
     annotation = _unwrap(annotation)
     if not loc:
         return "", annotation
-    variants = _variants(annotation)
-    if variants:
+    if variants := [_unwrap(option) for option in _options(annotation)]:
         chosen = next((v for v in variants if str(loc[0]) in _tags(v)), None)
         return _resolve(chosen, loc[1:])
     path, end = _resolve(_child(annotation, loc[0]), loc[1:])
@@ -213,10 +212,6 @@ def _unwrap(annotation: Any) -> Any:
 def _options(annotation: Any) -> list[Any]:
     is_union = get_origin(annotation) in (Union, types.UnionType)
     return [option for option in get_args(annotation) if option is not type(None)] if is_union else []
-
-
-def _variants(annotation: Any) -> list[Any]:
-    return [_unwrap(option) for option in _options(annotation)]
 
 
 def _tags(variant: Any) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -35,38 +34,28 @@ def find_config(path: Path) -> Path:
     """Returns `path`, or if there is no such file here, the shipped config of that path or of that file name."""
     if path.exists():
         return path
-    shipped = {one.relative_to(DATA_DIR): one for one in _shipped_paths()}
+    shipped = {one.relative_to(DATA_DIR): one for one in _list_shipped()}
     by_file_name = {Path(one.name): one for one in shipped.values()}
     return shipped.get(path) or by_file_name.get(path) or path
 
 
 def suggest_config(path: Path) -> str:
     """Returns the hint for a config that does not exist: the shipped one with the nearest file name, if any is near."""
-    paths = {one.name: one.relative_to(DATA_DIR) for one in _shipped_paths()}
+    paths = {one.name: one.relative_to(DATA_DIR) for one in _list_shipped()}
     near = get_close_matches(path.with_suffix(".yaml").name, paths, 1, 0.8)
     return f"; did you mean {paths[near[0]]}, which comes with palestra?" if near else ""
 
 
 def templates() -> list[Template]:
     """Returns the shipped configs, those in `configs` itself first, then by folder and name."""
-    found = [_template(path) for path in _shipped_paths()]
+    found = []
+    for path in _list_shipped():
+        found.append(Template(path.stem, path.relative_to(DATA_DIR), _first_sentence(path.read_text(encoding="utf-8"))))
     return sorted(found, key=lambda one: (one.group != "configs", one.path.parent, one.name))
 
 
-def _shipped_paths() -> list[Path]:
-    return list(_yaml_files(DATA_DIR / "configs"))
-
-
-def _yaml_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir():
-            yield from _yaml_files(path)
-        elif path.suffix == ".yaml":
-            yield path
-
-
-def _template(path: Path) -> Template:
-    return Template(path.stem, path.relative_to(DATA_DIR), _first_sentence(path.read_text(encoding="utf-8")))
+def _list_shipped() -> list[Path]:
+    return sorted((DATA_DIR / "configs").rglob("*.yaml"))
 
 
 def _first_sentence(text: str) -> str:

@@ -131,13 +131,13 @@ def _check_events(text: str) -> None:
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise _marked(f"nested deeper than {MAX_DEPTH} levels, and no config is", event.start_mark)
+            raise _mark_error(f"nested deeper than {MAX_DEPTH} levels, and no config is", event.start_mark)
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in ALLOWED_TAGS:
-            raise _marked(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
+            raise _mark_error(f"tag {tag!r} is not allowed, a config is plain data: remove the tag", event.start_mark)
 
 
-def _marked(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+def _mark_error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 

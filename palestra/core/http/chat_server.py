@@ -15,16 +15,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from palestra.core.http.calls import ChatCall, SessionProtocol
+from palestra.core.http.calls import ChatCall
 
-
-class ServerProtocol(Protocol):
-    """A server of sessions by API key, such as `completions.ChatServer`."""
-
-    url: str
-    sessions: dict[str, SessionProtocol]
+if TYPE_CHECKING:
+    from palestra.core.http.completions import ChatServer
 
 
 class ChatSession:
@@ -38,7 +34,7 @@ class ChatSession:
         models: Sequence[str],
         deliver: Callable[[ChatCall], None],
         *,
-        server: ServerProtocol | None = None,
+        server: ChatServer | None = None,
         key: str | None = None,
     ) -> None:
         self.models = tuple(models)
@@ -54,7 +50,7 @@ class ChatSession:
 
 
 @cache
-def _server() -> ServerProtocol:
+def _server() -> ChatServer:
     """Returns the shared server. Raises ValueError if its packages are not installed."""
     try:
         from palestra.core.http.completions import ChatServer

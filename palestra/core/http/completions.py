@@ -22,7 +22,6 @@ from palestra.core.http.bodies import read_json
 from palestra.core.http.calls import (
     ANY_KEY,
     CallRefused,
-    ChatCall,
     ChatReply,
     SessionProtocol,
     assistant_message,
@@ -89,7 +88,7 @@ class ChatServer:
         body = await request.body()
         session = self._session(request)
         try:
-            asked = await asyncio.to_thread(_read, body, session.models)
+            asked = await asyncio.to_thread(lambda: parse_call(read_json(body), session.models))
             session.deliver(asked)
             answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
         except CallRefused as error:
@@ -101,16 +100,12 @@ class ChatServer:
         finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
         if asked.stream:
-            return _streamed(head, message, finish, _usage(reply) if asked.stream_usage else {})
+            return _stream(head, message, finish, _usage(reply) if asked.stream_usage else {})
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
 
 
-def _read(body: bytes, models: tuple[str, ...]) -> ChatCall:
-    return parse_call(read_json(body), models)
-
-
-def _streamed(head: Json, message: Json, finish: str, usage: Json) -> Response:
+def _stream(head: Json, message: Json, finish: str, usage: Json) -> Response:
     """Returns the answer as server-sent events, with all text in one event."""
     events = _events({**head, "object": "chat.completion.chunk"}, message, finish, usage)
     return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")

@@ -114,17 +114,17 @@ class AdmissionMiddleware:
             raise RequestRejected(499, "the client disconnected")
         waiting = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-        async def replayed() -> Message:
+        async def replay() -> Message:
             return waiting.pop() if waiting else await receive()
 
-        return replayed
+        return replay
 
     def _in_time(self, receive: Receive) -> Receive:
         """Returns a `receive` that raises RequestRejected (408) in the app if the body arrives too slowly."""
         deadline = asyncio.get_running_loop().time() + self.limits.body_timeout_s
         is_complete = False
 
-        async def timed() -> Message:
+        async def receive_in_time() -> Message:
             nonlocal deadline, is_complete
             if is_complete:  # only the client's disconnect follows, which has no time limit
                 return await receive()
@@ -137,7 +137,7 @@ class AdmissionMiddleware:
             is_complete = not message.get("more_body", False)
             return message
 
-        return timed
+        return receive_in_time
 
     async def _pieces(self, receive: Receive, body: bytearray, limit: int) -> Message:
         """Appends the request's chunks to `body`; returns the last message."""

@@ -168,12 +168,12 @@ def _exact(formula: Formula) -> Fraction:
     if kind == "negative":
         return -_exact(parts[0])
     if kind == "**":
-        return _bounded(_power(*map(_exact, parts)))
+        return _check_bound(_power(*map(_exact, parts)))
     if kind not in ("terms", "factors"):
         raise _ParseError
     value = Fraction(kind == "factors")
     for sign, part in parts:
-        value = _bounded(_EXACT[sign](value, _exact(part)))
+        value = _check_bound(_EXACT[sign](value, _exact(part)))
     return value
 
 
@@ -183,7 +183,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_bound(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise _ParseError
     return value

@@ -284,7 +284,8 @@ def format_observation(problem: Problem, seat: Seat, turns: Sequence[MathTurn], 
     if compact:
         return " ".join([problem.short_question, *(_compact(turn, seat) for turn in turns)])
     texts = [f"Problem: {problem.question}"]
-    texts += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
+    for number, turn in enumerate(turns, start=1):
+        texts.append("\n".join([f"Turn {number}", *(_quote_reply(who, turn[who], who == seat) for who in turn)]))
     if max_turns > 1:
         texts.append(
             f"This is turn {len(turns) + 1} of {max_turns}.{' Check, and correct what is wrong.' if turns else ''}"
@@ -302,10 +303,6 @@ def _brief(reply: Reply) -> str:
     if reply.error:
         return "error"
     return " ".join(reply.answer.split())[:MAX_COMPACT_QUOTE_CHARS] if reply.answer else "none"
-
-
-def _full(turn: MathTurn, seat: Seat) -> str:
-    return "\n".join(_quote_reply(who, reply, who == seat) for who, reply in turn.items())
 
 
 def _quote_reply(who: Seat, reply: Reply, is_own: bool) -> str:

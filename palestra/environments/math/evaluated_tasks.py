@@ -65,22 +65,22 @@ def score_countdown(answer: str, entry: ReasoningEntry) -> AnswerGrade:
     """Scores countdown: 1 for a formula of exactly the given numbers that equals the target; 0.05 for any other
     formula.
     """
-    formula = parse_formula(answer)
-    value = formula and evaluate_exact(formula)
-    if not formula or value is None:
-        return UNREADABLE
-    numbers_match = Counter(formula_integers(formula)) == Counter(entry["metadata"]["numbers"])
-    return AnswerGrade(1.0 if numbers_match and value == entry["metadata"]["target"] else 0.05)
+    return _compare_formula(answer, entry["metadata"]["numbers"], entry["metadata"]["target"], 0.05)
 
 
 def score_puzzle24(answer: str, entry: ReasoningEntry) -> AnswerGrade:
     """Scores puzzle24: 1 for a formula of exactly the four given numbers that equals 24; 0.01 for any other formula."""
+    return _compare_formula(answer, entry["metadata"]["numbers"], 24, 0.01)
+
+
+def _compare_formula(answer: str, numbers: list[int], target: int, worth: float) -> AnswerGrade:
+    """Returns 1 for a formula of exactly these numbers that equals `target`, `worth` for any other formula."""
     formula = parse_formula(answer)
     value = formula and evaluate_exact(formula)
     if not formula or value is None:
         return UNREADABLE
-    numbers_match = Counter(formula_integers(formula)) == Counter(entry["metadata"]["numbers"])
-    return AnswerGrade(1.0 if numbers_match and value == 24 else 0.01)
+    is_right = value == target and Counter(formula_integers(formula)) == Counter(numbers)
+    return AnswerGrade(1.0 if is_right else worth)
 
 
 DIRECT_SCORERS: dict[str, Callable[[str, ReasoningEntry], AnswerGrade]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ MAX_POINTS = 400  # points drawn of a curve
 MAX_LEGEND = 12  # curves that a legend names
 MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
 MAX_LABEL_CHARS = 24
+PANEL_COLUMNS = 3  # of a picture of several panels
 SETTINGS = {
     "axes.edgecolor": GRID,
     "axes.formatter.useoffset": False,
@@ -114,15 +115,45 @@ class Chart:
         return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
 
     @property
+    def has_values(self) -> bool:
+        """True if a curve has a known value."""
+        return bool(self.curves_with_values)
+
+    @property
     def legend_curves(self) -> list[ChartCurve]:
         """The curves that have a legend entry: the colour of the i-th is `COLOURS[i % 6]`."""
         return [curve for curve in self.curves_with_values if not curve.is_faint]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height on a page, in inches."""
+        return PAGE_FIGURE_IN
+
+    def draw(self, axis: Any) -> None:
+        """Draws the chart into matplotlib axes: curves, grid, title and, of several curves, a legend."""
+        for curve in self.curves_with_values:
+            if curve.is_faint:
+                axis.plot(*curve.thinned_series, color=_grid_colour(), linewidth=1.0)
+        for number, curve in enumerate(self.legend_curves):
+            _draw_curve(axis, curve, number)
+        if self.is_log:
+            axis.set_yscale("log")
+        axis.grid(True)
+        axis.set_axisbelow(True)
+        axis.margins(x=0.02, y=0.06)
+        _set_limits(axis, self)
+        axis.set_xlabel(shorten(self.x_title, 60))
+        axis.set_title(visible_text(self.title), wrap=True)
+        if 1 < len(self.legend_curves) <= MAX_LEGEND:
+            handles = [line for line in axis.get_lines() if line.get_gid()]
+            labels = [shorten(curve.name) for curve in self.legend_curves]
+            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
 
 
 @dataclass(frozen=True)
 class HeatMap:
     """Values [R, C] float64 as coloured cells: blue above zero, orange below, scaled by the largest magnitude or
-    `max_value`. NaN cells stay empty. `row_zero_below` has the first row at the bottom."""
+    `max_value`. NaN cells stay empty. `row_zero_below` has the first row at the bottom, `is_square` square cells."""
 
     title: str
     values: np.ndarray
@@ -130,12 +161,59 @@ class HeatMap:
     columns: Sequence[str]
     max_value: float | None = None
     row_zero_below: bool = False
+    is_square: bool = False
+    x_title: str = ""
+
+    @property
+    def has_values(self) -> bool:
+        """True if a cell has a value."""
+        return bool(np.isfinite(self.values).any())
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height on a page, in inches."""
+        width, height = PAGE_FIGURE_IN
+        return width, height + 0.05 * min(len(self.rows), MAX_AXIS_LABELS)
 
     @property
     def scale(self) -> float:
         """The magnitude that has the full colour."""
         known = self.values[np.isfinite(self.values)]
         return self.max_value or (float(np.abs(known).max()) if len(known) else 0.0) or 1.0
+
+    def draw(self, axis: Any) -> None:
+        """Draws the heat map into matplotlib axes, with names, title and a colour bar: cell (i, j) is the unit square
+        at (j, i)."""
+        import matplotlib
+        from matplotlib.colors import LinearSegmentedColormap
+
+        above = COLOURS[0]
+        below = COLOURS[1]
+        paper = matplotlib.rcParams["figure.facecolor"]
+        has_negative = bool((self.values < 0).any())
+        colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
+        known = np.ma.masked_invalid(self.values)
+        lowest = -self.scale if has_negative else 0.0
+        grid = {"edgecolors": _grid_colour(), "linewidth": 0.4}
+        cells = axis.pcolormesh(known, cmap=colours, vmin=lowest, vmax=self.scale, **grid)
+        if not self.row_zero_below:
+            axis.invert_yaxis()
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        _label_cells(self.rows, axis.set_yticks, 0)
+        _label_cells(self.columns, axis.set_xticks, 90 if max(map(len, self.columns)) > 2 else 0)
+        axis.tick_params(labelsize=6)
+        if self.is_square:
+            axis.set_aspect("equal")
+        axis.set_xlabel(self.x_title)
+        axis.set_title(visible_text(self.title), wrap=True)
+        axis.figure.colorbar(cells, ax=axis, shrink=0.8)
+
+
+def _label_cells(names: Sequence[str], set_ticks: Callable[..., Any], turn: int) -> None:
+    """Names at most `MAX_AXIS_LABELS` rows or columns, all of them or every k-th, turned by `turn` degrees."""
+    named = range(0, len(names), -(-len(names) // MAX_AXIS_LABELS))
+    set_ticks([k + 0.5 for k in named], [shorten(names[k]) for k in named], rotation=turn)
 
 
 # ---- figures
@@ -159,13 +237,13 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     return Figure(figsize=(width, height), **options)
 
 
-def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]], *, columns: int = 3) -> None:
-    """Writes a PNG of panels in rows of `columns`; each panel draws into the matplotlib axes that it is given. Replaces
-    a symbolic link at `path` instead of writing through it."""
-    rows = max(1, -(-len(panels) // columns))
+def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]]) -> None:
+    """Writes a PNG of panels in rows of `PANEL_COLUMNS`; each panel draws into the matplotlib axes that it is given.
+    Replaces a symbolic link at `path` instead of writing through it."""
+    rows = max(1, -(-len(panels) // PANEL_COLUMNS))
     with drawing():
-        figure = new_figure(4.2 * columns, 3.4 * rows, layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
+        figure = new_figure(4.2 * PANEL_COLUMNS, 3.4 * rows, layout="constrained")
+        axes = figure.subplots(rows, PANEL_COLUMNS, squeeze=False)
         for axis, panel in zip(axes.flat, panels, strict=False):
             panel(axis)
         for axis in axes.flat[len(panels) :]:
@@ -183,39 +261,31 @@ def curve_style(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
 
 
-def panel_html(title: str, panel: Callable[[Any], None], size: tuple[float, float] = PAGE_FIGURE_IN) -> str:
-    """Returns a panel as an HTML figure: matplotlib's SVG as an image, one for light and one for dark pages. `size` is
-    its width and height in inches."""
-    light, dark = (_svg_uri(panel, size, settings) for settings in ({}, DARK_SETTINGS))
+def figure_html(figure: Chart | HeatMap) -> str:
+    """Returns a chart or heat map as an HTML figure: matplotlib's SVG as an image, one for light and one for dark
+    pages; "" if it has no values."""
+    if not figure.has_values:
+        return ""
+    light, dark = (_svg_uri(figure, settings) for settings in ({}, DARK_SETTINGS))
     return (
         f'<figure><picture><source media="screen and (prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape_text(title)}"></picture></figure>'
+        f'<img src="{light}" alt="{escape_text(figure.title)}"></picture></figure>'
     )
 
 
-def _svg_uri(panel: Callable[[Any], None], size: tuple[float, float], settings: dict[str, Any]) -> str:
+def figures_html(figures: Iterable[Chart | HeatMap]) -> str:
+    """Returns charts and heat maps side by side, as HTML; "" if none has values."""
+    drawn = "".join(map(figure_html, figures))
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def _svg_uri(figure: Chart | HeatMap, settings: dict[str, Any]) -> str:
     file = io.BytesIO()
     with drawing(**settings):
-        figure = new_figure(*size, layout="constrained")
-        panel(figure.subplots())
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        picture = new_figure(*figure.size, layout="constrained")
+        figure.draw(picture.subplots())
+        picture.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def draw_chart(axis: Any, chart: Chart) -> None:
-    """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
-    for curve in chart.curves_with_values:
-        if curve.is_faint:
-            axis.plot(*curve.thinned_series, color=_grid_colour(), linewidth=1.0)
-    for number, curve in enumerate(chart.legend_curves):
-        _draw_curve(axis, curve, number)
-    if chart.is_log:
-        axis.set_yscale("log")
-    axis.grid(True)
-    axis.set_axisbelow(True)
-    axis.margins(x=0.02, y=0.06)
-    _set_limits(axis, chart)
-    axis.set_xlabel(shorten(chart.x_title, 60))
 
 
 def _grid_colour() -> str:
@@ -269,84 +339,9 @@ def format_compact(value: float, _position: int | None = None) -> str:
     return f"{value:.4g}"
 
 
-def chart_panel(chart: Chart) -> Callable[[Any], None]:
-    """Returns a panel of `save_panels` that draws the chart with its title and, of several curves, a legend."""
-
-    def draw(axis: Any) -> None:
-        draw_chart(axis, chart)
-        axis.set_title(visible_text(chart.title), wrap=True)
-        if 1 < len(chart.legend_curves) <= MAX_LEGEND:
-            handles = [line for line in axis.get_lines() if line.get_gid()]
-            labels = [shorten(curve.name) for curve in chart.legend_curves]
-            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
-
-    return draw
-
-
 def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
     """Returns a name as one visible line of at most `chars` characters: start and end of a longer one, since names of
     members often differ at their ends only."""
     name = " ".join(visible_text(name).split())
     end = chars // 2
     return name if len(name) <= chars else f"{name[: chars - end - 1]}…{name[-end:]}"
-
-
-# ---- heat maps
-
-
-def draw_cells(axis: Any, heat: HeatMap) -> Any:
-    """Draws the cells of a heat map into matplotlib axes: cell (i, j) is the unit square at (j, i). Returns them."""
-    import matplotlib
-    from matplotlib.colors import LinearSegmentedColormap
-
-    above = COLOURS[0]
-    below = COLOURS[1]
-    paper = matplotlib.rcParams["figure.facecolor"]
-    has_negative = bool((heat.values < 0).any())
-    colours = LinearSegmentedColormap.from_list("cells", [below, paper, above] if has_negative else [paper, above])
-    known = np.ma.masked_invalid(heat.values)
-    lowest = -heat.scale if has_negative else 0.0
-    grid = {"edgecolors": _grid_colour(), "linewidth": 0.4}
-    cells = axis.pcolormesh(known, cmap=colours, vmin=lowest, vmax=heat.scale, **grid)
-    if not heat.row_zero_below:
-        axis.invert_yaxis()
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    return cells
-
-
-def label_cells(axis: Any, heat: HeatMap, turn: int) -> None:
-    """Names at most `MAX_AXIS_LABELS` rows and columns of a heat map on its axes: all of them, or every k-th. The
-    columns' names are turned by `turn` degrees."""
-    for names, put, turned in ((heat.rows, axis.set_yticks, 0), (heat.columns, axis.set_xticks, turn)):
-        named = range(0, len(names), -(-len(names) // MAX_AXIS_LABELS))
-        put([k + 0.5 for k in named], [shorten(names[k]) for k in named], rotation=turned)
-
-
-def chart_html(chart: Chart) -> str:
-    """Returns a chart as an HTML figure; "" if no curve has a value."""
-    return panel_html(chart.title, chart_panel(chart)) if chart.curves_with_values else ""
-
-
-def heat_map_html(heat: HeatMap) -> str:
-    """Returns a heat map as an HTML figure; "" if no cell has a value."""
-    if not np.isfinite(heat.values).any():
-        return ""
-    width, height = PAGE_FIGURE_IN
-    return panel_html(heat.title, heat_panel(heat), (width, height + 0.05 * min(len(heat.rows), MAX_AXIS_LABELS)))
-
-
-def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> Callable[[Any], None]:
-    """Returns a panel of `save_panels` that draws the heat map with its title and a colour bar."""
-
-    def draw(axis: Any) -> None:
-        cells = draw_cells(axis, heat)
-        label_cells(axis, heat, 90 if max(map(len, heat.columns)) > 2 else 0)
-        axis.tick_params(labelsize=6)
-        if is_square:
-            axis.set_aspect("equal")
-        axis.set_xlabel(x_title)
-        axis.set_title(visible_text(heat.title), wrap=True)
-        axis.figure.colorbar(cells, ax=axis, shrink=0.8)
-
-    return draw

@@ -61,7 +61,7 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
         raise ValueError(f"{out} has none of the endings {', '.join(FILE_TYPES)}")
     if figure.band not in BANDS:
         raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
-    logs = [read_logs(run) for run in runs]
+    logs = [RunLogs(find_run(run)) for run in runs]
     figure = with_default_eval(logs, figure)
     metric = figure.metric or default_metric(logs[0], figure)
     groups = group_by_config(logs, figure, metric)
@@ -75,11 +75,6 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
             picture.savefig(place, format=out.suffix[1:], dpi=300, **dates)
     lines = [f"{g.label or 'all'}: {len(g.y)} runs, {metric} {g.y[:, -1].mean():.4g} at the end" for g in groups]
     return [*lines, f"figure: {out}"]
-
-
-def read_logs(run: Path) -> RunLogs:
-    """Returns the logs of a run. Raises ValueError if there is no run."""
-    return RunLogs(find_run(run))
 
 
 def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from palestra.evaluation.report.charts import chart_html, heat_map_html
+from palestra.evaluation.report.charts import figure_html, figures_html
 from palestra.evaluation.report.html import escape_text, html_table, section
 from palestra.evaluation.report.population_data import PopulationRecord, cyclicity_warning, read_record, standings
 from palestra.evaluation.report.population_plots import (
@@ -23,41 +22,29 @@ def population_sections(path: Path) -> list[str]:
         return []
     record = read_record(path)
     return [
-        section("How far from an equilibrium", _grid(map(chart_html, nash_conv_charts(record)))),
+        section("How far from an equilibrium", figures_html(nash_conv_charts(record))),
         section("Who beats whom", payoff_figure(record), *_ranks(record)),
         section(
             "Whom learners met",
-            _grid(map(heat_map_html, mixture_heat_maps(record))),
-            _grid(map(chart_html, learner_charts(record))),
+            figures_html(mixture_heat_maps(record)),
+            figures_html(learner_charts(record)),
         ),
     ]
-
-
-def _grid(figures: Iterable[str]) -> str:
-    drawn = "".join(figures)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def payoff_figure(record: PopulationRecord) -> str:
     """Returns a heat map of the payoffs of the first seat's members (rows) against the second's, as HTML; "" unless
     there are two seats and payoffs are known."""
     heat = payoff_heat_map(record)
-    return heat_map_html(heat) if heat else ""
+    return figure_html(heat) if heat else ""
 
 
 def standings_table(record: PopulationRecord) -> str:
     """Returns the members ranked by Elo, as an HTML table. Raises ValueError if they have not played each other."""
-    rows = [
-        [
-            row.name,
-            f"{row.elo:.0f} ± {1.96 * row.stderr:.0f}",
-            f"{row.skill.mu:.1f} ± {1.96 * row.skill.sigma:.1f}" if row.skill else "-",
-            f"{row.win_rate:.1%}",
-            f"{row.worst_win_rate:.1%} by {row.worst_opponent}",
-            row.games,
-        ]
-        for row in standings(record)
-    ]
+    rows = []
+    for row in standings(record):
+        *ratings, worst = row.ratings_as_text()
+        rows.append([row.name, *ratings, f"{worst} by {row.worst_opponent}", row.games])
     return html_table(["member", "Elo ± 95 %", "OpenSkill ± 95 %", "win rate", "worst", "games"], rows)
 
 

@@ -118,13 +118,20 @@ class Standing(NamedTuple):
     worst_opponent: str
     games: int
 
+    def ratings_as_text(self) -> list[str]:
+        """Returns Elo, OpenSkill, the mean and the lowest win rate."""
+        skill = f"{self.skill.mu:.1f} ± {1.96 * self.skill.sigma:.1f}" if self.skill else "-"
+        elo = f"{self.elo:.0f} ± {1.96 * self.stderr:.0f}"
+        return [elo, skill, f"{self.win_rate:.1%}", f"{self.worst_win_rate:.1%}"]
 
-def standings(record: PopulationRecord) -> list[Standing]:
-    """Returns the members that have played, best Elo first. Raises ValueError if there are no games, if games do not
+
+def standings(record: PopulationRecord, *, with_skills: bool = True) -> list[Standing]:
+    """Returns the members that have played, best Elo first; OpenSkill only `with_skills`, since it reads game by game.
+    Raises ValueError if there are no games, if games do not
     link all members, or if the game does not have two seats."""
     names, points = _pairwise_scores(record)
     elo, stderr = fit_elo(points)
-    skills = openskill_ratings(_some_games(record, names)) if find_spec("openskill") else {}
+    skills = openskill_ratings(_some_games(record, names)) if with_skills and find_spec("openskill") else {}
     games = points + points.T
     rates = np.where(games > 0, points / np.maximum(games, 1), np.nan)
     rows = []
@@ -179,14 +186,7 @@ def standings_table(record: PopulationRecord) -> Table:
         is_name = heading in ("member", "against")
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
     for place, row in enumerate(rows, 1):
-        skill = f"{row.skill.mu:.1f} ± {1.96 * row.skill.sigma:.1f}" if row.skill else "-"
-        figures = (
-            f"{row.elo:.0f} ± {1.96 * row.stderr:.0f}",
-            skill,
-            f"{row.win_rate:.1%}",
-            f"{row.worst_win_rate:.1%}",
-        )
-        table.add_row(str(place), row.name, *figures, row.worst_opponent, str(row.games))
+        table.add_row(str(place), row.name, *row.ratings_as_text(), row.worst_opponent, str(row.games))
     return table
 
 

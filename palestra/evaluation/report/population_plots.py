@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,6 @@ from palestra.evaluation.report.charts import (
     Chart,
     ChartCurve,
     HeatMap,
-    chart_panel,
-    heat_panel,
     save_panels,
     shorten,
 )
@@ -46,13 +46,15 @@ def plot_population(path: str | Path, target: Path | None = None) -> Path:
 
 def _panels(record: PopulationRecord) -> Iterator[Panel]:
     """Yields the panels for which the run has data."""
-    yield from map(chart_panel, nash_conv_charts(record))
+    for chart in nash_conv_charts(record):
+        yield chart.draw
     if heat := payoff_heat_map(record):
-        yield heat_panel(heat, is_square=True)
-        yield _graph(record)
+        yield replace(heat, is_square=True).draw
+        yield partial(_draw_best_responses, record)
     for heat in mixture_heat_maps(record):
-        yield heat_panel(heat, x_title="iteration")
-    yield from map(chart_panel, learner_charts(record))
+        yield replace(heat, x_title="iteration").draw
+    for chart in learner_charts(record):
+        yield chart.draw
 
 
 # ---- charts, of the page and of the picture
@@ -95,7 +97,7 @@ def learner_charts(record: PopulationRecord) -> Iterator[Chart]:
     titles = dict(LEARNER_CHARTS) | {key: f"{key}, as evolved" for key in searched_settings(record)}
     for key, title in titles.items():
         curves = [ChartCurve(name, series_of(lines, key, "iteration")) for name, lines in learners.items()]
-        if (chart := Chart(title, curves, "iteration")).curves_with_values:
+        if (chart := Chart(title, curves, "iteration")).has_values:
             yield chart
 
 
@@ -146,27 +148,22 @@ def _train_tasks(record: PopulationRecord) -> list[TrainTask]:
 # ---- best responses
 
 
-def _graph(record: PopulationRecord) -> Panel:
-    """Returns a panel with an arrow from each member to the best response to it."""
+def _draw_best_responses(record: PopulationRecord, axis: Any) -> None:
+    """Draws an arrow from each member to the best response to it."""
     names, answers = best_responses(record)
     angle = 2 * np.pi * np.arange(len(names)) / max(len(names), 1)
     at = np.stack([np.sin(angle), np.cos(angle)], 1)
-
-    def draw(axis: Any) -> None:
-        for i, j in answers:
-            axis.annotate(
-                "", at[j], at[i], arrowprops={"arrowstyle": "->", "color": "#666666", "lw": 0.8, "shrinkB": 5}
-            )
-        axis.scatter(*at.T, c=np.arange(len(names)), cmap="viridis", zorder=3, s=30)
-        for name, (x, y) in zip(names if len(names) <= MAX_AXIS_LABELS else [], at, strict=False):
-            side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
-            axis.text(1.1 * x, 1.1 * y, shorten(name), fontsize=6, ha=side, va="center")
-        axis.set_xlim(-1.7, 1.7)
-        axis.set_ylim(-1.3, 1.3)
-        axis.set_axis_off()
-        axis.set_title("from each member to the best answer to it", fontsize=10)
-
-    return draw
+    for i, j in answers:
+        arrow = {"arrowstyle": "->", "color": "#666666", "lw": 0.8, "shrinkB": 5}
+        axis.annotate("", at[j], at[i], arrowprops=arrow)
+    axis.scatter(*at.T, c=np.arange(len(names)), cmap="viridis", zorder=3, s=30)
+    for name, (x, y) in zip(names if len(names) <= MAX_AXIS_LABELS else [], at, strict=False):
+        side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
+        axis.text(1.1 * x, 1.1 * y, shorten(name), fontsize=6, ha=side, va="center")
+    axis.set_xlim(-1.7, 1.7)
+    axis.set_ylim(-1.3, 1.3)
+    axis.set_axis_off()
+    axis.set_title("from each member to the best answer to it", fontsize=10)
 
 
 def best_responses(record: PopulationRecord) -> tuple[list[str], list[tuple[int, int]]]:
@@ -177,14 +174,16 @@ def best_responses(record: PopulationRecord) -> tuple[list[str], list[tuple[int,
     if one == other:
         names = table.members[one]
         earned = np.where(np.eye(len(names), dtype=bool), np.nan, second)
-        return names, _best(earned, 0, 0)
+        return names, list(_best_columns(earned))
     mine = table.members[one]
     theirs = table.members[other]
-    pairs = [*_best(second, 0, len(mine)), *[(len(mine) + j, i) for j, i in _best(first.T, 0, 0)]]
-    return [*mine, *theirs], pairs
+    answers = [(i, len(mine) + j) for i, j in _best_columns(second)]
+    answers += [(len(mine) + j, i) for j, i in _best_columns(first.T)]
+    return [*mine, *theirs], answers
 
 
-def _best(earned: np.ndarray, first: int, offset: int) -> list[tuple[int, int]]:
-    """Returns for each row the column with the largest value, if any is known."""
-    known = [(i, row) for i, row in enumerate(earned) if not np.isnan(row).all()]
-    return [(first + i, offset + int(np.nanargmax(row))) for i, row in known]
+def _best_columns(earned: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields each row with a known value, and the column of its largest one."""
+    for i, row in enumerate(earned):
+        if not np.isnan(row).all():
+            yield i, int(np.nanargmax(row))

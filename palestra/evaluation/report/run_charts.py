@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from palestra.core.types import TEAM
-from palestra.evaluation.report.charts import Chart, ChartCurve, chart_html, chart_panel, save_panels
+from palestra.evaluation.report.charts import Chart, ChartCurve, figures_html, save_panels
 from palestra.runs.headline import (
     eval_label,
     held_out_label,
@@ -38,19 +38,17 @@ POLICY_CHARTS = (
 SPEEDS = ("tokens_per_s", "env_steps_per_s")
 
 
-def plot_run(path: str | Path, out: Path | None = None) -> Path:
-    """Writes the first charts of the run at `path` as a PNG (default: curves.png in it) and returns its path."""
+def plot_run(path: str | Path) -> Path:
+    """Writes the first charts of the run at `path` to curves.png in it, and returns that path."""
     path = Path(path)
-    out = out or path / "curves.png"
-    panels: list[Callable[[Any], None]] = [chart_panel(chart) for chart in run_charts(RunLogs(path))]
-    save_panels(out, path.name, panels[:MAX_PANELS])
+    out = path / "curves.png"
+    save_panels(out, path.name, [chart.draw for chart in islice(run_charts(RunLogs(path)), MAX_PANELS)])
     return out
 
 
 def metric_charts(logs: RunLogs) -> str:
     """Returns all charts of the run as HTML; "" if there are none."""
-    drawn = "".join(chart_html(chart) for chart in run_charts(logs))
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
+    return figures_html(run_charts(logs))
 
 
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
@@ -58,7 +56,7 @@ def run_charts(logs: RunLogs) -> Iterator[Chart]:
     charts = [_success(logs), _returns(logs), _rewards(logs)]
     charts.append(_of_policies(logs, "return", training_return_label(logs.config)))
     charts += [_of_policies(logs, name, metric_label(name)) for name in POLICY_CHARTS]
-    return (chart for chart in [*charts, _speed(logs)] if chart.curves_with_values)
+    return (chart for chart in [*charts, _speed(logs)] if chart.has_values)
 
 
 def _success(logs: RunLogs) -> Chart:

@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.core.types import TEAM
 from palestra.evaluation.report.html import escape_text, format_number, html_table
-from palestra.runs.headline import eval_label, format_return, paid_seats
+from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats
 from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
 from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -36,18 +36,13 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
     columns: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
     columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
     columns += [("return", format_return)] if "return" in line else []
-    columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(line)]
+    columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]
     columns += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return columns + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
 
 
 def _sample_cell(name: str, line: Line) -> str:
     return dict(sample_rows(line)).get(name, "-")
-
-
-def _own(seat: str, line: Line) -> str:
-    half = line.get("returns_ci95", {}).get(seat)
-    return format_number(line.get("returns", {}).get(seat)) + (f" ± {half:.2f}" if half is not None else "")
 
 
 def policy_table(logs: RunLogs) -> str:

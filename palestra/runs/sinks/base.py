@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from palestra.core.config import StrictModel
+from palestra.core.files import read_bytes
+from palestra.runs.settings import flatten_tree
 
-LOG_PREFIXES = {
-    "metrics.jsonl": "",
-    "timings.jsonl": "time/",
-    "evals.jsonl": "eval/",
-}  # prefix of the metric names, by log file
+# Prefix of the metric names, by log file.
+LOG_PREFIXES = {"metrics.jsonl": "", "timings.jsonl": "time/", "evals.jsonl": "eval/"}
+ID_FILE = "id"  # in a sink's folder: the run's id in the tracker
 Metrics = dict[str, float]
 
 
-class Sink(Protocol):
-    """A destination for metrics.
+class Sink:
+    """A destination for metrics. Methods raise the tracker's own exceptions."""
 
-    `write` takes metrics and the number of completed training steps, which may repeat and need not increase. Methods
-    raise the tracker's own exceptions.
-    """
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Writes metrics after `step` completed training steps, which may repeat and need not increase."""
+        raise NotImplementedError
 
-    def write(self, step: int, metrics: Metrics) -> None: ...
     def flush(self) -> None:
-        """Sends everything written so far."""
+        """Sends everything written so far. Does nothing where the tracker does so by itself."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Sends what is left, and ends the run in the tracker."""
+        raise NotImplementedError
+
+
+def stored_id(folder: Path, create: Callable[[], str]) -> str:
+    """Returns the run's id in a tracker, which `create` makes once and the sink's `folder` keeps for a resumed run."""
+    path = folder / ID_FILE
+    if not path.exists():
+        path.write_text(create())
+    return read_bytes(path).decode()
 
 
 class TensorBoardConfig(StrictModel):
@@ -113,25 +123,12 @@ def metrics_of_line(log: str, line: Mapping[str, Any]) -> tuple[int, Metrics]:
     Metric names are paths: "planner/loss", "time/team/rollout_s", "eval/test/returns/planner". Values that are not
     numbers are left out.
     """
-    whose = line.get("policy", line.get("name", "run"))
+    owner = line.get("policy", line.get("name", "run"))
     rest = {key: value for key, value in line.items() if key not in ("step", "policy", "name")}
-    return int(line["step"]) + 1, dict(_flat(f"{LOG_PREFIXES[log]}{whose}", rest))
+    values = flatten_tree(rest, f"{LOG_PREFIXES[log]}{owner}", separator="/")
+    return int(line["step"]) + 1, {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(f"{name}/{key}", inner)
-    elif isinstance(value, int | float):
-        yield name, float(value)
-
-
-def flatten_config(tree: Mapping[str, Any], name: str = "") -> dict[str, str]:
-    """Flattens a config to text by dotted path: {"policies.planner.lr": "0.001"}. None, "" and [] are left out."""
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flatten_config(value, f"{name}{key}.")
-        elif value not in (None, [], ""):
-            found[f"{name}{key}"] = str(value)
-    return found
+def config_as_text(tree: dict[str, Any]) -> dict[str, str]:
+    """Returns a config as text by dotted path: {"policies.planner.lr": "0.001"}. Empty values are left out."""
+    return {key: str(value) for key, value in flatten_tree(tree).items() if value not in (None, [], {}, "")}

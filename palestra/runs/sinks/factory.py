@@ -6,8 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from palestra.core.config import import_object
 from palestra.runs.sinks.base import Sink, SinkConfigs
 
+CLASSES = {  # by kind, which is the name of its module too
+    "tensorboard": "TensorBoardSink",
+    "wandb": "WandbSink",
+    "mlflow": "MLflowSink",
+    "trackio": "TrackioSink",
+    "prometheus": "PrometheusSink",
+}
 PACKAGES = {"prometheus": ("prometheus_client", "uvicorn", "httptools")}  # of sinks that need others than their name
 
 
@@ -23,22 +31,5 @@ def check_sinks(sinks: SinkConfigs) -> None:
 
 def open_sink(config: Any, run: Path, folder: Path) -> Sink:
     """Opens the sink described by `config` for the run at `run`; `folder` stores its state for a resumed run."""
-    if config.type == "tensorboard":
-        from palestra.runs.sinks.tensorboard import TensorBoardSink
-
-        return TensorBoardSink(config, run, folder)
-    if config.type == "wandb":
-        from palestra.runs.sinks.wandb import WandbSink
-
-        return WandbSink(config, run, folder)
-    if config.type == "mlflow":
-        from palestra.runs.sinks.mlflow import MLflowSink
-
-        return MLflowSink(config, run, folder)
-    if config.type == "prometheus":
-        from palestra.runs.sinks.prometheus import PrometheusSink
-
-        return PrometheusSink(config, run, folder)
-    from palestra.runs.sinks.trackio import TrackioSink
-
-    return TrackioSink(config, run, folder)
+    sink: Sink = import_object(f"palestra.runs.sinks.{config.type}:{CLASSES[config.type]}")(config, run, folder)
+    return sink

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +28,32 @@ END_TIMEOUT_S = 60.0  # seconds that the end of a run waits for its sinks
 Warn = Callable[[str], None]
 
 
-class LogTailer:
-    """Reads complete new lines of the logs of the run at `path`; `offsets` holds the byte offset in each log."""
-
-    def __init__(self, path: Path, offsets: dict[str, int]) -> None:
-        self.path = path
-        self.offsets = {log: offsets.get(log, 0) for log in LOG_PREFIXES}
-
-    def new_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the name of the log and the parsed line for each new line, and advances `offsets`."""
-        for log in LOG_PREFIXES:
-            path = self.path / log
-            self.offsets[log] = min(
-                self.offsets[log], file_size(path)
-            )  # a resumed run truncated the log and writes it again
-            for line in _lines(path, self.offsets[log]):
-                self.offsets[log] += len(line)
+def read_new_lines(run: Path, offsets: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name of the log and the parsed line for each complete new line of a run's logs, and advances
+    `offsets`, the byte offset in each log."""
+    for log in LOG_PREFIXES:
+        path = run / log
+        # Not beyond the end: a resumed run truncates a log and writes it again.
+        offsets[log] = min(offsets.get(log, 0), file_size(path))
+        if not path.exists():
+            continue
+        with open(path, "rb") as file:
+            file.seek(offsets[log])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                offsets[log] += len(line)
                 try:
-                    found = json.loads(line)
+                    values = json.loads(line)
                 except ValueError:  # rest of a line whose beginning a resumed run cut off
                     continue
-                if isinstance(found, dict) and isinstance(found.get("step"), int):
-                    yield log, found
+                if isinstance(values, dict) and isinstance(values.get("step"), int):
+                    yield log, values
 
 
-def _offsets(path: Path) -> dict[str, int]:
+def _read_offsets(path: Path) -> dict[str, int]:
     """Returns the byte offsets in a file; {} if there is none, since the logs are then sent from their start."""
     return {log: offset for log, offset in read_json(path, dict, {}).items() if isinstance(offset, int) and offset >= 0}
-
-
-def _lines(path: Path, start: int) -> Iterator[bytes]:
-    """Yields the complete lines of a file from byte `start` on; none if there is no file."""
-    if path.exists():
-        with open(path, "rb") as file:
-            file.seek(start)
-            yield from (line for line in file if line.endswith(b"\n"))
 
 
 class SinkCursor:
@@ -77,26 +68,22 @@ class SinkCursor:
         self.folder = run / "sinks" / config.type
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = acquire_lock(self.folder / ".lock", f"the sink {config.type} of {run}")
-        kept = self.folder / OFFSETS_FILE
-        self.tailer = LogTailer(run, _offsets(kept))
+        self.offsets = _read_offsets(self.folder / OFFSETS_FILE)
         self.sink: Sink | None = None
 
     def send(self) -> int:
         """Sends all new lines and returns their number. After an exception the same lines are sent again."""
-        before = dict(self.tailer.offsets)
+        offsets = dict(self.offsets)
         count = 0
-        try:
-            for log, line in self.tailer.new_lines():
-                self.sink = self.sink or open_sink(self.config, self.run, self.folder)
-                self.sink.write(*metrics_of_line(log, line))
-                count += 1
-            if self.sink and count:
-                self.sink.flush()
-        except BaseException:
-            self.tailer.offsets = before  # send all of it again next time
-            raise
-        if self.tailer.offsets != before:
-            atomic_write(self.folder / OFFSETS_FILE, json.dumps(self.tailer.offsets).encode())
+        for log, line in read_new_lines(self.run, offsets):
+            self.sink = self.sink or open_sink(self.config, self.run, self.folder)
+            self.sink.write(*metrics_of_line(log, line))
+            count += 1
+        if self.sink and count:
+            self.sink.flush()
+        if offsets != self.offsets:
+            atomic_write(self.folder / OFFSETS_FILE, json.dumps(offsets).encode())
+        self.offsets = offsets
         return count
 
     def close(self) -> None:
@@ -118,67 +105,54 @@ class SinkThread(threading.Thread):
         self.config = config
         self.warn = warn
         self.stop_event = threading.Event()
-        self._warned = False
-        self._failures = 0  # in a row
+        self._has_warned = False
 
     def run(self) -> None:
-        post: SinkCursor | None = None
-        while True:
-            last = self.stop_event.is_set()  # read before sending, so that everything written until then is sent
-            post = self._send(post)
-            if last:
-                break
-            self.stop_event.wait(RETRY.wait_s(self._failures) if self._failures else POLL_INTERVAL_S)
-        if post:
-            self._try(post.close)
-
-    def _send(self, post: SinkCursor | None) -> SinkCursor | None:
-        """Sends new lines, creating the `SinkCursor` first if needed; returns it."""
-
-        def sent() -> None:
-            nonlocal post
-            post = post or SinkCursor(self.path, self.config)
-            post.send()
-
-        self._failures = 0 if self._try(sent) else self._failures + 1
-        return post
-
-    def _try(self, act: Callable[[], Any]) -> bool:
+        cursor: SinkCursor | None = None
+        failures = 0  # in a row
+        is_last = False
+        while not is_last:
+            is_last = self.stop_event.is_set()  # read before sending, so that everything written until then is sent
+            try:
+                cursor = cursor or SinkCursor(self.path, self.config)
+                cursor.send()
+                failures = 0
+            except Exception as error:
+                self._warn_once(error)
+                failures += 1
+            if not is_last:
+                self.stop_event.wait(RETRY.wait_s(failures) if failures else POLL_INTERVAL_S)
         try:
-            act()
-        except Exception as error:  # trackers raise arbitrary exceptions, which must not end the run
-            if not self._warned:
-                self.warn(f"the sink {self.config.type} fails, training continues without it: {_short(error)}")
-            self._warned = True
-            return False
-        return True
+            if cursor:
+                cursor.close()
+        except Exception as error:
+            self._warn_once(error)
+
+    def _warn_once(self, error: Exception) -> None:
+        """Trackers raise arbitrary exceptions, which must not end the run."""
+        why = hide_credentials(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+        if not self._has_warned:
+            self.warn(f"the sink {self.config.type} fails, training continues without it: {why}")
+        self._has_warned = True
 
 
-def _short(error: Exception) -> str:
-    return hide_credentials(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-
-
-class follow_run:
-    """Context manager that sends the logs of the run at `path` to `sinks`; on exit waits up to END_TIMEOUT_S."""
-
-    def __init__(self, path: Path, sinks: SinkConfigs, warn: Warn) -> None:
-        self.warn = warn
-        self.threads = [SinkThread(path, config, warn) for config in sinks]
-
-    def __enter__(self) -> None:
-        for follower in self.threads:
-            follower.start()
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def follow_run(path: Path, sinks: SinkConfigs, warn: Warn) -> Iterator[None]:
+    """Context that sends the logs of the run at `path` to `sinks`; on exit waits up to END_TIMEOUT_S."""
+    threads = [SinkThread(path, config, warn) for config in sinks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
         until = time.monotonic() + END_TIMEOUT_S
-        for follower in self.threads:
-            follower.stop_event.set()
-        for follower in self.threads:
-            follower.join(max(0.0, until - time.monotonic()))
-            if follower.is_alive():
-                kind = follower.config.type
-                path = follower.path
-                self.warn(f"the sink {kind} is slow: what it lacks is sent by palestra sync {path} --to {kind}")
+        for thread in threads:
+            thread.stop_event.set()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                kind = thread.config.type
+                warn(f"the sink {kind} is slow: what it lacks is sent by palestra sync {path} --to {kind}")
 
 
 def send_logs(path: Path, config: Any, *, follow: bool = False) -> int:
@@ -186,13 +160,10 @@ def send_logs(path: Path, config: Any, *, follow: bool = False) -> int:
 
     Raises ValueError if `path` is not a run, or another process sends its logs to this sink.
     """
-    post = SinkCursor(find_run(path), config)
-    try:
-        count = post.send()
+    with closing(SinkCursor(find_run(path), config)) as cursor:
+        count = cursor.send()
         with suppress(KeyboardInterrupt):
             while follow:
                 time.sleep(POLL_INTERVAL_S)
-                count += post.send()
-    finally:
-        post.close()
+                count += cursor.send()
     return count

@@ -9,34 +9,28 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from palestra.core.config import load
-from palestra.core.files import read_bytes
-from palestra.runs.sinks.base import Metrics, MLflowConfig, flatten_config
+from palestra.runs.sinks.base import Metrics, MLflowConfig, Sink, config_as_text, stored_id
 
-ID_FILE = "id"
 METRICS_PER_CALL = 1000  # metrics per call, MLflow's limit
 PARAMS_PER_CALL = 100  # parameters per call, MLflow's limit
 MAX_PARAM_CHARS = 500  # characters of a parameter's value
 
 
-class MLflowSink:
+class MLflowSink(Sink):
     """Writes metrics by step and the config as parameters; marks the MLflow run as finished on `close`."""
 
     def __init__(self, config: MLflowConfig, run: Path, folder: Path) -> None:
         self.client = MlflowClient(config.uri)
         self.pending: list[Metric] = []
-        known = folder / ID_FILE
-        if not known.exists():
-            known.write_text(self._begin(config.experiment, run))
-        self.run_id = read_bytes(known).decode()
+        self.run_id = stored_id(folder, lambda: self._begin(config.experiment, run))
 
     def _begin(self, name: str, run: Path) -> str:
         """Creates an MLflow run with the config as parameters and returns its id."""
         found = self.client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self.client.create_experiment(name)
         made = self.client.create_run(experiment, run_name=run.name)
-        params = [
-            Param(key, value[:MAX_PARAM_CHARS]) for key, value in flatten_config(load(run / "config.yaml")).items()
-        ]
+        texts = config_as_text(load(run / "config.yaml"))
+        params = [Param(key, text[:MAX_PARAM_CHARS]) for key, text in texts.items()]
         for first in range(0, len(params), PARAMS_PER_CALL):
             self.client.log_batch(made.info.run_id, params=params[first : first + PARAMS_PER_CALL])
         self.client.log_batch(made.info.run_id, tags=[RunTag("palestra.run", str(run))])

@@ -30,7 +30,7 @@ from palestra.core.http.listen import open_listener
 from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.core.http.server import HttpServer, run_in_thread
 from palestra.runs.metric_log import MetricLog
-from palestra.runs.sinks.base import LOG_PREFIXES, Metrics, PrometheusConfig
+from palestra.runs.sinks.base import LOG_PREFIXES, Metrics, PrometheusConfig, Sink
 from palestra.runs.system_metrics import COUNTED, HELP, system_samples
 
 LIMITS = HttpLimits(max_body_bytes=0, max_requests=16)
@@ -61,7 +61,7 @@ class SystemCollector(Collector):
             yield family
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Serves gauges until it is closed. Raises ValueError if the port is taken."""
 
     def __init__(self, config: PrometheusConfig, run: Path, folder: Path) -> None:
@@ -88,9 +88,6 @@ class PrometheusSink:
             prefix = next(prefix for prefix in FAMILIES if name.startswith(prefix))  # the prefix "" of metrics is last
             policy, _, key = name.removeprefix(prefix).partition("/")
             self.families[prefix].labels(self.run, policy, key).set(value)
-
-    def flush(self) -> None:
-        """Does nothing: metrics are served at each scrape."""
 
     def close(self) -> None:
         self.server.stop()

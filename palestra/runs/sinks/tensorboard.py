@@ -12,10 +12,10 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from palestra.core.files import read_bytes
-from palestra.runs.sinks.base import Metrics, TensorBoardConfig
+from palestra.runs.sinks.base import Metrics, Sink, TensorBoardConfig
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes scalars and the config as text. A resumed run marks earlier events of repeated steps as obsolete."""
 
     def __init__(self, config: TensorBoardConfig, run: Path, folder: Path) -> None:

@@ -8,20 +8,16 @@ from pathlib import Path
 import wandb
 
 from palestra.core.config import load
-from palestra.core.files import read_bytes
-from palestra.runs.sinks.base import Metrics, WandbConfig
+from palestra.runs.sinks.base import Metrics, Sink, WandbConfig, stored_id
 
-ID_FILE = "id"
 STEP_METRIC = "training_step"  # own axis: W&B's step must increase, and evaluations are logged after later steps
 
 
-class WandbSink:
-    """Writes metrics by step, and the config. In offline mode, `wandb sync` sends sinks/wandb/wandb of the run."""
+class WandbSink(Sink):
+    """Writes metrics by step, and the config. W&B sends from its own process. In offline mode, `wandb sync` sends
+    sinks/wandb/wandb of the run."""
 
     def __init__(self, config: WandbConfig, run: Path, folder: Path) -> None:
-        known = folder / ID_FILE
-        if not known.exists():
-            known.write_text(secrets.token_hex(4))
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -29,7 +25,7 @@ class WandbSink:
             tags=config.tags,
             mode=config.mode,
             name=run.name,
-            id=read_bytes(known).decode(),
+            id=stored_id(folder, lambda: secrets.token_hex(4)),
             resume="allow",
             dir=str(folder),
             config=load(run / "config.yaml"),
@@ -40,9 +36,6 @@ class WandbSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.run.log({STEP_METRIC: step, **metrics})
-
-    def flush(self) -> None:
-        """Does nothing: W&B sends from its own process."""
 
     def close(self) -> None:
         self.run.finish()

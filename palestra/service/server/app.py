@@ -39,6 +39,8 @@ from palestra.service.wire.schemas.wire_model import BadRequest
 
 HTTP_LIMITS = HttpLimits(max_body_bytes=None, max_requests=4096)  # `deps.py` limits bodies as it reads them
 RETRY_HEADERS = {"Retry-After": "1"}
+UNSTORABLE = "a text or a number in the request cannot be stored: is there a NUL in it?"
+NO_DATABASE = "the database is busy or gone: try again"
 ROUTERS = [
     *(
         (module.router, "/api/v1")
@@ -70,13 +72,13 @@ def create_app(
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(BadRequest, _bad_request)
-    app.add_exception_handler(RequestRejected, _rejected)
-    app.add_exception_handler(WeightsDamaged, _damaged)
+    app.add_exception_handler(RequestRejected, _close_connection)
+    app.add_exception_handler(WeightsDamaged, _answer_with(410))
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unknown)
-    app.add_exception_handler(sql.exc.DataError, _unstorable)
+    app.add_exception_handler(sql.exc.DataError, _answer_with(400, UNSTORABLE))
     for error in OUTAGE_ERRORS:
-        app.add_exception_handler(error, _away)
+        app.add_exception_handler(error, _answer_with(503, NO_DATABASE, RETRY_HEADERS))
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -101,6 +103,15 @@ class MountPrefix:
         await self.app({**scope, "root_path": self.prefix}, receive, send)
 
 
+def _answer_with(status: int, detail: str = "", headers: dict[str, str] | None = None) -> Any:
+    """Returns an error handler that answers with `status` and `detail`, or else the error's own message."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": detail or str(error)}, status, headers)
+
+    return answer
+
+
 async def _bad_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BadRequest)
     body = {"detail": str(error)}
@@ -109,14 +120,10 @@ async def _bad_request(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(body, error.status, RETRY_HEADERS if error.status in (429, 503) else None)
 
 
-async def _rejected(request: Request, error: Exception) -> JSONResponse:
+async def _close_connection(request: Request, error: Exception) -> JSONResponse:
     """Answers a body that arrives too slowly; the connection is closed, since the rest of it is not read."""
     assert isinstance(error, RequestRejected)
     return JSONResponse({"detail": str(error)}, error.status, {"Connection": "close"})
-
-
-async def _damaged(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 410)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -132,14 +139,6 @@ async def _unknown(request: Request, error: Exception) -> JSONResponse:
     if error.status_code in (404, 405):
         detail = f"this server has no {request.method} {request.url.path[:200]}: see docs/service.md for what it serves"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
-
-
-async def _unstorable(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": "a text or a number in the request cannot be stored: is there a NUL in it?"}, 400)
-
-
-async def _away(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": "the database is busy or gone: try again"}, 503, RETRY_HEADERS)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

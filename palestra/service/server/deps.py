@@ -14,11 +14,11 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
+from palestra.core.http.limits import bearer_token
 from palestra.service.server.state import ServiceContext
-from palestra.service.server.state import request_context as find_context
-from palestra.service.server.state import request_owner as find_owner
 from palestra.service.storage.store import QueueDepth
 from palestra.service.wire.schemas.requests import MAX_INT32
+from palestra.service.wire.schemas.responses import UntypedAPIFuture
 from palestra.service.wire.schemas.wire_model import BadRequest, WireModel, check_json_size, parse_body
 
 DEPTH_CACHE_S = 1.0  # seconds for which a queue count is cached
@@ -59,9 +59,14 @@ class RequestQueue:
         self.context.wakeup.wake()
         return id
 
-    def submit_numbered(self, owner: str, kind: str, job: BaseModel | bytes, model: str, seq: int | None) -> str:
-        """Queues request `seq` of a model, as `submit` does. Clients send 0 for "not numbered", which becomes None."""
-        return self.submit(owner, kind, job, key=_key(model, seq), model=model, seq=seq or None)
+    def submit_numbered(
+        self, owner: str, kind: str, job: BaseModel | bytes, model: str, seq: int | None
+    ) -> UntypedAPIFuture:
+        """Queues request `seq` of a model, as `submit` does, and returns the reply to its client. Clients send 0 for
+        "not numbered", which becomes None."""
+        key = _request_key(model, seq) if seq else None
+        id = self.submit(owner, kind, job, key=key, model=model, seq=seq or None)
+        return UntypedAPIFuture(request_id=id, model_id=model)
 
     @contextmanager
     def recording_rejection(self, owner: str, kind: str, body: bytes | RequestNumber) -> Iterator[None]:
@@ -88,7 +93,7 @@ class RequestQueue:
             self.context.model(owner, model)
         except BadRequest:
             return
-        self.context.store.reject(owner, kind, message, key=f"model:{model}:{seq}", model=model, seq=seq)
+        self.context.store.reject(owner, kind, message, key=_request_key(model, seq), model=model, seq=seq)
         self.context.wakeup.wake()
 
     def admit(self, owner: str, size: int) -> None:
@@ -109,8 +114,8 @@ class RequestQueue:
         return self._seen[owner][1]
 
 
-def _key(model: str, seq: int | None) -> str | None:
-    return f"model:{model}:{seq}" if seq else None
+def _request_key(model: str, seq: int) -> str:
+    return f"model:{model}:{seq}"
 
 
 def _number(body: bytes) -> RequestNumber:
@@ -126,28 +131,38 @@ def _number(body: bytes) -> RequestNumber:
 # -- dependencies ------------------------------------------------------------------------------------------------------
 
 
-async def _context(request: Request) -> ServiceContext:
-    return find_context(request)
+async def get_context(request: Request) -> ServiceContext:
+    """Returns the shared state of the app that serves the request."""
+    context: ServiceContext = request.app.state.context
+    return context
 
 
-async def _owner(request: Request) -> str:
-    return find_owner(request)
+ContextDep = Annotated[ServiceContext, Depends(get_context)]
 
 
-async def _queue(request: Request) -> RequestQueue:
-    found: RequestQueue = request.app.state.queue
-    return found
+async def find_owner(request: Request, context: ContextDep) -> str:
+    """Authenticates a request by X-API-Key or Authorization: Bearer and returns the key's owner. Raises BadRequest
+    (401) if the key is unknown."""
+    owner = context.keys.owner_of(request.headers.get("x-api-key") or bearer_token(request.headers) or None)
+    if owner is None:
+        raise BadRequest("this server needs a valid API key: set TINKER_API_KEY (or MINT_API_KEY)", 401)
+    return owner
 
 
-ContextDep = Annotated[ServiceContext, Depends(_context)]
-OwnerDep = Annotated[str, Depends(_owner)]
-QueueDep = Annotated[RequestQueue, Depends(_queue)]
+async def get_queue(request: Request) -> RequestQueue:
+    """Returns the queue of the app that serves the request."""
+    queue: RequestQueue = request.app.state.queue
+    return queue
 
 
-async def read_body(request: Request, owner: OwnerDep) -> bytes:
+OwnerDep = Annotated[str, Depends(find_owner)]
+QueueDep = Annotated[RequestQueue, Depends(get_queue)]
+
+
+async def read_body(request: Request, context: ContextDep, owner: OwnerDep) -> bytes:
     """Returns the decompressed body of an authenticated request. Raises BadRequest (413) as soon as it exceeds the
     limit, compressed or not, and before reading if its Content-Length does."""
-    limit = find_context(request).limits.body
+    limit = context.limits.body
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise body_too_long(limit)

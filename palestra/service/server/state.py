@@ -1,4 +1,4 @@
-"""Shared state of the routes (store, weight store, base models, limits), and authentication."""
+"""Shared state of the routes (store, weight store, base models, limits)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sql
-from fastapi import Request
 from pydantic import BaseModel
 
-from palestra.core.http.limits import bearer_token
 from palestra.service.server.api_keys import ApiKeys
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models, samplers, sessions
@@ -114,19 +112,3 @@ class ServiceContext:
         if row is None or row.owner != owner:
             raise BadRequest(f'there is no {what} "{id[:200]}", or it is not yours', 404)
         return row
-
-
-def request_context(request: Request) -> ServiceContext:
-    """Returns the shared state of the app that serves the request."""
-    found: ServiceContext = request.app.state.context
-    return found
-
-
-def request_owner(request: Request) -> str:
-    """Authenticates a request by X-API-Key or Authorization: Bearer and returns the key's owner. Raises BadRequest
-    (401) if the key is unknown."""
-    given = request.headers.get("x-api-key") or bearer_token(request.headers)
-    found = request_context(request).keys.owner_of(given or None)
-    if found is None:
-        raise BadRequest("this server needs a valid API key: set TINKER_API_KEY (or MINT_API_KEY)", 401)
-    return found

@@ -72,7 +72,7 @@ def _unpack_one(stream: _Stream, info: tarfile.TarInfo, folder: Path) -> None:
     path = PurePosixPath(info.name)
     plain = info.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
     if info.size < 0 or path.is_absolute() or ".." in path.parts or not (plain or info.type in EXTENSION_HEADER_TYPES):
-        raise BadRequest(f'the archive has "{_shown(info.name)}", which is not a plain file in a folder of its own')
+        raise BadRequest(f'the archive has "{_quote(info.name)}", which is not a plain file in a folder of its own')
     if not info.isreg() or path.name not in (CONFIG_FILE, WEIGHTS_FILE):
         stream.skip(info.size)
     elif (folder / path.name).exists():
@@ -84,7 +84,7 @@ def _unpack_one(stream: _Stream, info: tarfile.TarInfo, folder: Path) -> None:
     stream.skip(-info.size % TAR_BLOCK_BYTES)
 
 
-def _shown(name: str) -> str:
+def _quote(name: str) -> str:
     return name[:100].encode("ascii", "replace").decode()
 
 
@@ -154,7 +154,7 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
     names = {key.removeprefix(PEFT_PREFIX).rsplit(".lora_", 1)[0] for key in found}
     unknown = sorted(names - shapes.keys())
     if unknown or not names:
-        raise BadRequest(f'{WEIGHTS_FILE} has weights for "{_shown((unknown or [""])[0])}", which the base has not')
+        raise BadRequest(f'{WEIGHTS_FILE} has weights for "{_quote((unknown or [""])[0])}", which the base has not')
     wanted: dict[str, tuple[int, ...]] = {}
     for name in names:
         out, into = shapes[name]
@@ -164,7 +164,7 @@ def _check_shapes(found: dict[str, tuple[int, ...]], rank: int, shapes: dict[str
         }
     wrong = sorted(set(found.items()) ^ set(wanted.items()))
     if wrong:
-        raise BadRequest(f"{WEIGHTS_FILE} does not fit the base: see {_shown(wrong[0][0])}")
+        raise BadRequest(f"{WEIGHTS_FILE} does not fit the base: see {_quote(wrong[0][0])}")
     return sorted(names)
 
 

@@ -50,14 +50,14 @@ class Database:
 
     def read(self, work: Callable[[sql.Connection], T]) -> T:
         """Runs `work` on a connection and returns its result."""
-        return self._tried(self.engine.connect, work)
+        return self._run(self.engine.connect, work)
 
     def write(self, work: Callable[[sql.Connection], T]) -> T:
         """Runs `work` in a transaction that is committed, and returns its result."""
         with self._turn:
-            return self._tried(self.engine.begin, work)
+            return self._run(self.engine.begin, work)
 
-    def _tried(
+    def _run(
         self, transaction: Callable[[], AbstractContextManager[sql.Connection]], work: Callable[[sql.Connection], T]
     ) -> T:
         for attempt in count():
@@ -76,9 +76,9 @@ def _engine(url: str) -> sql.Engine:
     try:
         parsed = sql.make_url(url)
     except ArgumentError:
-        raise ValueError(_wanted(url)) from None
+        raise ValueError(_url_format(url)) from None
     if parsed.get_backend_name() not in ("sqlite", "postgresql"):
-        raise ValueError(_wanted(parsed.render_as_string(hide_password=True)))
+        raise ValueError(_url_format(parsed.render_as_string(hide_password=True)))
     try:
         if parsed.get_backend_name() == "sqlite":
             engine = sql.create_engine(parsed)
@@ -88,13 +88,13 @@ def _engine(url: str) -> sql.Engine:
         with engine.connect():
             return engine  # only checks that the database answers
     except (ImportError, NoSuchModuleError) as error:
-        raise ValueError(f"no driver for {_wanted(url)} ({error}): pip install 'palestra[postgres]'") from None
+        raise ValueError(f"no driver for {_url_format(url)} ({error}): pip install 'palestra[postgres]'") from None
     except DBAPIError as error:
         shown = parsed.render_as_string(hide_password=True)
         raise ValueError(f"cannot open the database {shown}: {first_line(error)}") from None
 
 
-def _wanted(url: str) -> str:
+def _url_format(url: str) -> str:
     return f'the database "{url}": write sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME'
 
 

@@ -10,16 +10,15 @@ import sqlalchemy as sql
 
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.store import ErrorCategory, Store, StoredAnswer
-from palestra.service.storage.tables import RowUpdate
 
 
 @dataclass
 class Outbox:
-    """Pending answers and row updates; `flush` writes them in one transaction."""
+    """Pending answers and statements that change rows; `flush` writes them in one transaction."""
 
     store: Store
     answers: list[StoredAnswer] = field(default_factory=list)
-    updates: list[RowUpdate] = field(default_factory=list)
+    updates: list[sql.Executable] = field(default_factory=list)
 
     def add_answer(self, row: sql.Row, **values: Any) -> None:
         """Adds a successful JSON answer to the request `row`."""

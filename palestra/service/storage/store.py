@@ -20,7 +20,7 @@ import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError
 
 from palestra.service.storage.database import Database, ErrorHandler, raise_error
-from palestra.service.storage.tables import RowUpdate, checkpoints, folders, meta, models, requests, samplers, sessions
+from palestra.service.storage.tables import checkpoints, folders, meta, models, requests, samplers, sessions, update_row
 
 RequestState = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
@@ -168,9 +168,9 @@ class Store:
             sql.update(requests).where(taken).values(state="queued"),
         )
 
-    def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[RowUpdate] = ()) -> None:
+    def write_answers(self, answers: Iterable[StoredAnswer], updates: Iterable[sql.Executable] = ()) -> None:
         """Writes answers and the row updates of their requests in one transaction."""
-        statements = [*self._answers_lock(), *(change.statement for change in updates), *map(_answer, answers)]
+        statements = [*self._answers_lock(), *updates, *map(_answer, answers)]
         try:
             self._write(*statements)
         except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
@@ -249,11 +249,11 @@ class Store:
 
     def update(self, table: sql.Table, id: str, **values: Any) -> None:
         """Updates columns of the row with this primary key."""
-        self.apply_updates([RowUpdate.update(table, id, **values)])
+        self.apply_updates([update_row(table, id, **values)])
 
-    def apply_updates(self, updates: Iterable[RowUpdate]) -> None:
+    def apply_updates(self, updates: Iterable[sql.Executable]) -> None:
         """Executes several updates in one transaction."""
-        self._write(*(change.statement for change in updates))
+        self._write(*updates)
 
     def find(self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0) -> list:
         """Returns matching rows, newest first."""

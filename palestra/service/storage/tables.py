@@ -1,10 +1,9 @@
-"""Tables of the service's database, and updates of their rows. Times are seconds since 1970."""
+"""Tables of the service's database, and statements that change one of their rows. Times are seconds since 1970."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import sqlalchemy as sql
 
@@ -87,29 +86,19 @@ requests = sql.Table(
 folders = sql.Table("folders", meta, sql.Column("mark", sql.String(64), primary_key=True))
 
 
-@dataclass(frozen=True)
-class RowUpdate:
-    """One SQL statement that changes a row, to be executed in a transaction with others."""
+def update_row(table: sql.Table, id: str, **values: Any) -> sql.Update:
+    """Returns the statement that sets columns of the row with primary key `id`."""
+    (column,) = table.primary_key.columns
+    return sql.update(table).where(column == id).values(values)
 
-    statement: sql.Executable
 
-    @classmethod
-    def update(cls, table: sql.Table, id: str, **values: Any) -> Self:
-        """Returns the update that sets columns of the row with primary key `id`."""
-        (column,) = table.primary_key.columns
-        return cls(sql.update(table).where(column == id).values(values))
+def upsert_row(table: sql.Table, values: Mapping[str, Any]) -> list[sql.Executable]:
+    """Returns the statements that insert a row, replacing the one with the same primary key."""
+    (column,) = table.primary_key.columns
+    return [delete_row(table, values[column.name]), sql.insert(table).values(dict(values))]
 
-    @classmethod
-    def upsert(cls, table: sql.Table, values: Mapping[str, Any]) -> list[Self]:
-        """Returns the statements that insert a row, replacing the one with the same primary key."""
-        (column,) = table.primary_key.columns
-        return [
-            cls(sql.delete(table).where(column == values[column.name])),
-            cls(sql.insert(table).values(dict(values))),
-        ]
 
-    @classmethod
-    def delete(cls, table: sql.Table, id: str) -> Self:
-        """Returns the statement that deletes the row with primary key `id`."""
-        (column,) = table.primary_key.columns
-        return cls(sql.delete(table).where(column == id))
+def delete_row(table: sql.Table, id: str) -> sql.Delete:
+    """Returns the statement that deletes the row with primary key `id`."""
+    (column,) = table.primary_key.columns
+    return sql.delete(table).where(column == id)

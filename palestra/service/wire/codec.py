@@ -214,7 +214,6 @@ def _text(chunk: pb.Chunk) -> np.ndarray:
 def encode_forward_backward(
     outputs: Sequence[Mapping[str, np.ndarray]],
     metrics: Mapping[str, float],
-    loss_fn_output_type: str = "ArrayRecord",
 ) -> bytes:
     """Encodes a ForwardBackwardOutput.
 
@@ -222,7 +221,7 @@ def encode_forward_backward(
     arrays are sent as int64, others as float32. Keys of `metrics` have the form "name:reduction".
     """
     assert all(name.count(":") == 1 for name in metrics), "clients split the name of a metric at its colon"
-    message = pb.ForwardBackwardOutput(loss_fn_output_type=loss_fn_output_type, metrics=dict(metrics))
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     for _, alike in itertools.groupby(outputs, _layout):
         message.loss_fn_outputs.append(_record(list(alike)))
     return message.SerializeToString()
@@ -251,12 +250,12 @@ def forward_backward_to_json(result: bytes) -> bytes:
     """Translates an encoded ForwardBackwardOutput to the JSON of the oldest clients. Values that are not finite are
     written as NaN or Infinity, which their parser accepts; it rejects the whole answer for a null."""
     message = pb.ForwardBackwardOutput.FromString(result)
-    outputs = [datum for record in message.loss_fn_outputs for datum in _unbatched(record)]
+    outputs = [datum for record in message.loss_fn_outputs for datum in _split_record(record)]
     kind = message.loss_fn_output_type
     return _json({"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": dict(message.metrics)})
 
 
-def _unbatched(record: pb.ArrayRecord) -> list[dict[str, Any]]:
+def _split_record(record: pb.ArrayRecord) -> list[dict[str, Any]]:
     datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
     for name, batched in record.fields.items():
         ends = tensors.decode_values(batched.offsets, pb.DTYPE_INT64)

@@ -45,7 +45,7 @@ def from_json(tensor: requests.TensorData, pad: float = 0) -> np.ndarray:
             values = values.astype(np.float32)
     shape = _shape(tensor.shape or ())
     if not tensor.is_sparse:
-        return _shaped(values, shape)
+        return _reshape(values, shape)
     starts = np.array(tensor.sparse_crow_indices or (), np.int64)
     return _spread(values, starts, np.array(tensor.sparse_col_indices or (), np.int64), shape, pad)
 
@@ -55,14 +55,14 @@ def to_array(tensor: pb.Tensor) -> np.ndarray:
     cells that a sparse tensor does not list. Raises BadRequest if the shape does not match the values."""
     shape = _shape(tensor.shape)
     if not tensor.HasField("sparse_csr"):
-        return _shaped(decode_values(tensor.dense, tensor.dtype), shape)
+        return _reshape(decode_values(tensor.dense, tensor.dtype), shape)
     csr = tensor.sparse_csr
     starts = decode_values(csr.crow_indices, pb.DTYPE_INT64)
     columns = decode_values(csr.col_indices, pb.DTYPE_INT64)
     return _spread(decode_values(csr.values, tensor.dtype), starts, columns, shape, 0)
 
 
-def _shaped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _reshape(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if shape and math.prod(shape) != values.size:
         raise BadRequest(f"shape {list(shape)} does not hold {values.size} values")
     return values.reshape(shape) if shape else values

@@ -67,7 +67,7 @@ def check_train_call(
     for index, datum in enumerate(call_data):
         place = f"data[{index}]"
         _check_ids(place, datum, vocab_size)
-        data.append(_cleaned(place, datum, loss))
+        data.append(_clean_inputs(place, datum, loss))
     for name in LOSS_SPECS[loss].optional:
         if len({name in datum.inputs for datum in data}) > 1:
             raise BadRequest(f"some data have {name}, others not. Send it with all of a call's data or with none.")
@@ -157,7 +157,7 @@ def _check_range(place: str, ids: np.ndarray, vocab: int) -> None:
         )
 
 
-def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
+def _clean_inputs(place: str, datum: Datum, loss: str) -> Datum:
     needs, takes, _ = LOSS_SPECS[loss]
     if loss == "gspo" and datum.targets.ndim != 1:
         raise BadRequest(f"{place}.target_tokens are two-dimensional, but gspo reads one sampled sequence")
@@ -166,7 +166,7 @@ def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
     if missing:
         raise BadRequest(f'{place}.loss_fn_inputs has no {", ".join(missing)}, which loss "{loss}" needs')
     names = [name for name in (*needs, *takes) if name in datum.inputs and name not in WEIGHT_INPUTS]
-    inputs = {name: _fitted(f"{place}.loss_fn_inputs.{name}", datum, name) for name in (*names, *masks)}
+    inputs = {name: _fit_shape(f"{place}.loss_fn_inputs.{name}", datum, name) for name in (*names, *masks)}
     weights = np.ones(datum.targets.shape, np.float32)
     with np.errstate(over="ignore"):
         for name in masks:
@@ -178,7 +178,7 @@ def _cleaned(place: str, datum: Datum, loss: str) -> Datum:
     return replace(datum, inputs={**inputs, "weights": weights})
 
 
-def _fitted(place: str, datum: Datum, name: str) -> np.ndarray:
+def _fit_shape(place: str, datum: Datum, name: str) -> np.ndarray:
     """Returns one input in the targets' shape, broadcast where `BROADCAST_INPUTS` allows it. Raises BadRequest if it
     does not fit or is not finite."""
     array = datum.inputs[name]

@@ -12,7 +12,7 @@ from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
-from palestra.service.storage.tables import RowUpdate, checkpoints, models, samplers
+from palestra.service.storage.tables import checkpoints, models, samplers, update_row, upsert_row
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import InterpolateJob, LoadJob, SaveJob
 from palestra.service.worker.live_models import LiveModel, LiveModels, save_weights
@@ -58,7 +58,7 @@ class CheckpointOps:
             live_model.saved_seq = live_model.changed_seq
             info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
             self.outbox.updates.append(
-                RowUpdate.update(models, live_model.id, saved=folder, kept=live_model.changed_seq, info=info)
+                update_row(models, live_model.id, saved=folder, kept=live_model.changed_seq, info=info)
             )
         self.outbox.add_answer(row, path=str(path), type=REPLY_TYPES[path.kind])
 
@@ -84,13 +84,13 @@ class CheckpointOps:
         model = self.store.get(models, live_model.id)
         info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
         values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
-        self.outbox.updates.append(RowUpdate.update(models, live_model.id, **values))
+        self.outbox.updates.append(update_row(models, live_model.id, **values))
         self.outbox.add_answer(row, path=job.path, model_id=live_model.id, type="load_weights")
 
     def unload(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Removes a model; the requests that it still has queued fail."""
         self.live_models.live.pop(live_model.id)
-        self.outbox.updates.append(RowUpdate.update(models, live_model.id, state="gone", saved=None))
+        self.outbox.updates.append(update_row(models, live_model.id, state="gone", saved=None))
         self.outbox.add_answer(row, model_id=live_model.id, type="unload_model")
         for _, _, later in live_model.queue:
             self.outbox.answers.append(
@@ -100,7 +100,7 @@ class CheckpointOps:
     def _sampler(self, live_model: LiveModel, job: SaveJob, model: sql.Row, folder: str) -> None:
         assert live_model.trainer.adapter is not None
         values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
-        self.outbox.updates += RowUpdate.upsert(samplers, {**values, "id": job.sampler, "folder": folder})
+        self.outbox.updates += upsert_row(samplers, {**values, "id": job.sampler, "folder": folder})
         self.live_models.cache_snapshot(
             folder, live_model.trainer.adapter.snapshot(folder, live_model.base.engine.dtype)
         )
@@ -110,4 +110,4 @@ class CheckpointOps:
     ) -> None:
         values = {"path": str(path), "run": path.run, "kind": path.kind, "folder": folder, "size": size, "info": {}}
         values |= {"owner": owner, "base": base, "lora": lora, "created": time.time(), "expires": None, "public": False}
-        self.outbox.updates += RowUpdate.upsert(checkpoints, values | more)
+        self.outbox.updates += upsert_row(checkpoints, values | more)

@@ -28,7 +28,7 @@ from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import RowUpdate, models
+from palestra.service.storage.tables import models, update_row
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire.jobs import LoraSettings
 
@@ -164,20 +164,20 @@ class LiveModels:
         live_model.trainer = trainer
         live_model.lost_reason = None
 
-    def evict(self, live_model: LiveModel) -> RowUpdate | None:
+    def evict(self, live_model: LiveModel) -> sql.Update | None:
         """Saves a model and removes it from memory. Returns the row update to store, if any."""
         change = self.save(live_model)
         self.live.pop(live_model.id)
         return change
 
-    def save(self, live_model: LiveModel) -> RowUpdate | None:
+    def save(self, live_model: LiveModel) -> sql.Update | None:
         """Saves a model as it is, including accumulated gradients. Returns the row update to store, or None if nothing
         changed."""
         if live_model.lost_reason or live_model.changed_seq == live_model.saved_seq:
             return None
         folder, _ = self.weight_store.write(partial(save_state, live_model=live_model))
         live_model.saved_seq = live_model.changed_seq
-        return RowUpdate.update(
+        return update_row(
             models, live_model.id, saved=folder, kept=live_model.saved_seq, info=self._info(live_model.id)
         )
 
@@ -222,12 +222,12 @@ def new_trainer(engine: Engine, lora: LoraSettings, id: str) -> AdapterWeights:
 def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
     """Returns the names of the linear layers that the three switches select."""
 
-    def wanted(name: str) -> bool:
+    def is_selected(name: str) -> bool:
         if not any(part.isdigit() for part in name.split(".")):  # outside the decoder layers: the output head
             return lora.train_unembed
         return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
 
-    return [name for name in engine.linear_layers if wanted(name)]
+    return [name for name in engine.linear_layers if is_selected(name)]
 
 
 def save_state(folder: Path, live_model: LiveModel) -> None:

@@ -66,7 +66,7 @@ class SampleScheduler:
         request = Request(
             ids, job.num_samples, job.sampling, adapter, job.seed, top_logprobs=job.topk_sample, client=row.owner
         )
-        base.sampler.submit(request, partial(self._sampled, PendingSample(row, job)))
+        base.sampler.submit(request, partial(self._on_sampled, PendingSample(row, job)))
 
     def _score(self) -> bool:
         """Scores prompts of at most `MAX_SCORED_TOKENS` tokens in total, scheduled fairly among API keys. Returns False
@@ -104,7 +104,7 @@ class SampleScheduler:
         for sample, scores in zip(samples, score_prompts(base.engine, questions), strict=True):
             self._answer_sample(sample, scores)
 
-    def _sampled(self, sample: PendingSample, sampled: list[Completion] | Exception) -> None:
+    def _on_sampled(self, sample: PendingSample, sampled: list[Completion] | Exception) -> None:
         if isinstance(sampled, Exception):
             self.outbox.fail(sample.row, sampled)
             return

@@ -30,7 +30,7 @@ from palestra.engine.training.multi_adapter import Job, JobResult
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import Store, StoredAnswer
-from palestra.service.storage.tables import RowUpdate, models
+from palestra.service.storage.tables import models, update_row
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
@@ -99,27 +99,27 @@ class Worker:
         self.sample_scheduler = SampleScheduler(self.live_models, self.outbox)
         self.checkpoint_ops = CheckpointOps(self.live_models, self.outbox)
         self.train_scheduler = TrainScheduler(
-            self.live_models, settings.pack_tokens, settings.patience, self._read, self._learned
+            self.live_models, settings.pack_tokens, settings.patience, self._read, self._on_outcome
         )
-        self._swept = self._moved = time.monotonic()
-        self._rested = True
+        self._last_sweep = self._last_work = time.monotonic()
+        self._has_released = True
 
     def run(self) -> None:
         """Recovers the state of an earlier worker, runs requests, and finishes on shutdown."""
         self.recover()
         while not self.wakeup.peer_gone:
-            moved = self.step()
-            if not moved:
+            has_worked = self.step()
+            if not has_worked:
                 self._reclaim()
-            self._rest(moved)
-            self.wakeup.wait(0 if moved else 0.02)
+            self._release_idle_memory(has_worked)
+            self.wakeup.wait(0 if has_worked else 0.02)
         self.shut_down()
 
     def recover(self) -> None:
         """Restores the state left by an earlier worker: queues its requests again, and marks as lost the models that
         changed after they were last saved."""
         changed = self.store.find(models, models.c.state == "live", models.c.changed > models.c.kept, limit=1_000_000)
-        self.store.apply_updates(RowUpdate.update(models, row.id, state="lost") for row in changed)
+        self.store.apply_updates(update_row(models, row.id, state="lost") for row in changed)
         self.store.requeue_after_crash()
 
     def shut_down(self) -> None:
@@ -128,7 +128,7 @@ class Worker:
         self.train_scheduler.finish()
         self.flush()
         for live_model in self.live_models:
-            self._keeping(partial(self._release, live_model))
+            self._log_errors(partial(self._release, live_model))
         self.flush()
         until = time.monotonic() + SAMPLE_GRACE_S
         while time.monotonic() < until and self.sample_scheduler.advance():
@@ -137,28 +137,28 @@ class Worker:
 
     def step(self) -> bool:
         """Runs one iteration of the loop. Returns False if there was nothing to do."""
-        moved = self._take()
+        has_worked = self._take_requests()
         start = time.monotonic()
-        moved |= self._train()
-        moved |= self._sample(time.monotonic() - start)
-        if time.monotonic() - self._swept > SWEEP_INTERVAL_S:
+        has_worked |= self._train()
+        has_worked |= self._sample(time.monotonic() - start)
+        if time.monotonic() - self._last_sweep > SWEEP_INTERVAL_S:
             self._sweep()
-        return moved
+        return has_worked
 
     def _sample(self, seconds: float) -> bool:
         """Samples a token for every active row, and further tokens for up to `seconds`: a training micro-batch of many
         models takes as long as hundreds of tokens, and an answer would wait for one of them at each token. Returns
         False if there was nothing to do."""
         until = time.monotonic() + seconds
-        moved = False
+        has_worked = False
         while self.sample_scheduler.advance():
-            moved = True
+            has_worked = True
             self.flush()
             if time.monotonic() >= until:
                 break
-            self._take()
+            self._take_requests()
         self.flush()
-        return moved
+        return has_worked
 
     def flush(self) -> None:
         """Writes pending answers and wakes the front end."""
@@ -167,15 +167,15 @@ class Worker:
 
     # -- taking requests -----------------------------------------------------------------------------------------------
 
-    def _take(self) -> bool:
+    def _take_requests(self) -> bool:
         rows = self.store.take_queued()
         if rows and rows[-1].kind in BATCHED_KINDS and not self.train_scheduler.busy and not self.sample_scheduler.busy:
-            rows += self._more()
+            rows += self._wait_for_burst()
         for row in rows:
-            self.outbox.run_guarded(row, partial(self._place, row))
+            self.outbox.run_guarded(row, partial(self._dispatch, row))
         return bool(rows)
 
-    def _more(self) -> list[sql.Row]:
+    def _wait_for_burst(self) -> list[sql.Row]:
         """Returns the rest of a burst of requests.
 
         Rollouts request many samples at once, and clients that sampled together train together. A batch that is
@@ -202,17 +202,17 @@ class Worker:
             self.store.database.had_outage = False
             self.store.release_taken()
 
-    def _rest(self, moved: bool) -> None:
+    def _release_idle_memory(self, has_worked: bool) -> None:
         """Releases unused memory to the operating system after `MEMORY_RELEASE_DELAY_S` seconds without work."""
-        if moved:
-            self._moved = time.monotonic()
-            self._rested = False
-        elif not self._rested and time.monotonic() - self._moved > MEMORY_RELEASE_DELAY_S:
+        if has_worked:
+            self._last_work = time.monotonic()
+            self._has_released = False
+        elif not self._has_released and time.monotonic() - self._last_work > MEMORY_RELEASE_DELAY_S:
             self.sample_scheduler.release_memory()
             release_freed_memory()
-            self._rested = True
+            self._has_released = True
 
-    def _place(self, row: sql.Row) -> None:
+    def _dispatch(self, row: sql.Row) -> None:
         if row.kind == "sample":
             self.sample_scheduler.submit(row)
         elif row.kind == "interpolate":
@@ -240,10 +240,10 @@ class Worker:
         single = [model for model in ready if model.queue[0][2].kind not in GRADIENT_KINDS]
         for live_model in single:
             seq, row = live_model.pop()
-            self.outbox.run_guarded(row, partial(self._alone, live_model, seq, row))
+            self.outbox.run_guarded(row, partial(self._run_single, live_model, seq, row))
         return self.train_scheduler.advance() or bool(single)
 
-    def _alone(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def _run_single(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
         answered here."""
         if row.result is not None:
@@ -251,12 +251,12 @@ class Worker:
             return
         if live_model.lost_reason and row.kind not in ("load", "unload"):
             raise StateLost(live_model.lost_reason)
-        verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
+        verbs = {"create_model": self._answer_created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
         verbs |= {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload}
         verbs[row.kind](live_model, seq, row)
 
-    def _created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
-        self.outbox.answers.append(StoredAnswer.json(row.id, model_id=live_model.id, type="create_model"))
+    def _answer_created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        self.outbox.add_answer(row, model_id=live_model.id, type="create_model")
 
     def _read(self, live_model: LiveModel, row: sql.Row) -> Job | None:
         found: Job | None = self.outbox.run_guarded(row, partial(self._job, live_model, row))
@@ -283,21 +283,21 @@ class Worker:
         ]
         return ReverseKL(live_model.base.engine, reference, lessons, temperature=job.temperature)
 
-    def _learned(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
-        self.outbox.run_guarded(work.row, partial(self._note, work.model, work.seq, work.row, work.job, outcome))
+    def _on_outcome(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
+        self.outbox.run_guarded(work.row, partial(self._record_result, work, outcome))
 
-    def _note(self, live_model: LiveModel, seq: int, row: sql.Row, job: Job, outcome: JobResult | Exception) -> None:
+    def _record_result(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
         if isinstance(outcome, Exception):
             raise outcome
-        if isinstance(job.loss, ReverseKL):
-            self.outbox.answers.append(StoredAnswer.json(row.id, **reverse_kl_answer(job.loss)))
+        if isinstance(work.job.loss, ReverseKL):
+            self.outbox.add_answer(work.row, **reverse_kl_answer(work.job.loss))
         else:
             metrics = {f"{name}:sum": value for name, value in outcome.metrics.items()}
             result = codec.encode_forward_backward([{"logprobs": logps} for logps in outcome.logprobs], metrics)
-            self.outbox.answers.append(StoredAnswer(row.id, result, "forward_backward"))
-        if job.backward:
-            live_model.has_gradients = True
-            self._changed(live_model, seq)
+            self.outbox.answers.append(StoredAnswer(work.row.id, result, "forward_backward"))
+        if work.job.backward:
+            work.model.has_gradients = True
+            self._mark_changed(work.model, work.seq)
 
     def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         job = OptimJob.model_validate_json(row.body)
@@ -310,16 +310,14 @@ class Worker:
         )
         live_model.has_gradients = False
         metrics = live_model.trainer.optim_step(adam)
-        self._changed(live_model, seq)
-        self.outbox.answers.append(
-            StoredAnswer.json(row.id, metrics={"grad_norm:mean": metrics["grad_norm"]}, type="optim_step")
-        )
+        self._mark_changed(live_model, seq)
+        self.outbox.add_answer(row, metrics={"grad_norm:mean": metrics["grad_norm"]}, type="optim_step")
 
-    def _changed(self, live_model: LiveModel, seq: int) -> None:
+    def _mark_changed(self, live_model: LiveModel, seq: int) -> None:
         # a request without a number has the number of the one before
         live_model.changed_seq = max(seq, live_model.saved_seq + 1)
         self.outbox.updates.append(
-            RowUpdate.update(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)
+            update_row(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)
         )
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
@@ -327,19 +325,20 @@ class Worker:
     def _sweep(self) -> None:
         """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
         answers."""
-        self._swept = time.monotonic()
+        self._last_sweep = time.monotonic()
         now = time.time()
         for live_model in self.live_models.evictable(self.settings.idle):
-            self._keeping(partial(self._release, live_model))
+            self._log_errors(partial(self._release, live_model))
         self.flush()
         self.store.expire(now)
-        self._keeping(lambda: self.weight_store.sweep(self.store.referenced_folders()))
+        self._log_errors(lambda: self.weight_store.sweep(self.store.referenced_folders()))
 
     def _release(self, live_model: LiveModel) -> None:
-        if change := self.live_models.evict(live_model):
-            self.outbox.updates.append(change)
+        update = self.live_models.evict(live_model)
+        if update is not None:
+            self.outbox.updates.append(update)
 
-    def _keeping(self, work: Callable[[], Any]) -> None:
+    def _log_errors(self, work: Callable[[], Any]) -> None:
         """Runs a maintenance task and prints its error: a failure such as a full disk must not lose the models in
         memory. Database errors propagate."""
         try:

@@ -17,7 +17,7 @@ from palestra.core.chat import Chat
 from palestra.core.files import DamagedFile
 from palestra.core.losses import cross_entropy_loss
 from palestra.core.types import Answer, Sample
-from palestra.dashboard.trees import Vocabulary
+from palestra.dashboard.trees import find_tokenizer, token_texts
 from palestra.engine.bases import gguf
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import resolve_base
@@ -164,9 +164,9 @@ def test_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm: 
 
 
 def test_tokens_of_smollm2_are_shown_in_the_dashboard(smollm: Engine):
-    vocabulary = Vocabulary.load("smollm2")
+    tokenizer = find_tokenizer("smollm2")
     texts = ["3", " +", " ", "4", " =", " ", "7"]
-    assert vocabulary and vocabulary.token_texts(smollm.tokenizer.encode("3 + 4 = 7")) == texts
+    assert tokenizer and token_texts(tokenizer, smollm.tokenizer.encode("3 + 4 = 7")) == texts
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from palestra.core.config import validate
 from palestra.core.http.retry import RetryPolicy
 from palestra.runs import Run
 from palestra.runs.sinks.base import SinksConfig, metrics_of_line
-from palestra.runs.sinks.log_tailer import LogTailer, follow_run
+from palestra.runs.sinks.log_tailer import follow_run, read_new_lines
 
 LINE = {"loss": 0.5, "note": "text", "nothing": None}
 
@@ -76,20 +76,24 @@ def test_rewritten_steps_are_sent_again_and_replaced(tmp_path):
 
 def test_partial_lines_and_truncation_are_handled(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    tail = LogTailer(tmp_path, {})
-    assert list(tail.new_lines()) == []
+    offsets = {}
+
+    def new_steps():
+        return [line["step"] for _, line in read_new_lines(tmp_path, offsets)]
+
+    assert new_steps() == []
     log.write_bytes(b'{"step": 0, "policy": "p"}\n{"step": 1, "po')
-    assert [line["step"] for _, line in tail.new_lines()] == [0]
+    assert new_steps() == [0]
     with open(log, "ab") as file:
         file.write(b'licy": "p"}\n')
-    assert [line["step"] for _, line in tail.new_lines()] == [1]
+    assert new_steps() == [1]
     log.write_bytes(b'{"step": 0, "policy": "p"}\n')
-    assert list(tail.new_lines()) == []
+    assert new_steps() == []
     with open(log, "ab") as file:
         file.write(b'{"step": 1}\n')
-    assert [line["step"] for _, line in tail.new_lines()] == [1]
-    tail.offsets["metrics.jsonl"] = 5  # in the middle of a line
-    assert [line["step"] for _, line in tail.new_lines()] == [1]
+    assert new_steps() == [1]
+    offsets["metrics.jsonl"] = 5  # in the middle of a line
+    assert new_steps() == [1]
 
 
 def test_failing_sink_warns_once_without_stopping_the_run(tmp_path, monkeypatch):

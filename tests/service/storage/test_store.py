@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from palestra.service.storage.store import ANSWER_TTL_S, Store, StoredAnswer
-from palestra.service.storage.tables import RowUpdate, checkpoints, models, requests, samplers, sessions
+from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions, update_row, upsert_row
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
@@ -97,9 +97,9 @@ def test_answers_that_wait_for_others_are_not_skipped_by_pollers(url):
 def test_results_and_row_updates_are_one_transaction(store):
     store.insert(sessions, id="s", owner="ann", created=1.0, seen=1.0, info={})
     id = store.submit("ann", "load", b"")
-    broken = RowUpdate(RowUpdate.update(sessions, "s", seen=2.0).statement.values(owner=None))  # no owner: refused
+    broken = update_row(sessions, "s", seen=2.0).values(owner=None)  # no owner: refused
     with pytest.raises(IntegrityError, match=r"(?i)not.null"):
-        store.write_answers([StoredAnswer.json(id)], [RowUpdate.update(sessions, "s", seen=2.0), broken])
+        store.write_answers([StoredAnswer.json(id)], [update_row(sessions, "s", seen=2.0), broken])
     assert store.get(sessions, "s").seen == 1.0 and store.answered_ids([id]) == set()
 
 
@@ -120,9 +120,9 @@ def checkpoint(path, folder, expires=None):
 
 def test_expired_rows_are_removed_and_used_folders_listed(store):
     now = time.time()
-    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f1")))
-    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f2")))  # replaces the first
-    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("over", "f3", expires=now - 1)))
+    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f1")))
+    store.apply_updates(upsert_row(checkpoints, checkpoint("kept", "f2")))  # replaces the first
+    store.apply_updates(upsert_row(checkpoints, checkpoint("over", "f3", expires=now - 1)))
     for id, seen in (("old", now - ANSWER_TTL_S - 1), ("new", now)):
         store.insert(sessions, id=id, owner="ann", created=seen, seen=seen, info={})
         store.insert(samplers, id=f"{id}:1", session=id, owner="ann", base="tiny", folder=f"of-{id}", created=seen)

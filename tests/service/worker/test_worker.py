@@ -699,7 +699,7 @@ def test_locked_database_is_retried(
     model = desk.model()
     desk.run()
     learned, stepped = desk.learn(model, 1), desk.step(model, 2)
-    desk.worker._take()
+    desk.worker._take_requests()
     other.execute("BEGIN IMMEDIATE")
     release = threading.Timer(1.5, lambda: other.execute("ROLLBACK"))
     release.start()
@@ -718,7 +718,7 @@ def test_stopping_worker_gives_up_on_a_locked_database(
     desk, other = locked
     monkeypatch.setattr("palestra.service.worker.worker_process.MIN_STOP_ATTEMPTS", 1)
     waits = desk.sample(None)
-    desk.worker._take()
+    desk.worker._take_requests()
     other.execute("BEGIN IMMEDIATE")
     desk.bells[1].ask_to_end()
     with pytest.raises(OperationalError, match="database is locked"):

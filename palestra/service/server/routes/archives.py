@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
@@ -85,22 +84,18 @@ def download(
         raise BadRequest("this address is invalid or has expired: request a new one", 403)
     files = _files(ctx, row)
     if file == ARCHIVE_NAME:
-        return StreamingResponse(_packed(files), media_type="application/gzip")
+        return StreamingResponse(pack_archive(files), media_type="application/gzip")
     found = [path for path in files if path.name == file]
     if not found:
         raise BadRequest(f"the weights have no file {file[:100]}", 404)
     return FileResponse(found[0], media_type="application/octet-stream")
 
 
-def _packed(files: list[Path]) -> Iterator[bytes]:
-    yield from pack_archive(files)
-
-
 @router.post("/checkpoints/upload")
 async def upload(request: Request, ctx: ContextDep, owner: OwnerDep) -> dict[str, str]:
     """Accepts an adapter as PEFT saves it (tar.gz, multipart field `file`), for the base in its config or in the field
     `base_model`. It becomes a checkpoint for sampling: optimizers of other clients are not read."""
-    async with _bounded(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
+    async with _limit_body(request, ctx.limits.upload).form(max_files=1, max_fields=10) as form:
         file = form.get("file")
         named = form.get("base_model")
         if not isinstance(file, UploadFile):
@@ -109,7 +104,7 @@ async def upload(request: Request, ctx: ContextDep, owner: OwnerDep) -> dict[str
     return {"path": str(path), "checkpoint_id": path.id}
 
 
-def _bounded(request: Request, limit: int) -> Request:
+def _limit_body(request: Request, limit: int) -> Request:
     """Returns the request with a body limit: raises BadRequest (413) once more than `limit` bytes have arrived."""
     left = limit
 

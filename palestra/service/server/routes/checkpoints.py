@@ -15,7 +15,7 @@ from palestra.service.server.deps import BodyDep, ContextDep, JsonBody, OwnerDep
 from palestra.service.server.routes.models import adapter_settings, client_base_name, create_from_checkpoint, load_job
 from palestra.service.server.routes.sessions import Limit, Offset
 from palestra.service.server.state import ServiceContext
-from palestra.service.storage.tables import RowUpdate, checkpoints, models, sessions
+from palestra.service.storage.tables import checkpoints, delete_row, models, sessions
 from palestra.service.storage.weight_store import KIND_SEGMENTS, TinkerPath
 from palestra.service.wire.jobs import SaveJob
 from palestra.service.wire.schemas.responses import (
@@ -55,8 +55,7 @@ def save_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDe
         call = parse_body(SaveWeightsRequest, body)
         overwrite = call.overwrite if "overwrite" in call.model_fields_set else None
         job = _save_job(ctx, owner, call, "training", overwrite=overwrite)
-        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+        return queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
 
 
 @router.post("/save_weights_for_sampler")
@@ -70,8 +69,7 @@ def save_weights_for_sampler(body: BodyDep, ctx: ContextDep, owner: OwnerDep, qu
         if call.path is None:
             session = ctx.model(owner, call.model_id).session
             job = SaveJob(sampler=f"{session}:sample:{call.sampling_session_seq_id}")
-        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+        return queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
 
 
 @router.post("/save_weights_external")
@@ -82,8 +80,7 @@ def save_weights_external(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue
         if call.age_encryption_recipients:
             raise BadRequest("age_encryption_recipients is not served here: encrypt the files once you have them")
         job = _save_job(ctx, owner, call, "external")
-        request = queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+        return queue.submit_numbered(owner, "save", job, call.model_id, call.seq_id)
 
 
 def _save_job(
@@ -112,8 +109,7 @@ def load_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDe
         model = ctx.model(owner, call.model_id)
         source = ctx.checkpoint(owner, call.path)
         _check_same_shape(call.path, model, source)
-        request = queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+        return queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
 
 
 def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
@@ -171,7 +167,7 @@ def _own_run(ctx: ServiceContext, owner: str, run: str) -> sql.Row:
 def _run(ctx: ServiceContext, row: sql.Row) -> TrainingRun:
     def last(kind: str) -> Checkpoint | None:
         found = ctx.store.find(checkpoints, checkpoints.c.run == row.id, checkpoints.c.kind == kind, _alive(), limit=1)
-        return _shown(found[0]) if found else None
+        return _checkpoint_reply(found[0]) if found else None
 
     return TrainingRun(
         training_run_id=row.id,
@@ -192,7 +188,7 @@ def run_checkpoints(run: str, ctx: ContextDep, owner: OwnerDep) -> CheckpointsLi
     """Lists the checkpoints of a run."""
     _own_run(ctx, owner, run)
     return CheckpointsListResponse(
-        checkpoints=[_shown(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
+        checkpoints=[_checkpoint_reply(row) for row in ctx.store.find(checkpoints, checkpoints.c.run == run, _alive())]
     )
 
 
@@ -204,14 +200,14 @@ def all_checkpoints(
     mine = (checkpoints.c.owner == owner, _alive())
     rows = ctx.store.find(checkpoints, *mine, limit=limit, offset=offset)
     cursor = Cursor(offset=offset, limit=limit, total_count=ctx.store.count(checkpoints, *mine))
-    return CheckpointsListResponse(checkpoints=[_shown(row) for row in rows], cursor=cursor)
+    return CheckpointsListResponse(checkpoints=[_checkpoint_reply(row) for row in rows], cursor=cursor)
 
 
 def _alive() -> sql.ColumnElement[bool]:
     return sql.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > time.time())
 
 
-def _shown(row: sql.Row) -> Checkpoint:
+def _checkpoint_reply(row: sql.Row) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=TinkerPath.parse(row.path).id,
         checkpoint_type=row.kind,
@@ -250,7 +246,7 @@ def without_kind(run: str, id: str, owner: OwnerDep) -> Response:
 def delete(run: str, kind: str, name: str, ctx: ContextDep, owner: OwnerDep) -> Response:
     """Deletes a checkpoint."""
     row = ctx.checkpoint(owner, checkpoint_path(run, kind, name), to_change=True)
-    ctx.store.apply_updates([RowUpdate.delete(checkpoints, row.path)])
+    ctx.store.apply_updates([delete_row(checkpoints, row.path)])
     return Response(status_code=204)
 
 

@@ -79,11 +79,10 @@ def reverse_kl(
         folder = _reference(ctx, owner, call.reference_model_path, base)
         job = ReverseKLJob(folder=folder, lessons=lessons, temperature=call.temperature)
         if call.seq_id or not x_idempotency_key:
-            request = queue.submit_numbered(owner, "reverse_kl", job, call.model_id, call.seq_id)
-        else:
-            key = f"reverse_kl:{owner}:{x_idempotency_key}"
-            request = queue.submit(owner, "reverse_kl", job, key=key, model=call.model_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+            return queue.submit_numbered(owner, "reverse_kl", job, call.model_id, call.seq_id)
+        key = f"reverse_kl:{owner}:{x_idempotency_key}"
+        request = queue.submit(owner, "reverse_kl", job, key=key, model=call.model_id)
+        return UntypedAPIFuture(request_id=request, model_id=call.model_id)
 
 
 def _reference(ctx: ServiceContext, owner: str, name: str, base: BaseInfo) -> str | None:

@@ -138,8 +138,7 @@ def public_base_name(base: BaseInfo) -> str:
 def unload_model(call: JsonBody[ModelRequest], ctx: ContextDep, owner: OwnerDep, queue: QueueDep) -> UntypedAPIFuture:
     """Queues the removal of a model."""
     ctx.model(owner, call.model_id)
-    request = queue.submit_numbered(owner, "unload", b"{}", call.model_id, None)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+    return queue.submit_numbered(owner, "unload", b"{}", call.model_id, None)
 
 
 @router.post("/forward")
@@ -173,8 +172,7 @@ def _gradients(call: codec.TrainCall, ctx: ServiceContext, owner: str, queue: Re
     data = check_train_call(call.data, call.loss, call.options, **sizes)
     kind = "forward" if call.forward_only else "forward_backward"
     job = TrainJob(call.loss, call.options, data)
-    request = queue.submit_numbered(owner, kind, job.to_bytes(), call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+    return queue.submit_numbered(owner, kind, job.to_bytes(), call.model_id, call.seq_id)
 
 
 @router.post("/optim_step")
@@ -184,8 +182,7 @@ def optim_step(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDep)
         call = parse_body(OptimStepRequest, body)
         ctx.model(owner, call.model_id)
         job = OptimJob(**call.adam_params.model_dump())
-        request = queue.submit_numbered(owner, "optim_step", job, call.model_id, call.seq_id)
-    return UntypedAPIFuture(request_id=request, model_id=call.model_id)
+        return queue.submit_numbered(owner, "optim_step", job, call.model_id, call.seq_id)
 
 
 @router.post("/train_step")

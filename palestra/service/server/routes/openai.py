@@ -121,7 +121,7 @@ async def completions(
     prompts = await run_in_threadpool(_prompts, call, source)
     answer = await _answer(call, prompts, source, call.max_tokens, call.logprobs or 0, request, owner, queue)
     if call.stream:
-        return _streamed(answer, "text_completion", _text_pieces, call)
+        return _stream(answer, "text_completion", _text_pieces, call)
     choices = [{"text": c.text, **_end(c), "logprobs": _tokens(c, source, call.logprobs)} for c in answer.choices]
     return JSONResponse({**answer.header_fields("text_completion"), "choices": choices, "usage": answer.usage})
 
@@ -138,7 +138,7 @@ async def chat_completions(
     sampled = await _answer(call, [prompt.token_ids], source, limit, call.top_logprobs or 0, request, owner, queue)
     answer = await run_in_threadpool(_read, sampled, prompt, call.stops)
     if call.stream:
-        return _streamed(answer, "chat.completion.chunk", _chat_pieces, call)
+        return _stream(answer, "chat.completion.chunk", _chat_pieces, call)
     choices = [
         {"message": c.message, **_end(c), "logprobs": _content(c, source, call.logprobs)} for c in answer.choices
     ]
@@ -322,13 +322,13 @@ def _content(choice: Choice, source: SamplerRef, wanted: bool | None) -> dict[st
     found = zip(choice.token_ids, choice.logprobs, rows, strict=True)
     return {
         "content": [
-            _scored(tokenizer, id, logp) | {"top_logprobs": [_scored(tokenizer, *best) for best in row or ()]}
+            _score(tokenizer, id, logp) | {"top_logprobs": [_score(tokenizer, *best) for best in row or ()]}
             for id, logp, row in found
         ]
     }
 
 
-def _scored(tokenizer: Any, id: int, logprob: float) -> dict[str, Any]:
+def _score(tokenizer: Any, id: int, logprob: float) -> dict[str, Any]:
     return {"token": tokenizer.decode([id]), "logprob": logprob, "bytes": list(token_bytes(tokenizer, id))}
 
 
@@ -363,7 +363,7 @@ def _pieces(text: str) -> Iterator[str]:
     return (text[start : start + STREAM_PIECE_CHARS] for start in range(0, len(text), STREAM_PIECE_CHARS))
 
 
-def _streamed(
+def _stream(
     answer: CompletionResult, kind: str, pieces: Callable[[Choice], Iterator[dict[str, Any]]], call: CompletionParams
 ) -> Response:
     """Returns the completions as server-sent events: the pieces of each, the last with its finish reason, the usage if

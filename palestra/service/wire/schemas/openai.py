@@ -59,7 +59,7 @@ class CompletionParams(WireModel):
 
     @field_validator("stream_options")
     @classmethod
-    def _known(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_fields(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
         wants_stream_usage(options)
         return options
 

@@ -293,7 +293,7 @@ class CreateSamplingSessionRequest(WireModel):
     model_path: TinkerPathText | None = None
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _check_named(self) -> Self:
         if self.base_model is None and self.model_path is None:
             raise ValueError("name the model to sample from: base_model or model_path")
         return self
@@ -356,7 +356,7 @@ class SampleRequest(WireModel):
     record_stability_info: bool | None = None
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _check_named(self) -> Self:
         if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
             raise ValueError("name the model to sample from: sampling_session_id, model_path or base_model")
         return self

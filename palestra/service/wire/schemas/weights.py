@@ -120,7 +120,7 @@ class InterpolateRequest(WireModel):
     output_checkpoint_type: Literal["sampler"] = "sampler"
 
     @model_validator(mode="after")
-    def _paired(self) -> Self:
+    def _check_paired(self) -> Self:
         if len(self.source_paths) != len(self.coefficients):
             raise ValueError(f"{len(self.source_paths)} source_paths but {len(self.coefficients)} coefficients")
         return self

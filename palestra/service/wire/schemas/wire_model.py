@@ -44,7 +44,7 @@ def parse_body(model: type[M], body: bytes) -> M:
     try:
         return _parse(model, body)
     except ValidationError as error:
-        raise BadRequest(_explained(error)) from None
+        raise BadRequest(_explain(error)) from None
 
 
 def _parse(model: type[M], body: bytes) -> M:
@@ -78,11 +78,11 @@ def check_json_size(body: bytes) -> None:
         raise BadRequest(f"the body has more than {MAX_JSON_ITEMS} items: send several requests", 413)
 
 
-def _explained(error: ValidationError) -> str:
+def _explain(error: ValidationError) -> str:
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    parts = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {_said(**e)}" for e in found]
+    parts = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {_quote(**e)}" for e in found]
     return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _said(msg: str, type: str, **_: Any) -> str:
+def _quote(msg: str, type: str, **_: Any) -> str:
     return "not used here, leave it out" if type == "extra_forbidden" else msg.removeprefix("Value error, ")
