@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from palestra.core.types import Seat, Step
 from palestra.envs import Env
+from palestra.envs.adapters.workflow import WorkflowContext, WorkflowResult
 
 CAUGHT = [True, True, False, True]  # whether prey is caught, by the seed of the game modulo 4
 
@@ -165,3 +166,8 @@ class Quarrel(Env):
             success = {"pro": "yes"}
         rewards = {seat: float(seat == side) - float(bool(side) and seat != side) for seat in self.seats}
         return Step({}, rewards, info={"success": success})
+
+
+def settle(play: WorkflowContext) -> WorkflowResult:
+    """A program of two opponents that ends at once."""
+    return WorkflowResult(success={"pro": True, "con": False})
