@@ -153,7 +153,7 @@ def _places(annotation: Any, tree: Any, key: str) -> Iterator[str]:
     """Yields the paths at which a config of this annotation may have `key`, in mappings under the names in `tree`."""
     annotation = _unwrap(annotation)
     inner = tree if isinstance(tree, Mapping) else {}
-    variants = _variants(annotation)
+    variants = [_unwrap(option) for option in _options(annotation)]
     if variants:
         named = [v for v in variants if str(inner.get("type")) in _tags(v)] if "type" in inner else variants
         for variant in named:
