@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -120,6 +120,9 @@ def find_difference(step: VectorStep, expected: VectorStep) -> str | None:
     return None
 
 
+SuccessOf = Literal["game", "seat"]  # what reports success: a game, or each of its seats
+
+
 def empty_step(
     num_envs: int,
     num_seats: int,
@@ -127,18 +130,16 @@ def empty_step(
     *,
     num_actions: int | None = None,
     state_size: int = 0,
-    reports_success: bool = False,
-    has_seat_success: bool = False,
+    success_of: SuccessOf | None = None,
     has_seat_terminated: bool = False,
     dtype: Any = np.float32,
 ) -> VectorStep:
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
-    length, `reports_success` the array of successes of games, `has_seat_success` that of seats, `has_seat_terminated`
-    `seat_terminated`."""
+    length, `success_of` the array of successes, `has_seat_terminated` `seat_terminated`."""
     B = num_envs
     N = num_seats
-    success = np.zeros(B, bool) if reports_success else None
+    success = {None: None, "game": np.zeros(B, bool), "seat": np.zeros((B, N), np.float32)}
     return VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),
@@ -149,7 +150,7 @@ def empty_step(
         action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
         state=np.zeros((B, state_size), np.float32) if state_size else None,
         final_state=np.zeros((B, state_size), np.float32) if state_size else None,
-        success=np.zeros((B, N), np.float32) if has_seat_success else success,
+        success=success[success_of],
         seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
 
