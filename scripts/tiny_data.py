@@ -69,7 +69,7 @@ def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
     """Pushes (box, direction) that slide a box towards its goal, whether or not they are possible."""
     boxes, goals = list(env.state[1]), sorted(env.instance.goals)
     plan = []
-    for _ in range(rng.randint(1, env.pushes)):
+    for _ in range(rng.randint(1, env.plan_parts)):
         box = rng.randrange(len(boxes))
         beside = env.instance.grid.neighbors[boxes[box]]
         direction = towards(rng, env.size, beside, boxes[box], goals[box])
@@ -101,7 +101,7 @@ def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> lis
 def path_plan(env: PlanPath, rng: Random) -> list[int]:
     """Waypoints in straight lines, mostly towards the goal, which ignore walls."""
     at, goal, size, plan = env.state, env.instance.goal, env.size, []
-    for _ in range(rng.randint(1, env.waypoints)):
+    for _ in range(rng.randint(1, env.plan_parts)):
         row, column = divmod(at, size)
         to_row, to_column = divmod(goal if rng.random() > NOISE else rng.randrange(size**2), size)
         if rng.random() < 0.3:  # stop short
@@ -140,8 +140,8 @@ def answer(env: GridGame, seat: str, rng: Random) -> str:
 
 def random_plan(env: GridGame, rng: Random) -> list:
     if isinstance(env, Sokoban):
-        return [(rng.randrange(env.boxes), rng.randrange(4)) for _ in range(rng.randint(1, env.pushes))]
-    return [rng.randrange(env.size**2) for _ in range(rng.randint(1, env.waypoints))]
+        return [(rng.randrange(env.boxes), rng.randrange(4)) for _ in range(rng.randint(1, env.plan_parts))]
+    return [rng.randrange(env.size**2) for _ in range(rng.randint(1, env.plan_parts))]
 
 
 def mediocre_plan(env: GridGame, rng: Random) -> list:

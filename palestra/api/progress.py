@@ -16,8 +16,11 @@ from palestra.runs.headline import (
     eval_label,
     format_eval,
     format_returns,
+    format_success,
     returns_by_name,
     shows_return,
+    success_by_name,
+    success_keys,
     training_return_label,
     training_success_label,
 )
@@ -62,6 +65,7 @@ class ProgressBar(_BarContext, Callback):
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
         self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
         self._values: dict[str, float] = {}
+        self._is_success = False  # whether `_values` are success rates, else returns
         self._failed = 0
 
     def on_episode(self, episode: Episode) -> None:
@@ -75,12 +79,15 @@ class ProgressBar(_BarContext, Callback):
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         team = metrics[TEAM]
-        shown = {"success": team["success"]} if "success" in team else returns_by_name(team)
+        rates = success_by_name(team)
+        if rates and not self._is_success:
+            self._is_success = True
+            self._values.clear()
+        shown = rates if self._is_success else returns_by_name(team)
         for name, now in shown.items():  # none if no episode ended since the last log line
             self._values[name] = EMA_DECAY * self._values.get(name, now) + (1 - EMA_DECAY) * now
-        is_success = "success" in self._values
-        value = f"{self._values['success']:.0%}" if is_success else format_returns(self._values) or "-"
-        label = training_success_label(self.config) if is_success else training_return_label(self.config)
+        value = (format_success(self._values, 0) if self._is_success else format_returns(self._values)) or "-"
+        label = training_success_label(self.config) if self._is_success else training_return_label(self.config)
         failed = f"· failed {self._failed}" if self._failed else ""
         self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
 
@@ -88,7 +95,7 @@ class ProgressBar(_BarContext, Callback):
         when = "before training" if step < 0 else f"after {step + 1} training steps"
         label = eval_label(self.config, name)
         self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
-        shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
+        shown = [(title, f"{metrics[key]:.1%}") for key, title in success_keys(metrics).items()]
         if not shown or shows_return(metrics):
             shown += [(name, f"{value:.2f}") for name, value in returns_by_name(metrics).items()]
         texts: list[str | tuple[str, str]] = [f"{label} {when}:"]

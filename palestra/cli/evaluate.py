@@ -247,7 +247,7 @@ def _judged_table(title: str, judged: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
-    from palestra.runs.headline import format_return, format_seat_return, paid_seats
+    from palestra.runs.headline import format_return, format_seat_return, paid_seats, success_keys
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -255,8 +255,8 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
     for seat, policy in policy_names.items():
         table.add_row(seat, policy)
     table.add_section()
-    if "success" in metrics:
-        table.add_row("success", styled_text((success_interval(metrics), "bold")))
+    for key, what in success_keys(metrics).items():
+        table.add_row(what, styled_text((success_interval(metrics, key), "bold")))
     for name, text in sample_rows(metrics):
         table.add_row(name, text)
     if "return" in metrics:
@@ -272,7 +272,7 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
 
 
 def _cross_table(title: str, results: list[EvalResult]) -> Table:
-    from palestra.runs.headline import format_seat_return
+    from palestra.runs.headline import format_seat_return, format_success, success_by_name
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -282,7 +282,8 @@ def _cross_table(title: str, results: list[EvalResult]) -> Table:
     table = Table(*seats, *columns, title=title, title_justify="left")
     for policy_names, metrics, _ in results:
         returns = [format_seat_return(metrics, seat) for seat in seats]
-        success = success_interval(metrics) if "success" in metrics else "-"
+        has_one = "success" in metrics
+        success = success_interval(metrics) if has_one else format_success(success_by_name(metrics)) or "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
         table.add_row(*policy_names.values(), success, *more, f"{metrics['return']:.2f}", *returns)

@@ -134,8 +134,17 @@ class Node:
 
     @property
     def success(self) -> float | None:
-        """Success that the env reports in this step, from 0 to 1; None if it reports none."""
-        return float(self.info["success"]) if self.info.get("success") is not None else None
+        """Success of all seats that the env reports in this step, from 0 to 1; None if it reports none, or one by
+        seat."""
+        success = self.info.get("success")
+        return None if success is None or isinstance(success, dict) else float(success)
+
+    @property
+    def seat_success(self) -> dict[Seat, float]:
+        """Success that the env reports by seat in this step, as opponents have it; empty if it reports none so."""
+        success = self.info.get("success")
+        own = success.items() if isinstance(success, dict) else ()
+        return {seat: float(value) for seat, value in own if value is not None}
 
     def reward(self, seat: Seat, team_weight: float = 1.0) -> float:
         """Returns the mixed reward of `seat` for this step: team_weight * team reward + local reward."""

@@ -23,6 +23,7 @@ from palestra.runs.headline import (
     format_eval,
     headline_eval,
     paid_seats,
+    success_by_name,
     training_success_label,
 )
 from palestra.runs.metric_log import MetricLog, last_lines
@@ -142,6 +143,10 @@ def eval_summary(result: Mapping[str, Any]) -> Tree:
     summary = {key: result[key] for key in keys if key in result}
     if "returns" in summary:
         summary["returns"] = {seat: summary["returns"][seat] for seat in paid_seats(result)}
+    rates = success_by_name(result)
+    if rates and "success" not in rates:
+        summary = {key: value for key, value in summary.items() if key not in ("return", "returns")}
+        summary["successes"] = rates
     return summary | {"interval": eval_interval(result)}
 
 

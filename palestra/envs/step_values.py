@@ -24,7 +24,8 @@ SUCCESS_KEY = "success"  # key in the info of an episode's last step
 def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     """Returns a step of the env called `env`, which has these `seats`, with rewards as floats and info as it is stored
     (core/plain_values.py). Raises ValueError, with the env's name, for rewards of unknown seats, rewards that are not
-    finite numbers, a success that is not a truth value or a number from 0 to 1, and what cannot be stored."""
+    finite numbers, a success that is not a truth value or a number from 0 to 1, or such values by seat, and what
+    cannot be stored."""
     known = list(seats)
     terms = step.info.get(REWARD_TERMS_KEY) or {}
     if unknown := [seat for seat in [*step.rewards, *terms] if seat not in known]:
@@ -40,15 +41,27 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
             seat: {name: _reward(value, env, f'seat "{seat}" ({name})') for name, value in own.items()}
             for seat, own in terms.items()
         }
-    if (success := info.get(SUCCESS_KEY)) is not None and not is_share(success):
-        raise ValueError(
-            f'env "{env}" reports the success {_short(success)} ({type(success).__name__}) in its info: give True, '
-            "False or a number from 0 to 1"
-        )
+    _check_success(info.get(SUCCESS_KEY), env, known)
     check_observations(step.observations, env)
     step = replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)
     _check_flags(step, env, known)
     return step
+
+
+def _check_success(success: Any, env: str, seats: Collection[Seat]) -> None:
+    """Raises ValueError, with the env's name, for a success that is none, and for that of unknown seats."""
+    by_seat = success if isinstance(success, Mapping) else {}
+    if unknown := [seat for seat in by_seat if seat not in seats]:
+        raise ValueError(
+            f'env "{env}" reports the success of seat {_short(unknown[0])}, and its seats are {", ".join(seats)}: '
+            "correct the name"
+        )
+    for value in by_seat.values() if isinstance(success, Mapping) else [success]:
+        if value is not None and not is_share(value):
+            raise ValueError(
+                f'env "{env}" reports the success {_short(value)} ({type(value).__name__}) in its info: give True, '
+                "False or a number from 0 to 1, or such values by seat"
+            )
 
 
 def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:

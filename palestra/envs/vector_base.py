@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -57,8 +57,10 @@ class VectorStep:
     turn-based play, no dead unit. Actions of other seats are ignored. `action_mask [B, N, A]` bool is the action mask;
     it is None if all actions are always legal, and for continuous actions. A seat that acts has at least one legal
     action. `rewards [B, N]` float32 are the rewards of this step; `terminated` and `truncated` [B] bool mark games that
-    the step ended; `success` [B] bool marks ended games that count as a success (None if the env does not
-    define success). After a reset, rewards are zero and no game is marked as ended.
+    the step ended. After a reset, rewards are zero and no game is marked as ended.
+
+    `success` [B] bool marks ended games that count as a success for all seats. Where opponents play, it is [B, N],
+    bool or float32: the success of each seat, NaN for one that reports none. None: the env does not define success.
 
     `seat_terminated [B, N]` bool marks seats that terminated on their own, in this step or earlier in the same game.
     Such a seat does not act again, gets no reward after the step in which it is marked, and has a future value of 0
@@ -77,7 +79,7 @@ class VectorStep:
     action_mask: np.ndarray | None = None  # bool
     state: np.ndarray | None = None  # float32 [B, S]
     final_state: np.ndarray | None = None
-    success: np.ndarray | None = None  # bool
+    success: np.ndarray | None = None  # bool [B], or [B, N]
     seat_terminated: np.ndarray | None = None  # bool
 
     @property
@@ -118,6 +120,9 @@ def find_difference(step: VectorStep, expected: VectorStep) -> str | None:
     return None
 
 
+SuccessOf = Literal["game", "seat"]  # what reports success: a game, or each of its seats
+
+
 def empty_step(
     num_envs: int,
     num_seats: int,
@@ -125,15 +130,16 @@ def empty_step(
     *,
     num_actions: int | None = None,
     state_size: int = 0,
-    reports_success: bool = False,
+    success_of: SuccessOf | None = None,
     has_seat_terminated: bool = False,
     dtype: Any = np.float32,
 ) -> VectorStep:
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
-    length, `reports_success` the array of successes, `has_seat_terminated` `seat_terminated`."""
+    length, `success_of` the array of successes, `has_seat_terminated` `seat_terminated`."""
     B = num_envs
     N = num_seats
+    success = {None: None, "game": np.zeros(B, bool), "seat": np.zeros((B, N), np.float32)}
     return VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),
@@ -144,7 +150,7 @@ def empty_step(
         action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
         state=np.zeros((B, state_size), np.float32) if state_size else None,
         final_state=np.zeros((B, state_size), np.float32) if state_size else None,
-        success=np.zeros(B, bool) if reports_success else None,
+        success=success[success_of],
         seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
 

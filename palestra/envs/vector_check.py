@@ -135,9 +135,12 @@ class _Check:
         self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
         self.shape("rewards", vector_step.rewards, (B, N), np.float32)
         self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
-        for name in ("terminated", "truncated", "success"):
-            if name != "success" or vector_step.success is not None:
-                self.shape(name, getattr(vector_step, name), (B,), bool)
+        for name in ("terminated", "truncated"):
+            self.shape(name, getattr(vector_step, name), (B,), bool)
+        if (success := vector_step.success) is not None:
+            has_seat_success = success.ndim == 2
+            kind = np.float32 if has_seat_success and success.dtype == np.float32 else bool
+            self.shape("success", success, (B, N) if has_seat_success else (B,), kind)
         if (vector_step.terminated & vector_step.truncated).any():
             self.fail("reports a game as terminated and truncated at once", "leave it terminated")
         if vector_step.seat_terminated is not None:

@@ -40,9 +40,9 @@ async def collect_episodes(
     metrics of all played episodes with their count `kept`.
 
     Instances are those of split "train" unless `env` names another. An episode is kept if it did not fail, its
-    `episode_return` is at least `min_return` (None: any), and, with `successes`, it is a success. `on_progress` is
-    called with (played, kept) after each batch. Raises ValueError if the path, env or seats are invalid (see
-    `evaluate`), RunFailed if all episodes failed.
+    `episode_return` is at least `min_return` (None: any), and, with `successes`, it is a success, of any
+    seat if they have their own. `on_progress` is called with (played, kept) after each batch. Raises ValueError if the
+    path, env or seats are invalid (see `evaluate`), RunFailed if all episodes failed.
     """
     target = find_target(path, env, checkpoint)
     table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
@@ -67,6 +67,11 @@ async def collect_episodes(
 
 def passes_filter(episode: Episode, min_return: float | None, successes: bool) -> bool:
     """Returns True if the episode has a trajectory that was not lost, and meets `min_return` and `successes`."""
-    if episode.error is not None or not episode.leaves() or (successes and not episode.success):
+    if episode.error is not None or not episode.leaves() or (successes and not _has_success(episode)):
         return False
     return min_return is None or episode_return(episode) >= min_return
+
+
+def _has_success(episode: Episode) -> bool:
+    by_seat = [value for leaf in episode.leaves() if leaf.chosen for value in leaf.seat_success.values()]
+    return bool(episode.success or any(by_seat))

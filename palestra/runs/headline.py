@@ -16,6 +16,7 @@ Tree = Mapping[str, Any]
 DEV_EVAL = "dev"  # the evaluation by which settings are chosen
 HEADLINE_EVAL = "test"  # the evaluation that leads if a run has several
 TEAM_RETURN = "return."  # start of the keys of teams' returns, where there are several
+TEAM_SUCCESS = "success."  # start of the keys of teams' successes, where an env reports success by seat
 SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose among answers by their reward
 
 
@@ -94,19 +95,43 @@ def _is_of_networks(config: Tree) -> bool:
 def returns_by_name(line: Tree) -> dict[str, float]:
     """Returns the returns that a line of metrics shows: that of each team if there are several, else "return", else
     that of each seat. The mean over teams says little: of opponents it may be 0 whatever they learn."""
-    teams = {
-        key.removeprefix(TEAM_RETURN): value
-        for key, value in line.items()
-        if key.startswith(TEAM_RETURN) and isinstance(value, int | float)
-    }
+    teams = _by_team(line, TEAM_RETURN)
     return teams or ({"return": line["return"]} if "return" in line else dict(line.get("returns") or {}))
 
 
+def success_by_name(line: Tree) -> dict[str, float]:
+    """Returns the success rates that a line of metrics shows: "success", or that of each team where opponents have
+    their own; empty without any."""
+    return {"success": line["success"]} if "success" in line else _by_team(line, TEAM_SUCCESS)
+
+
+def success_keys(*lines: Tree) -> dict[str, str]:
+    """Returns the keys of the success rates of lines of metrics with their titles: {"success": "success"}, or
+    {"success.hunters": "success (hunters)", ...}."""
+    keys = {"success": "success"} if any("success" in line for line in lines) else {}
+    names = dict.fromkeys(name for line in lines for name in _by_team(line, TEAM_SUCCESS))
+    return keys | {f"{TEAM_SUCCESS}{name}": f"success ({name})" for name in names}
+
+
+def _by_team(line: Tree, start: str) -> dict[str, float]:
+    """Returns the numbers of a line whose keys begin with `start`, by the rest of the key."""
+    return {
+        key.removeprefix(start): value
+        for key, value in line.items()
+        if key.startswith(start) and isinstance(value, int | float)
+    }
+
+
 def format_eval(line: Tree) -> str:
-    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the return of each team or seat."""
-    if "success" in line:
-        return f"{line['success']:.1%}"
-    return format_returns(returns_by_name(line))
+    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the success or return of each team or seat."""
+    return format_success(success_by_name(line)) or format_returns(returns_by_name(line))
+
+
+def format_success(rates: Mapping[str, float], digits: int = 1) -> str:
+    """Formats the success rates of `success_by_name`: "85.0%", or "hunters 75.0% prey 25.0%"; "" without any."""
+    if list(rates) == ["success"]:
+        return f"{rates['success']:.{digits}%}"
+    return " ".join(f"{name} {rate:.{digits}%}" for name, rate in rates.items())
 
 
 def format_returns(returns: Mapping[str, float]) -> str:
@@ -119,7 +144,7 @@ def format_returns(returns: Mapping[str, float]) -> str:
 def shows_return(line: Tree) -> bool:
     """Returns whether an evaluation's return is shown first: that of networks beside success, that of language agents
     if their env reports no success."""
-    return "return" in line and ("success" not in line or "team_return" not in line)
+    return "return" in line and (not success_by_name(line) or "team_return" not in line)
 
 
 def paid_seats(line: Tree) -> list[str]:
@@ -141,7 +166,7 @@ def eval_interval(line: Tree) -> tuple[float, float] | None:
         return None
     if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
         return success_bounds(line)
-    mean = returns_by_name(line).get("return")
+    mean = None if success_by_name(line) else returns_by_name(line).get("return")
     half = return_half_width(line)
     if not isinstance(mean, int | float) or half is None:
         return None

@@ -50,7 +50,7 @@ class ReplayFrame:
 @dataclass
 class GameReplay:
     """One game from its first step on. `end` is "terminated", "truncated", or "cut" if later steps were not recorded;
-    `success` is None where the env does not define it."""
+    `success` is None where the env does not define it, or where it differs between seats."""
 
     seed: int
     frames: list[ReplayFrame] = field(default_factory=list)

@@ -249,13 +249,15 @@ def valid_instances(line: Mapping[str, Any]) -> float:
     return max(0.0, float(line["episodes"] - line.get("failed", 0.0) / line.get("samples", 1.0)))
 
 
-def success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the 95 % Wilson interval of the success rate of an evaluation."""
+def success_bounds(line: Mapping[str, Any], key: str = "success") -> tuple[float, float]:
+    """Returns the 95 % Wilson interval of the success rate `key` of an evaluation."""
     n = valid_instances(line)
-    return wilson_interval(line["success"] * n, n)
+    return wilson_interval(line[key] * n, n)
 
 
-def success_interval(line: Line) -> str:
-    """Returns the success rate of an evaluation with its 95 % Wilson interval, as text."""
-    low, high = success_bounds(line)
-    return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
+def success_interval(line: Line, key: str = "success") -> str:
+    """Returns the success rate `key` of an evaluation with its 95 % Wilson interval, as text; "-" without one."""
+    if key not in line:
+        return "-"
+    low, high = success_bounds(line, key)
+    return f"{line[key]:.1%} [{low:.1%}, {high:.1%}]"

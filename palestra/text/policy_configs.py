@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from palestra.core.config import StrictModel
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -73,6 +73,13 @@ class HumanConfig(StrictModel):
     """Selects this policy type."""
 
 
+def _policy_of_word(tree: Any) -> Any:
+    """Returns the config of a policy given as a word: a type that needs no keys, or a base to train by LoRA."""
+    if not isinstance(tree, str):
+        return tree
+    return {"type": tree} if tree in ("random", "expert", "human") else {"type": "lora", "base": tree}
+
+
 PolicyConfig = Annotated[
     LoraWithTeacherConfig
     | FullPolicyConfig
@@ -83,4 +90,5 @@ PolicyConfig = Annotated[
     | ExpertConfig
     | HumanConfig,
     Field(discriminator="type"),
+    BeforeValidator(_policy_of_word),
 ]

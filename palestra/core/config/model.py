@@ -5,16 +5,17 @@ Schemas stand beside the code they configure; this module handles models in gene
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 
 from palestra.core.config.descriptions import class_docstring, docstring_with_keys, field_docstrings
+from palestra.core.config.key_hints import hint, nearest
 from palestra.core.config.tree import Tree, name_kind, shorten, to_yaml
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class DocumentedType(ModelMetaclass):
     @property
     def __doc__(cls) -> str:  # type: ignore[override]
         return docstring_with_keys(cls)  # type: ignore[arg-type]
+
+    def __call__(cls, *args: Any, **keys: Any) -> Any:
+        """Returns a config made in Python. Raises ValueError with the same message as `validate`."""
+        try:
+            return super().__call__(*args, **keys)
+        except ValidationError as error:
+            raise ValueError(_faults(cls, keys, error)) from None  # type: ignore[arg-type]
 
 
 class StrictModel(BaseModel, metaclass=DocumentedType):
@@ -97,13 +105,17 @@ def validate(model: type[M], tree: Tree) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        faults = dict.fromkeys(_fault(model, e) for e in error.errors(include_url=False))
-        lines = list(faults)
-        if len(lines) == 1:
-            raise ValueError(lines[0]) from None
-        shown = [f"  {line}" for line in lines[:MAX_ERRORS_SHOWN]]
-        shown += [f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more"] if len(lines) > MAX_ERRORS_SHOWN else []
-        raise ValueError("\n".join([f"{len(lines)} faults in the config:", *shown])) from None
+        raise ValueError(_faults(model, tree, error)) from None
+
+
+def _faults(model: type[BaseModel], tree: Any, error: ValidationError) -> str:
+    """Returns the message of an error: a line, or a list of them."""
+    lines = list(dict.fromkeys(_fault(model, tree, each) for each in error.errors(include_url=False)))
+    if len(lines) == 1:
+        return lines[0]
+    shown = [f"  {line}" for line in lines[:MAX_ERRORS_SHOWN]]
+    shown += [f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more"] if len(lines) > MAX_ERRORS_SHOWN else []
+    return "\n".join([f"{len(lines)} faults in the config:", *shown])
 
 
 def dump(config: BaseModel) -> str:
@@ -112,13 +124,16 @@ def dump(config: BaseModel) -> str:
     return to_yaml(config.model_dump(mode="json"))
 
 
-def _fault(model: type[BaseModel], error: Any) -> str:
+def _fault(model: type[BaseModel], tree: Any, error: Any) -> str:
     """Formats one pydantic error as one line."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         path, owner = _resolve(model, error["loc"][:-1])
-        return _unknown_key(path, str(error["loc"][-1]), list(_fields(owner)))
+        key = str(error["loc"][-1])
+        known = list(_fields(owner))
+        listed = f" (keys: {', '.join(known)})" if known else ""
+        return f"unknown key {_join(path, key)}{hint(path, key, known, partial(_places, model, tree))}{listed}"
     path, _ = _resolve(model, error["loc"])
     if kind == "union_tag_invalid":
         return _unknown_type(_join(path, context["discriminator"].strip("'")), context)
@@ -134,18 +149,27 @@ def _fault(model: type[BaseModel], error: Any) -> str:
     return f"{path or 'config'}: {_sentence(error['msg'])}, not {shown}"
 
 
-def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
-    return f"unknown key {_join(path, key)}{_nearest(key, known)}" + (f" (keys: {', '.join(known)})" if known else "")
+def _places(annotation: Any, tree: Any, key: str) -> Iterator[str]:
+    """Yields the paths at which a config of this annotation may have `key`, in mappings under the names in `tree`."""
+    annotation = _unwrap(annotation)
+    inner = tree if isinstance(tree, Mapping) else {}
+    variants = [_unwrap(option) for option in _options(annotation)]
+    if variants:
+        named = [v for v in variants if str(inner.get("type")) in _tags(v)] if "type" in inner else variants
+        for variant in named:
+            yield from _places(variant, tree, key)
+    for name, field in _fields(annotation).items():
+        if name == key:
+            yield name
+        yield from (f"{name}.{path}" for path in _places(field.annotation, inner.get(name), key))
+    if get_origin(annotation) is dict:
+        for name in inner or ["NAME"]:
+            yield from (f"{name}.{path}" for path in _places(get_args(annotation)[1], inner.get(name), key))
 
 
 def _unknown_type(path: str, context: dict[str, Any]) -> str:
     known = re.findall(r"'([^']*)'", context["expected_tags"])
-    return f"unknown {path} {context['tag']!r}{_nearest(str(context['tag']), known)} (types: {', '.join(known)})"
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else ""
+    return f"unknown {path} {context['tag']!r}{nearest(str(context['tag']), known)} (types: {', '.join(known)})"
 
 
 def _sentence(message: str) -> str:

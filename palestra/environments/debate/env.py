@@ -53,7 +53,8 @@ class Debate(Env):
     Info of every step: `round` and `invalid` (by seat), after speeches also the rule judge's score `parts` (by side).
     Info of the last step also: `success`, `winner` ("pro", "con" or "draw"), `scores`, `margin`, `rules_winner` (winner
     by the rule judge), `case` (total score parts by side) and, in mode truth, `truth`. Success means in mode truth that
-    the judge found the correct side; in mode competitive that con did not win and all answers of pro were readable.
+    the judge found the correct side; in mode competitive it is by side: the other did not win and all answers of
+    the side were readable.
 
     Raises ValueError if an option is out of range, two options contradict each other, or the endpoint cannot be used.
     """
@@ -106,7 +107,7 @@ class Debate(Env):
         self.rule_judge = RuleJudge(self.topic, self.rounds, self.mode, self.weights)
         self.speeches: tuple[Speech, ...] = ()
         self._over = False
-        self._sound = True
+        self._sound = dict.fromkeys(SIDES, True)
         return Step(self._observations(), info={"round": 1})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
@@ -123,7 +124,8 @@ class Debate(Env):
                 argument = parse_argument(actions[side], self.topic, side, self.words)
                 self.speeches += (Speech(current, argument, self.rule_judge.score_argument(argument, heard)),)
         new = self.speeches[len(heard) :]
-        self._sound &= all(s.argument.is_readable for s in new if s.side == "pro")
+        for speech in new:
+            self._sound[speech.side] &= speech.argument.is_readable
         return await self._step_after(new, current)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -252,7 +254,9 @@ class Debate(Env):
             pay = won if self.reward == "outcome" else verdict.margin
             for side, sign in zip(SIDES, (1, -1), strict=True):
                 terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * pay}
-        info = info | verdict_info | {"success": self._sound and verdict.winner != "con"} | terms_info(terms)
+        others: dict[Side, Side] = {"pro": "con", "con": "pro"}
+        success = {side: self._sound[side] and verdict.winner != others[side] for side in SIDES}
+        info = info | verdict_info | {"success": success} | terms_info(terms)
         return Step({}, total_rewards(terms), info=info)
 
 

@@ -249,8 +249,11 @@ def _step_all(
         _remember(g.drawn, g.ball, g.paddles, b)
         _draw(g.packed_pixels, g.drawn, b, mirror)
         _write_state(g, b, points, max_steps)
-        g.success[b] = g.scores[b, 0] == points
-        g.terminated[b] = g.success[b] or g.scores[b, 1] == points
+        g.terminated[b] = False
+        for seat in range(2):
+            won = g.scores[b, seat] == points
+            g.success[b, seat] = won
+            g.terminated[b] |= won
         g.truncated[b] = not g.terminated[b] and g.steps[b] >= max_steps
         if g.terminated[b] or g.truncated[b]:
             _store_final(g, b)
@@ -259,8 +262,8 @@ def _step_all(
 
 
 class Pong(NativeEnv):
-    """Return the ball; a point gives 1 to the scorer and -1 to the other seat. `points` win the game; `success`
-    means that `first_0` won; `max_steps` is the step limit.
+    """Return the ball; a point gives 1 to the scorer and -1 to the other seat. `points` win the game, which is
+    the `success` of the seat; `max_steps` is the step limit.
 
     A step is four frames of one action: with `minimal` stay, up, down; else Atari's six actions no-op, fire, right
     (up), left (down), right and fire, left and fire, of which firing has no effect (the ball serves itself). An action
@@ -295,7 +298,7 @@ class Pong(NativeEnv):
         view = (SCREEN_SIZE, SCREEN_SIZE, FRAMES_PER_STEP)
         self.observation_shapes, self.action_spaces = (view,) * 2, (Discrete(len(self.moves)),) * 2
         self.vector_step = frame = empty_step(
-            num_envs, 2, view, state_size=self.state_size, reports_success=True, dtype=np.uint8
+            num_envs, 2, view, state_size=self.state_size, success_of="seat", dtype=np.uint8
         )
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),

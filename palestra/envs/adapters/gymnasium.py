@@ -13,7 +13,7 @@ from gymnasium import spaces
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, SuccessOf
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
 MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
@@ -272,12 +272,12 @@ class GymnasiumGame:
     """One Gymnasium env. If its action space is a Tuple, each part is a seat ("agent_0", ...); else the one seat is
     "agent".
 
-    A scalar reward goes to every seat, a list has one entry per seat; likewise for `terminated` and `truncated`. A seat
-    that ends before the others does not act again, gets no further reward and keeps its last observation. A seat that
-    is terminated and truncated in one step counts as terminated. If an observation is a dictionary with an
-    `action_mask`, its other parts are observed (see `split_action_mask`); else `action_mask` of the info is used if the
-    info of the first reset has it, and then every info must. `is_success` is used if that info has it, or that of a
-    first step (which is not tried if actions are masked).
+    A scalar reward goes to every seat, a list has one entry per seat; likewise for `terminated`, `truncated` and the
+    `is_success` of an info. A seat that ends before the others does not act again, gets no further reward and keeps its
+    last observation. A seat that is terminated and truncated in one step counts as terminated. If an observation is a
+    dictionary with an `action_mask`, its other parts are observed (see `split_action_mask`); else `action_mask` of the
+    info is used if the info of the first reset has it, and then every info must. `is_success` is used if that info has
+    it, or that of a first step (which is not tried if actions are masked).
     """
 
     def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
@@ -296,20 +296,26 @@ class GymnasiumGame:
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
+        success = info.get("is_success")
+        if success is None and not is_masked:
+            success = self._first_success()
+        success_of: SuccessOf | None = None
+        if success is not None:
+            success_of = "seat" if several and np.size(success) > 1 else "game"
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
             tuple(encoder.shape for encoder in self.obs_encoders),
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
-            reports_success="is_success" in info or (not is_masked and self._succeeds_in_steps()),
+            success_of=success_of,
             has_seat_terminated=several,
         )
 
-    def _succeeds_in_steps(self) -> bool:
-        """Plays one step of random actions; returns whether its info has `is_success`."""
+    def _first_success(self) -> Any:
+        """Plays one step of random actions; returns the `is_success` of its info, None if it has none."""
         self.env.action_space.seed(0)
-        return "is_success" in self.env.step(self.env.action_space.sample())[-1]
+        return self.env.step(self.env.action_space.sample())[-1].get("is_success")
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
@@ -356,7 +362,7 @@ class GymnasiumGame:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
         if not self.spec.has_action_mask and "action_mask" in info:
             refuse_late_mask(str(self.env))
-        if not self.spec.reports_success and "is_success" in info:
+        if self.spec.success_of is None and "is_success" in info:
             raise ValueError(
                 f"{self.env} gives is_success in the info of a step and gave none in that of its first reset, so it "
                 "would not be counted: give False there, or give none"
@@ -368,8 +374,13 @@ class GymnasiumGame:
             [None if left else encoder.encode(part) for encoder, part, left in rows],
             ~self.seats_done,
             action_mask=self._action_masks(parts, info) if self.spec.has_action_mask else None,
-            success=require_flag(info.get("is_success", False), "is_success"),
+            success=self._success(info.get("is_success", False)),
         )
+
+    def _success(self, value: Any) -> bool | np.ndarray:
+        if self.spec.success_of != "seat":
+            return require_flag(value, "is_success")
+        return np.broadcast_to(self.flags(value, "is_success"), len(self.spec.seats))
 
     def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
         """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the

@@ -38,12 +38,13 @@ OUTPUT_TAIL_CHARS = 2000  # characters of a failed command's output quoted in th
 
 @dataclass(frozen=True)
 class WorkflowResult:
-    """Result of an episode: rewards by seat, the team reward, success, and extra info. A seat's reward is a number, or
-    several by name, its terms (envs/reward_terms.py): `{"solver": {"correct": 1.0, "form": -0.1}}`."""
+    """Result of an episode: rewards by seat, the team reward, success (of opponents: by seat), and extra info. A seat's
+    reward is a number, or several by name, its terms (envs/reward_terms.py): `{"solver": {"correct": 1.0, "form":
+    -0.1}}`."""
 
     rewards: Mapping[Seat, float | Terms] = field(default_factory=dict)
     team_reward: float = 0.0
-    success: bool = False
+    success: bool | Mapping[Seat, bool] = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -167,7 +168,8 @@ class Workflow(Env):
             terms.setdefault(seat, {})
             for name, value in reward.items() if isinstance(reward, Mapping) else [(PROGRAM_TERM, reward)]:
                 _add_term(terms, seat, name, float(value))
-        info = {**score.info, "success": bool(score.success)} | terms_info(terms)
+        success = dict(score.success) if isinstance(score.success, Mapping) else bool(score.success)
+        info = {**score.info, "success": success} | terms_info(terms)
         return Step({}, total_rewards(terms), float(score.team_reward), info=info)
 
     def _check(self, earlier: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> None:

@@ -82,7 +82,9 @@ class SeatShuffledEnv(VectorEnv):
             action_mask=None if vector_step.action_mask is None else by(self.env_seats, vector_step.action_mask),
             state=vector_step.state,
             final_state=vector_step.final_state,
-            success=vector_step.success,
+            success=by(self.previous_env_seats, vector_step.success)
+            if vector_step.success is not None and vector_step.success.ndim == 2
+            else vector_step.success,
             seat_terminated=None
             if vector_step.seat_terminated is None
             else by(self.previous_env_seats, vector_step.seat_terminated),

@@ -23,6 +23,7 @@ from palestra.envs.vector_base import (
     MultiDiscrete,
     RenderFrame,
     Space,
+    SuccessOf,
     VectorEnv,
     VectorStep,
     empty_step,
@@ -33,7 +34,8 @@ from palestra.envs.vector_base import (
 class VectorEnvSpec:
     """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
     `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
-    `reports_success`: games report success; `has_seat_terminated`: seats can terminate before their game ends.
+    `success_of`: games or seats report success (None: neither); `has_seat_terminated`: seats can terminate before
+    their game ends.
 
     Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
     array.
@@ -45,7 +47,7 @@ class VectorEnvSpec:
     state_size: int = 0
     uint8_observations: bool = False
     has_action_mask: bool = False
-    reports_success: bool = False
+    success_of: SuccessOf | None = None
     has_seat_terminated: bool = False
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class VectorEnvSpec:
             if self.has_action_mask
             else None,
             state_size=self.state_size,
-            reports_success=self.reports_success,
+            success_of=self.success_of,
             has_seat_terminated=self.has_seat_terminated,
             dtype=np.uint8 if self.uint8_observations else np.float32,
         )
@@ -88,7 +90,8 @@ class VectorEnvSpec:
 class SingleStep:
     """The result of `reset` or `step` of one game, by seat: `observations` (None: unchanged), `agent_mask` (None:
     all seats act), `rewards` (None: zero), `action_mask` (None: unchanged), `seat_terminated` the seats that have
-    terminated in this game so far (None: all if `terminated`, else none)."""
+    terminated in this game so far (None: all if `terminated`, else none). `success` is that of the game, or those of
+    the seats (NaN: not reported)."""
 
     observations: Sequence[np.ndarray | None]
     agent_mask: Sequence[bool] | np.ndarray | None = None
@@ -97,7 +100,7 @@ class SingleStep:
     state: np.ndarray | None = None
     terminated: bool = False
     truncated: bool = False
-    success: bool = False
+    success: bool | np.ndarray = False
     seat_terminated: Sequence[bool] | np.ndarray | None = None
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 RewardMode = Literal["dense", "outcome"]
 Rendering = Literal["full", "compact"]
 BoardRendering = Literal["compact", "ascii"]
+Shaping = Literal["manhattan", "path"]
 
 
 def check_range(name: str, value: int | float, low: int | float, high: int | float) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 from palestra.core.types import TEAM
 from palestra.evaluation.report.charts import Chart, ChartCurve, figures_html, save_panels
 from palestra.runs.headline import (
+    TEAM_SUCCESS,
     eval_label,
     held_out_label,
     paid_seats,
     return_half_width,
+    success_keys,
     training_return_label,
     training_success_label,
 )
@@ -60,17 +62,20 @@ def run_charts(logs: RunLogs) -> Iterator[Chart]:
 
 
 def _success(logs: RunLogs) -> Chart:
-    raw = logs.series(logs.team, "success")
-    evals = []
-    for name, lines in logs.evals.items():
-        known = [line for line in lines if "success" in line]
-        spans = [success_bounds(line) for line in known]
-        evals.append(
-            ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
-        )
-    title = "held-out success, with 95 % intervals" if evals else training_success_label(logs.config)
-    curves = [*evals, *_smoothed_curves(training_success_label(logs.config), raw)]
+    evals = [_success_curve(logs, name, key) for name, lines in logs.evals.items() for key in success_keys(*lines)]
+    training = training_success_label(logs.config)
+    curves = list(evals)
+    for key, what in success_keys(*logs.team).items():
+        curves += _smoothed_curves(f"{training}{what.removeprefix('success')}", logs.series(logs.team, key))
+    title = "held-out success, with 95 % intervals" if evals else training
     return Chart(title, curves, logs.x_title, low=0.0, high=1.0)
+
+
+def _success_curve(logs: RunLogs, name: str, key: str) -> ChartCurve:
+    known = [line for line in logs.evals[name] if key in line]
+    spans = np.array([success_bounds(line, key) for line in known])
+    team = f": {key.removeprefix(TEAM_SUCCESS)}" if key != "success" else ""
+    return ChartCurve(f"{_eval_name(logs, name)}{team}", logs.series(known, key), spans, has_markers=True)
 
 
 def _returns(logs: RunLogs) -> Chart:

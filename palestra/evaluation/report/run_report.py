@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from palestra.runs.headline import (
     eval_label,
     paid_seats,
     shows_return,
+    success_keys,
     training_return_label,
     training_success_label,
 )
@@ -37,8 +39,10 @@ def summary_table(path: str | Path) -> Table:
         last = lines[-1]
         name = eval_label(logs.config, key)
         n = f"{last.get('instances', last['episodes']):.0f}"
-        if "success" in last:
-            table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
+        for rate, what in success_keys(last).items():
+            of_team = what.removeprefix("success")
+            ends = _ends(lines, partial(success_interval, key=rate))
+            table.add_row(f"{name}: success of {n}{of_team}", *ends, style="bold")
         for title, _ in sample_rows(last):
             sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
             table.add_row(f"{name}: {title} of {n}", *sampled)
@@ -48,11 +52,13 @@ def summary_table(path: str | Path) -> Table:
             for seat in paid_seats(last):
                 table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
         table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
-    if logs.team and any("success" in line for line in logs.team):
+    rates = success_keys(*logs.team)
+    if rates:
         begin, end, which = end_windows(logs.team)
         table.add_section()
-        ends = [mean_of(lines, "success") for lines in (begin, end)]
-        label = f"{training_success_label(logs.config)}, {which}"
+    for key, what in rates.items():
+        ends = [mean_of(lines, key) for lines in (begin, end)]
+        label = f"{training_success_label(logs.config)}{what.removeprefix('success')}, {which}"
         table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in ends), style="dim")
     for name, lines in logs.policies.items():
         begin, end, which = end_windows(lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.core.types import TEAM
 from palestra.evaluation.report.html import escape_text, format_number, html_table
-from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats
+from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats, success_keys
 from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
 from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -33,7 +33,9 @@ def eval_table(logs: RunLogs) -> str:
 
 def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
-    columns: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
+    columns: list[tuple[str, Any]] = [
+        (f"{what} [95 % interval]", partial(success_interval, key=key)) for key, what in success_keys(line).items()
+    ]
     columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
     columns += [("return", format_return)] if "return" in line else []
     columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]

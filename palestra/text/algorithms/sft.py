@@ -114,7 +114,8 @@ def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTr
         for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
             if nodes := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, team_weight) for node in trajectory)
-                yield SeatTrajectory(seat, nodes, value, (leaf.success or 0.0) >= 0.5)
+                success = leaf.seat_success.get(seat, leaf.success or 0.0)
+                yield SeatTrajectory(seat, nodes, value, success >= 0.5)
 
 
 def _best_of_seats(trajectories: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:

@@ -157,7 +157,7 @@ class DatasetSource:
             if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
         lines = [leaf for episode, *_ in self.items for leaf in episode.leaves()]
-        wins = sum((leaf.success or 0.0) >= 0.5 for leaf in lines)
+        wins = sum(max([leaf.success or 0.0, *leaf.seat_success.values()]) >= 0.5 for leaf in lines)
         forks = sum(map(_differing, self._families()))
         raise ValueError(
             f"{algorithm.type} finds nothing to learn in {self.name}: {len(lines)} trajectories, of which {wins} "

@@ -62,8 +62,8 @@ class InstancePool(StrictModel):
                 known[str(index)] = before + self.rate * (found - before)
         if self.sampling == "learnability" and not known and any(e.error is None for _, e in outcomes):
             raise ValueError(
-                f'instance_pool: sampling: learnability needs the success of episodes, and env "{env}" reports none in '
-                'the info of its last step: add info={"success": ...} to the env, or set sampling: uniform'
+                f'instance_pool: sampling: learnability needs the success of episodes, and env "{env}" reports none of '
+                'all seats in the info of its last step: add info={"success": ...} to the env, or set sampling: uniform'
             )
         success = self._success(known)
         return {

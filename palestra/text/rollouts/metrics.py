@@ -10,6 +10,7 @@ import numpy as np
 
 from palestra.core.types import NO_REWARD, Answer, Episode, Metrics, Node
 from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.runs.headline import TEAM_SUCCESS
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
 REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: number of episodes that it replaces
@@ -45,10 +46,11 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
 
     Means are over the episodes that did not fail; `failed` counts the rest. `return` is the team's reward plus the mean
     of the seats' own. Success is over the envs of which some trajectory reports it; their other trajectories count as
-    0. Only if there are any: `redraws`, the number of episodes that were played and replaced (refill.py);
-    `context_full_fraction`, the share of trajectories that ended because the next prompt did not fit into a model's
-    context; `failed_branches` and `no_reward_branches`, the numbers of branches that an error ended (also if they got
-    the run's `failed_reward`), and that the env gave no reward.
+    0. Success that is reported by seat is `success.NAME` (`success_by_policy`). Only if there are any: `redraws`, the
+    number of episodes that were played and replaced (refill.py); `context_full_fraction`, the share of trajectories
+    that ended because the next prompt did not fit into a model's context; `failed_branches` and `no_reward_branches`,
+    the numbers of branches that an error ended (also if they got the run's `failed_reward`), and that the env gave no
+    reward.
     """
     valid = [e for e in episodes if e.error is None]
     ends = [(e, e.trajectory(leaf)) for e in valid for leaf in e.leaves() if leaf.chosen]
@@ -57,6 +59,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
     known = reporting or not lines
     more = {"success": _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])} if known else {}
+    more |= {f"{TEAM_SUCCESS}{name}": value for name, value in success_by_policy(valid).items()}
     counts = {"redraws": sum(redraws)} | _lost_branches(valid)
     more |= {name: float(count) for name, count in counts.items() if count}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
@@ -85,6 +88,22 @@ def _lost_branches(episodes: Sequence[Episode]) -> dict[str, int]:
 def reporting_envs(episodes: Sequence[Episode]) -> set[str]:
     """Returns the names of the envs that report the success of some trajectory."""
     return {e.env for e in episodes for leaf in e.leaves() if leaf.chosen and leaf.success is not None}
+
+
+def success_by_policy(episodes: Sequence[Episode]) -> Metrics:
+    """Returns the success of each policy in the envs that report it by seat, a mean over episodes and the policy's
+    seats; if one policy plays all seats, as against itself, that of each seat. Seats that never report it are left out;
+    one that reports it in some trajectories of an env has none in the others."""
+    ends = [(e, [leaf.seat_success for leaf in e.leaves() if leaf.chosen]) for e in episodes if e.error is None]
+    reporting = {(e.env, seat) for e, leaves in ends for success in leaves for seat in success}
+    one_policy = len({member_name(policy) for e, _ in ends for policy in e.seats.values()}) == 1
+    found: dict[str, list[float]] = {}
+    for episode, leaves in ends:
+        for seat in episode.seats if leaves else ():
+            if (episode.env, seat) in reporting:
+                name = seat if one_policy else member_name(episode.seats[seat])
+                found.setdefault(name, []).append(_mean([success.get(seat, 0.0) for success in leaves]))
+    return {name: _mean(values) for name, values in found.items()}
 
 
 def _trajectory_return(episode: Episode, line: Sequence[Node]) -> float:

@@ -59,7 +59,8 @@ def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
     Values are means over different instances; those with `_ci95` are half the width of their 95 % confidence intervals
     (normal approximation over instances). An episode that failed or got no reward does not count as a sample; an
     instance with fewer samples than k is left out. The result is empty for one sample per instance, and has only the
-    two numbers if the env reports no success. A sample of partial success counts if that is at least a half.
+    two numbers if the env reports no success of all seats. A sample of partial success counts if that is at least a
+    half.
     """
     if samples < 2:
         return {}

@@ -184,8 +184,8 @@ class EnvSource:
             return metrics.get("success", 0.0)
         if self.curriculum == "frontier" and metrics.get("context_full_fraction", 0.0) < 1:
             raise ValueError(
-                f'mix: curriculum: frontier needs the success of episodes, and env "{name}" reports none in the info '
-                'of its last step: add info={"success": ...} to the env, or set mix.curriculum: fixed'
+                f'mix: curriculum: frontier needs the success of episodes, and env "{name}" reports none of all seats '
+                'in the info of its last step: add info={"success": ...} to the env, or set mix.curriculum: fixed'
             )
         return None
 

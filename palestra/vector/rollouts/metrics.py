@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.types import TEAM, Metrics, Seat
-from palestra.runs.headline import TEAM_RETURN
+from palestra.runs.headline import TEAM_RETURN, TEAM_SUCCESS
 from palestra.runs.loop import PhaseTimer
 
 EndedEpisodes = dict[str, np.ndarray]  # see `EpisodeStats.pop_ended`
@@ -35,24 +35,25 @@ def training_metrics(
     teams: Mapping[Seat, str],
 ) -> dict[str, Metrics]:
     """Returns the metrics of `updates` by policy, and those of all seats together under "team", with the return of each
-    team if there are several. Returns and lengths are left out if no episode ended. `seats` maps seats to policies,
-    `teams` to teams."""
+    team if there are several, and success (`success_metrics`). Returns, lengths and success are left out if no episode
+    ended. `seats` maps seats to policies, `teams` to teams."""
     returns = np.concatenate([update.ended["returns"] for update in updates])
     names = list(seats.values())
+    success = np.concatenate([update.ended["success"] for update in updates])
+    by_policy = success_by_name(success, names) if success.shape[1] > 1 else {}
     result = {}
     for name in policies:
         policy_seats = [i for i, policy in enumerate(names) if policy == name]
         shown = {"return": float(returns[:, policy_seats].mean())} if len(returns) else {}
+        shown |= {"success": by_policy[name]} if name in by_policy else {}
         result[name] = shown | mean_metrics([update.learner_metrics.get(name, {}) for update in updates])
     lengths = np.concatenate([update.ended["lengths"] for update in updates])
-    success = np.concatenate([update.ended["success"] for update in updates])
     env_steps = sum(update.env_steps for update in updates)
     team: Metrics = {"episodes": float(len(lengths)), "env_steps_here": float(env_steps)}
     if len(lengths):
         team |= {"return": float(returns.mean()), "steps_per_episode": float(lengths.mean())}
         team |= returns_by_team(returns, list(teams.values()))
-    if len(success):
-        team["success"] = float(success.mean())
+    team |= success_metrics(success, list(teams.values()))
     return result | {TEAM: team | mean_metrics([update.rollout_metrics for update in updates])}
 
 
@@ -64,6 +65,25 @@ def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
         return {}
     seats_of = {name: [seat for seat, team in enumerate(teams) if team == name] for name in names}
     return {f"{TEAM_RETURN}{name}": float(returns[:, seats].mean()) for name, seats in seats_of.items()}
+
+
+def success_metrics(success: np.ndarray, teams: Sequence[str]) -> Metrics:
+    """Returns `success` from an array of `EpisodeStats.pop_ended`; if it is by seat and the seats play in several
+    teams, that of each team that reports it, as `success.TEAM`, since no number is that of all. Nothing if no episode
+    reports success."""
+    if success.shape[1] > 1 and len(set(teams)) > 1:
+        return {f"{TEAM_SUCCESS}{name}": value for name, value in success_by_name(success, teams).items()}
+    return success_by_name(success, ["success"] * success.shape[1])
+
+
+def success_by_name(success: np.ndarray, names: Sequence[str]) -> Metrics:
+    """Returns the mean success [G, C] of the seats of each name; names of seats that never report it are left out. A
+    seat that reports it in some episodes had none in the others."""
+    seats_of: dict[str, list[int]] = {}
+    for seat in np.flatnonzero(~np.isnan(success).all(0)):
+        seats_of.setdefault(names[seat], []).append(seat)
+    values = np.nan_to_num(success)
+    return {name: float(values[:, seats].mean(dtype=np.float64)) for name, seats in seats_of.items()}
 
 
 def mean_metrics(lines: Sequence[Metrics]) -> Metrics:
@@ -82,7 +102,8 @@ def evaluation_metrics(
     batches: Sequence[EndedEpisodes], seats: Sequence[Seat], each: int, max_episodes: int, teams: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns means over the first `each` episodes of every parallel game, `max_episodes` in all: return of each seat,
-    of each team if `teams`, those of the seats, are several, and of all; length, and success if the env reports it."""
+    of each team if `teams`, those of the seats, are several, and of all; length, and success as in
+    `success_metrics`."""
     episodes = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
     seen: dict[int, int] = {}
     chosen = []
@@ -100,6 +121,4 @@ def evaluation_metrics(
         "deviation": float(returns.mean(1).std()),
         **returns_by_team(returns, teams),
     }
-    if len(episodes["success"]):
-        metrics["success"] = float(episodes["success"][index].mean())
-    return metrics
+    return metrics | success_metrics(episodes["success"][index], teams)

@@ -82,9 +82,15 @@ class ReplayRecorder(VectorEnv):
         replay = self.games[game]
         if step.done[game]:
             replay.end = "terminated" if step.terminated[game] else "truncated"
-            replay.success = None if step.success is None else bool(step.success[game])
+            replay.success = _success_of_all(step, game)
         elif len(replay.frames) == MAX_FRAMES:
             replay.end = "cut"
+
+
+def _success_of_all(step: VectorStep, game: int) -> bool | None:
+    """Returns the success of a game; None where none is reported or that of the seats differs."""
+    values = [] if step.success is None else np.unique(step.success[game])
+    return bool(values[0]) if len(values) == 1 and values[0] == values[0] else None
 
 
 def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:

@@ -35,7 +35,7 @@ class VectorRollout:
         """Resets all games to `seeds` [B]."""
         self.vector_step = self._call("reset", seeds)
         self.is_first = np.ones(self.env.num_envs, bool)
-        self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))
+        self.episode_stats = EpisodeStats(self.vector_step)
         self.recurrent_states.clear()
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
@@ -152,9 +152,12 @@ class VectorRollout:
 class EpisodeStats:
     """Returns and lengths of the running games, and results of the games that ended since `pop_ended`."""
 
-    def __init__(self, games: int, seats: int) -> None:
+    def __init__(self, vector_step: VectorStep) -> None:
+        games, seats = vector_step.rewards.shape
         self.returns = np.zeros((games, seats))
         self.lengths = np.zeros(games, np.int64)
+        no_success = _success_columns(vector_step, np.zeros(games, bool))
+        self._none = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), no_success)
         self._ended: list[tuple[np.ndarray, ...]] = []
 
     def add(self, vector_step: VectorStep, done: np.ndarray) -> None:
@@ -162,18 +165,25 @@ class EpisodeStats:
         self.returns += vector_step.rewards
         self.lengths += 1
         if done.any():
-            success = np.zeros(0, bool) if vector_step.success is None else vector_step.success[done]
+            success = _success_columns(vector_step, done)
             self._ended.append((np.flatnonzero(done), self.returns[done], self.lengths[done], success))
             self.returns[done], self.lengths[done] = 0, 0
 
     def pop_ended(self) -> dict[str, np.ndarray]:
         """Returns, and clears, the results of ended games: `game [G]` int64, `returns [G, N]` float64, `lengths [G]`
-        int64 and `success [G]` bool (empty if the env reports none), oldest first."""
-        seats = self.returns.shape[1]
-        nothing = (np.zeros(0, np.int64), np.zeros((0, seats)), np.zeros(0, np.int64), np.zeros(0, bool))
-        columns = [np.concatenate(column) for column in zip(nothing, *self._ended, strict=True)]
+        int64 and `success [G, C]` float32, oldest first. C is 0 if the env reports no success, 1 for that of the game,
+        N for those of the seats (NaN: not reported)."""
+        columns = [np.concatenate(column) for column in zip(self._none, *self._ended, strict=True)]
         self._ended.clear()
         return dict(zip(("game", "returns", "lengths", "success"), columns, strict=True))
+
+
+def _success_columns(vector_step: VectorStep, games: np.ndarray) -> np.ndarray:
+    """Returns the success of the games marked in `games` [B] (bool), [G, C] as in `EpisodeStats.pop_ended`."""
+    success = vector_step.success
+    if success is None:
+        return np.zeros((int(games.sum()), 0), np.float32)
+    return success[games].reshape(-1, 1 if success.ndim == 1 else success.shape[1]).astype(np.float32)
 
 
 class FinalObservations:

@@ -51,7 +51,9 @@ def test_experts_at_all_seats_succeed(options, source):
     env = Debate(**options, **source)
     for seed in range(12):
         steps, _ = play(env, seed)
-        assert steps[-1].info["success"] and not steps[-1].truncated
+        success = steps[-1].info["success"]
+        assert success if options["mode"] == "truth" else success["pro"]
+        assert not steps[-1].truncated
         assert not any(any(step.info.get("invalid", {}).values()) for step in steps)
 
 
@@ -140,14 +142,15 @@ def test_outcome_rewards_are_zero_sum():
     steps, earned = play(env, con="")
     assert earned == {"pro": 1.0, "con": -1.0, "team": 0.0}
     assert all(not any(step.rewards.values()) for step in steps[:-1])
-    assert steps[-1].info["winner"] == "pro" and steps[-1].info["success"]
+    assert steps[-1].info["winner"] == "pro" and steps[-1].info["success"] == {"pro": True, "con": False}
     steps, earned = play(env, pro="")
-    assert earned == {"pro": -1.0, "con": 1.0, "team": 0.0} and not steps[-1].info["success"]
+    assert earned == {"pro": -1.0, "con": 1.0, "team": 0.0}
+    assert steps[-1].info["success"] == {"pro": False, "con": True}
     assert play(env)[1] == {"pro": 0.0, "con": 0.0, "team": 0.0}  # two experts draw
 
 
 def test_empty_draw_is_not_a_success():
-    assert not last_step(Debate(**DRILLS), pro="", con="").info["success"]
+    assert not any(last_step(Debate(**DRILLS), pro="", con="").info["success"].values())
 
 
 def test_unreadable_answers_are_flagged_and_earn_nothing():

@@ -120,7 +120,8 @@ def test_last_point_ends_the_game(ball: list[float], won: bool) -> None:
     env = env_with(ball, right=70, left=70, points=3)
     env.internal_state["scores"][0] = 2
     frame = env.step(np.array([[STAY, STAY]]))
-    assert frame.terminated[0] and not frame.truncated[0] and frame.success is not None and frame.success[0] == won
+    assert frame.terminated[0] and not frame.truncated[0] and frame.success is not None
+    assert frame.success[0].tolist() == [won, not won]
     assert frame.rewards[0].tolist() == ([1, -1] if won else [-1, 1])
     assert env.internal_state["scores"][0].tolist() == [0, 0] and env.internal_state["paddles"][0].tolist() == [42, 42]
     assert frame.final_state is not None and np.allclose(frame.final_state[0, 6:8], [1, 2 / 3] if won else [2 / 3, 1])

@@ -340,7 +340,7 @@ def test_exported_parallel_step_by_hand() -> None:
         assert seen["wide"]["observation"].tolist() == [6, time, 3 * time]
         assert rewards == {"wide": 1, "long": 2 * (time <= 3)} and not any(truncated.values())
         assert list(terminated.values()) == [time == 6] * 2
-    assert env.agents == [] and env.state().tolist() == [18] and infos["long"] == {"success": True}
+    assert env.agents == [] and env.state().tolist() == [18] and infos["long"] == {"is_success": True}
     env.close()
 
 

@@ -251,3 +251,11 @@ def test_episodes_are_recorded_whole(tmp_path):
     assert [node.observations for node in again.nodes] == [node.observations for node in episode.nodes]
     asked = {"role": "user", "content": f"say {episode.nodes[-1].info['word']}"}
     assert again.nodes[0].observations["guide"] == Chat((asked,))
+
+
+def test_programs_of_opponents_report_success_by_seat():
+    async def over_at_once():
+        env = Workflow(seats=["pro", "con"], function="helpers.toy_teams:settle")
+        return await env.reset(0)
+
+    assert asyncio.run(over_at_once()).info["success"] == {"pro": True, "con": False}

@@ -115,7 +115,7 @@ def test_rollout_equals_a_loop_over_single_envs(turns: bool) -> None:
     np.testing.assert_array_equal(batch.episode_stats["game"], [b for _, b, *_ in ended])
     np.testing.assert_array_equal(batch.episode_stats["returns"], [score for *_, score, _, _ in ended])
     np.testing.assert_array_equal(batch.episode_stats["lengths"], [steps for *_, steps, _ in ended])
-    np.testing.assert_array_equal(batch.episode_stats["success"], [success for *_, success in ended])
+    np.testing.assert_array_equal(batch.episode_stats["success"][:, 0], [success for *_, success in ended])
     assert batch.truncated.any() and batch.terminated.any() and not batch.logp.any()
 
 

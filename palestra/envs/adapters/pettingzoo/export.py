@@ -16,8 +16,8 @@ MakeVectorEnv = Callable[[int], VectorEnv]
 
 def to_parallel(make_env: MakeVectorEnv) -> pettingzoo.ParallelEnv:
     """Returns one game of `make_env(1)` as a ParallelEnv. Every agent gives an action at every step; actions of agents
-    that do not act are ignored. Observations are dictionaries with an `action_mask` if the env has masks; the last info
-    has `success` if the env reports it."""
+    that do not act are ignored. Observations are dictionaries with an `action_mask` if the env has masks; an agent's
+    last info has `is_success` if the env reports it."""
     return _ToParallel(make_env(1))
 
 
@@ -100,12 +100,12 @@ class _ToPettingZoo:
         agents = self.possible_agents
         return dict(zip(agents, terminated, strict=True)), dict(zip(agents, cut, strict=True))
 
-    def end_info(self) -> dict[str, Any]:
-        return (
-            {"success": bool(self.vector_step.success[0])}
-            if self._over and self.vector_step.success is not None
-            else {}
-        )
+    def end_info(self, n: int) -> dict[str, Any]:
+        if not self._over or self.vector_step.success is None:
+            return {}
+        success = self.vector_step.success[0]
+        own = success if success.ndim == 0 else success[n]
+        return {} if np.isnan(own) else {"is_success": bool(own)}
 
     def state(self) -> np.ndarray:
         state = self.vector_step.final_state if self._over else self.vector_step.state
@@ -138,7 +138,7 @@ class _ToParallel(_ToPettingZoo, pettingzoo.ParallelEnv):
             {agent: float(vector_step.rewards[0, n]) for n, agent in enumerate(agents)},
             terminated,
             truncated,
-            {agent: self.end_info() for agent in agents},
+            {agent: self.end_info(n) for n, agent in enumerate(agents)},
         )
 
 
@@ -178,6 +178,6 @@ class _ToAEC(_ToPettingZoo, pettingzoo.AECEnv):
         self.terminations, self.truncations = self.episode_ends()
         for n, agent in enumerate(self.agents):
             self.rewards[agent] = float(vector_step.rewards[0, n])
-            self.infos[agent] = self.end_info()
+            self.infos[agent] = self.end_info(n)
         if not self._over:
             self._ask()

@@ -29,6 +29,7 @@ from palestra.envs.vector_base import Discrete
 MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
 CHECKED_PAYMENTS = 100  # rewards of a turn-based env that are compared with what `last` reports; it takes time
 ONLY_BOOL = {bool}
+SUCCESS_KEY = "is_success"  # key in the infos, as in Gymnasium
 
 # Redundant with the checks of `SyncVectorEnv`: actions in bounds, reset first.
 CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
@@ -36,8 +37,9 @@ CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
 
 class _PettingZooGame:
     """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
-    is used, or all other parts if none is called so; the mask may also be in the info. With `state` the env's global
-    state is used. Raises ValueError if it is not one-dimensional."""
+    is used, or all other parts if none is called so; the mask may also be in the info. The success of an agent in a
+    game is the last `is_success` that its infos gave; an agent may give none. With `state` the env's global state is
+    used. Raises ValueError if it is not one-dimensional."""
 
     def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
@@ -63,8 +65,10 @@ class _PettingZooGame:
             has_action_mask=can_use_action_mask(
                 has_masks, [choice.space for choice in self.action_decoders], False, str(env)
             ),
+            success_of="seat",
             has_seat_terminated=len(self.agents) > 1,
         )
+        self.seat_success = np.full(len(self.agents), np.nan, np.float32)  # in the current episode
         if state and not self.spec.state_size:
             raise ValueError(
                 f"state: {env} has no global state that is a row of numbers, so critics would see all observations "
@@ -124,9 +128,18 @@ class _PettingZooGame:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
 
     def clear_ended(self) -> None:
-        """Clears the agents that ended in the last game."""
+        """Clears the agents that ended, and those that reported success, in the last game."""
         self.terminated_agents.clear()
         self.truncated_agents.clear()
+        self.seat_success[:] = np.nan
+
+    def record_success(self, infos: dict[Any, dict[str, Any]]) -> None:
+        """Records the successes that agents report in these infos."""
+        for agent, info in infos.items():
+            if info and SUCCESS_KEY in info and agent in self.seat_numbers:
+                self.seat_success[self.seat_numbers[agent]] = require_flag(
+                    info[SUCCESS_KEY], f"{SUCCESS_KEY} of agent {agent}"
+                )
 
     def record_ended(self, terminated: dict[Any, bool], truncated: dict[Any, bool]) -> None:
         """Records the agents that a step ended; agents that the env terminates and truncates at once count as
@@ -214,6 +227,7 @@ class ParallelGame(_PettingZooGame):
         """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
         of envs that may themselves be as fast."""
         self.live_agents = live
+        self.record_success(infos)
         observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
@@ -227,7 +241,11 @@ class ParallelGame(_PettingZooGame):
                 observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
         agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
         return SingleStep(
-            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+            observations,
+            agent_mask,
+            action_mask=action_mask if self.spec.has_action_mask else None,
+            state=self.state(),
+            success=self.seat_success,
         )
 
 
@@ -271,6 +289,7 @@ class AECGame(_PettingZooGame):
         terminated = self.flags(terminated, "terminates")
         truncated = self.flags(truncated, "truncates")
         self.record_ended(terminated, truncated)
+        self.record_success(env.infos)
         over = all(terminated[agent] or truncated[agent] for agent in agents)
         if not over and (self.terminated_agents or self.truncated_agents):
             remove_ended(env)
@@ -320,7 +339,11 @@ class AECGame(_PettingZooGame):
             )
         agent_mask = [agent == selected for agent in self.agents]
         return SingleStep(
-            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+            observations,
+            agent_mask,
+            action_mask=action_mask if self.spec.has_action_mask else None,
+            state=self.state(),
+            success=self.seat_success,
         )
 
 

@@ -70,6 +70,22 @@ def distances(board: Grid, start: int, blocked: Collection[int] = ()) -> dict[in
     return far
 
 
+def walk(board: Grid, start: int, to: int, blocked: Collection[int] = ()) -> list[int] | None:
+    """Returns the directions of a shortest walk that does not enter `blocked`, straight on where it can be; None if
+    there is no walk."""
+    far = distances(board, to, blocked)
+    if start not in far:
+        return None
+    directions: list[int] = []
+    at = start
+    while at != to:
+        nearer = [d for d in range(4) if far.get(board.neighbors[at][d], far[at]) < far[at]]
+        straight = directions[-1:] if directions and directions[-1] in nearer else nearer
+        directions.append(straight[0])
+        at = board.neighbors[at][straight[0]]
+    return directions
+
+
 @cache
 def cell_names(size: int) -> tuple[str, ...]:
     """Returns the name of each cell, such as "r2 c3"."""

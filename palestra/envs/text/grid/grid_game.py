@@ -6,6 +6,7 @@ separate: the team reward is for changes of the board, a local reward for what o
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -43,6 +44,7 @@ class GridGame(Env):
     picture = "grid"
     compact_name = ""  # the game's name in compact role prompts
     plan_format = ""
+    plan_parts = 1  # maximum parts of a plan
     rules_text = ""
 
     def __init__(
@@ -83,6 +85,14 @@ class GridGame(Env):
         """
 
     @abstractmethod
+    def solution(self, state: Any) -> tuple[Any, ...]:
+        """Returns the parts of a plan that solves the puzzle, of any number; () if there is none."""
+
+    @abstractmethod
+    def moves_of(self, state: Any, plan: tuple[Any, ...]) -> list[int]:
+        """Returns the moves that carry out the plan as far as possible, of any number."""
+
+    @abstractmethod
     def move(self, state: Any, direction: int) -> Any | None:
         """Returns the state after one move, None if the move is illegal."""
 
@@ -118,6 +128,18 @@ class GridGame(Env):
         if self.seats[self._acting] == "planner":
             return self._planned(answer)
         return self._moved(answer)
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns an answer from a solution: a planner's is its next parts, an executor carries out its plan, and any
+        mover that has no feasible plan walks on to the solution. A lost puzzle is played at random."""
+        solution = self.solution(self.state)
+        if seat == "planner" and solution:
+            answer = self.write_plan(solution[: self.plan_parts])
+        else:
+            moves = self.moves_of(self.state, self.plan) if seat == "executor" and self.plan else []
+            moves = moves or self.moves_of(self.state, solution) or [rng.randrange(4)]
+            answer = " ".join(DIRECTIONS[direction] for direction in moves[: self.moves])
+        return answer if self.rendering == "compact" else f"#### {answer}"
 
     # ---- one answer
 

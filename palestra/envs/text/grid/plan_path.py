@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
-from palestra.envs.support.options import BoardRendering, RewardMode, check_range
+from palestra.envs.support.options import BoardRendering, RewardMode, Shaping, check_range
 from palestra.envs.support.splits import Split, draw_layout
 from palestra.envs.text.grid.grid import (
     Grid,
@@ -26,6 +26,7 @@ from palestra.envs.text.grid.grid import (
     manhattan,
     parse_cells,
     reachable,
+    walk,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
 
@@ -105,7 +106,7 @@ class PlanPath(GridGame):
         max_waypoints: int = 3,
         max_moves: int = 6,
         reward: RewardMode = "dense",
-        shaping: Literal["manhattan", "path"] = "manhattan",
+        shaping: Shaping = "manhattan",
         rendering: BoardRendering = "compact",
     ) -> None:
         check_range("size", size, 3, 16)
@@ -114,7 +115,7 @@ class PlanPath(GridGame):
         self.size = size
         self.density = wall_density
         self.split = split
-        self.waypoints = max_waypoints
+        self.plan_parts = max_waypoints
         self.shaping = shaping
         self.plan_format = (
             f"A plan is 1 to {max_waypoints} cells to walk to one after the other, each in a straight free line from "
@@ -126,7 +127,7 @@ class PlanPath(GridGame):
         return _instance(seed, self.size, self.density, self.split)
 
     def parse_plan(self, answer: Any) -> tuple[int, ...] | None:
-        return parse_cells(answer, self.size, self.waypoints)
+        return parse_cells(answer, self.size, self.plan_parts)
 
     def write_plan(self, plan: tuple[int, ...]) -> str:
         return format_cells(self.size, plan)
@@ -158,6 +159,23 @@ class PlanPath(GridGame):
             return 1.0 if stops else 0.0
         far, near = (manhattan(self.size, state, stops[done]) for state in (begun, states[-1]))
         return (done + max(0, far - near) / (far + 1)) / len(stops)
+
+    def solution(self, state: int) -> tuple[int, ...]:
+        board = self.instance.grid
+        directions = walk(board, state, self.instance.goal) or []
+        corners: list[int] = []
+        for direction, following in zip(directions, [*directions[1:], None], strict=True):
+            state = board.neighbors[state][direction]
+            if direction != following:
+                corners.append(state)
+        return tuple(corners)
+
+    def moves_of(self, state: int, plan: tuple[int, ...]) -> list[int]:
+        moves: list[int] = []
+        for stop in self._stops(state, plan):
+            moves += walk(self.instance.grid, state, stop) or ()
+            state = stop
+        return moves
 
     def move(self, state: int, direction: int) -> int | None:
         cell = self.instance.grid.neighbors[state][direction]

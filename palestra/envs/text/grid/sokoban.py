@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
-from palestra.envs.support.options import BoardRendering, RewardMode, check_range
+from palestra.envs.support.options import BoardRendering, RewardMode, Shaping, check_range
 from palestra.envs.support.splits import Split, draw_layout
 from palestra.envs.text.grid import sokoban_solver as rules
 from palestra.envs.text.grid.grid import (
     DIRECTIONS,
+    OPPOSITE,
     Grid,
     cell_names,
     describe_cell,
@@ -21,6 +22,7 @@ from palestra.envs.text.grid.grid import (
     format_cells,
     make_grid,
     parse_pushes,
+    walk,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
 from palestra.envs.text.grid.sokoban_solver import SokobanState
@@ -43,6 +45,11 @@ class SokobanLayout:
     goals: frozenset[int]
     start: SokobanState
     static_text: str
+
+    @cached_property
+    def moves_to_solve(self) -> dict[tuple[int, int], int]:
+        """The fewest moves from each solvable state of a single box."""
+        return rules.moves_to_solve(self.grid, self.goals)
 
     @property
     def size(self) -> int:
@@ -88,7 +95,9 @@ class Sokoban(GridGame):
     moves.
 
     `size` is the number of rows and columns inside the border; `walls` counts the walls inside it, by default one per
-    12 cells. A state is (player, boxes). Raises ValueError if an option is out of range.
+    12 cells. Dense rewards measure progress by the Manhattan distance of boxes and goals, which leads into lost
+    states; or, with one box, with `shaping: path` by the fewest moves to the solution (a lost state counts twice those
+    of the start), which reveals it. A state is (player, boxes). Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "sokoban"
@@ -107,6 +116,7 @@ class Sokoban(GridGame):
         max_pushes: int = 3,
         max_moves: int = 6,
         reward: RewardMode = "dense",
+        shaping: Shaping = "manhattan",
         rendering: BoardRendering = "compact",
     ) -> None:
         check_range("size", size, 3, 12)
@@ -114,10 +124,13 @@ class Sokoban(GridGame):
         self.walls = size * size // 12 if walls is None else walls
         check_range("walls", self.walls, 0, size * size - 2 * boxes - 1)
         check_range("max_pushes", max_pushes, 1, 16)
+        if shaping == "path" and boxes > 1:
+            raise ValueError(f"shaping: path counts the moves of one box, but boxes is {boxes}: use shaping: manhattan")
         self.size = size
         self.boxes = boxes
+        self.shaping = shaping
         self.split = split
-        self.pushes = max_pushes
+        self.plan_parts = max_pushes
         self.plan_format = f"A plan is 1 to {max_pushes} pushes, " + (
             "each a direction, for example: #### left left up"
             if boxes == 1
@@ -129,7 +142,7 @@ class Sokoban(GridGame):
         return _instance(seed, self.size, self.boxes, self.walls, self.split)
 
     def parse_plan(self, answer: Any) -> tuple[tuple[int, int], ...] | None:
-        return parse_pushes(answer, self.boxes, self.pushes)
+        return parse_pushes(answer, self.boxes, self.plan_parts)
 
     def write_plan(self, plan: tuple[tuple[int, int], ...]) -> str:
         numbered = self.boxes > 1
@@ -166,11 +179,44 @@ class Sokoban(GridGame):
             states.append(state := after)
         return states
 
+    def solution(self, state: SokobanState) -> tuple[tuple[int, int], ...]:
+        if self.boxes > 1:
+            return tuple(rules.solve(self.instance.grid, state, self.instance.goals) or ())
+        far = self.instance.moves_to_solve
+        pushes: list[tuple[int, int]] = []
+        while far.get((state[0], state[1][0])):
+            reached = [(d, self.move(state, d)) for d in range(4)]
+            direction, after = min(
+                ((d, after) for d, after in reached if after is not None),
+                key=lambda move: far.get((move[1][0], move[1][1][0]), len(far)),
+            )
+            if after[1] != state[1]:
+                pushes.append((0, direction))
+            state = after
+        return tuple(pushes)
+
+    def moves_of(self, state: SokobanState, plan: tuple[tuple[int, int], ...]) -> list[int]:
+        moves: list[int] = []
+        for box, direction in plan:
+            after = rules.push(self.instance.grid, state, box, direction)
+            if after is None:
+                break
+            stand = self.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
+            moves += [*(walk(self.instance.grid, state[0], stand, state[1]) or ()), direction]
+            state = after
+        return moves
+
     def move(self, state: SokobanState, direction: int) -> SokobanState | None:
         return rules.move(self.instance.grid, state, direction)
 
     def potential(self, state: SokobanState) -> int:
-        return rules.box_goal_distance(self.size, state[1], self.instance.goals)
+        player, boxes = state
+        if self.shaping == "manhattan":
+            return rules.box_goal_distance(self.size, boxes, self.instance.goals)
+        far = self.instance.moves_to_solve
+        start_player, start_boxes = self.instance.start
+        lost = 2 * far[start_player, start_boxes[0]]
+        return min(far.get((player, boxes[0]), lost), lost)
 
     def is_solved(self, state: SokobanState) -> bool:
         return bool(self.instance.goals.issuperset(state[1]))

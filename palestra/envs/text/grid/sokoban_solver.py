@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
 from itertools import count, permutations
 
@@ -83,6 +84,31 @@ def solve(
                 bound = cost + 1 + heuristic_weight * box_goal_distance(board.size, after[1], goals)
                 heapq.heappush(queue, (bound, -cost - 1, next(fresh), after))
     return None
+
+
+def moves_to_solve(board: Grid, goals: Iterable[int]) -> dict[tuple[int, int], int]:
+    """Returns the minimum number of moves to push a single box onto a goal, by the cells of player and box.
+
+    States from which it cannot be done are missing. Breadth-first, backwards from the solved states.
+    """
+    there = set(goals)
+    cells = [cell for cell in range(board.size**2) if cell not in board.walls]
+    far = {(player, goal): 0 for goal in there for player in cells if player != goal}
+    queue = deque(far)
+    while queue:
+        player, box = state = queue.popleft()
+        for direction in range(4):
+            came = board.neighbors[player][OPPOSITE[direction]]
+            if came < 0:
+                continue
+            before = [(came, box)] if came != box else []
+            if board.neighbors[player][direction] == box:
+                before.append((came, player))  # this move pushed the box to where it is
+            for earlier in before:
+                if earlier not in far and earlier[1] not in there:
+                    far[earlier] = far[state] + 1
+                    queue.append(earlier)
+    return far
 
 
 def live_cells(board: Grid, goals: Iterable[int]) -> set[int]:

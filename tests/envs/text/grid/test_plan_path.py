@@ -1,5 +1,7 @@
 """Plan-Path against cases worked by hand."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,3 +155,16 @@ def test_every_instance_is_solvable_and_named_by_its_seed(seed, size, split):
 @pytest.mark.parametrize("reward", ["dense", "outcome"])
 def test_env_passes_the_env_check(team, rendering, reward):
     check_env(lambda: make_env("plan_path", size=4, team=team, rendering=rendering, reward=reward))
+
+
+@pytest.mark.parametrize("team", ["planner_executor", "single"])
+def test_expert_walks_a_shortest_path_in_straight_lines(team):
+    for seed in range(50):
+        env = PlanPath(size=8, team=team, max_turns=12)
+        step = env.reset(seed)
+        shortest = env.instance.goal_distances[env.state]
+        while not step.done:
+            (seat,) = step.observations
+            step = env.step({seat: env.expert(seat, Random(seed))})
+            assert not step.info["invalid"]
+        assert step.info["success"] and step.info["steps"] == shortest

@@ -1,5 +1,8 @@
 """Sokoban and its solver against cases worked by hand."""
 
+from collections import deque
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,3 +180,64 @@ def test_solver_solves_every_instance(seed, size, boxes, split):
 @pytest.mark.parametrize("boxes", [1, 2])
 def test_env_passes_the_env_check(team, rendering, boxes):
     check_env(lambda: make_env("sokoban", size=5, boxes=boxes, team=team, rendering=rendering))
+
+
+def moves_by_forward_search(env: Sokoban) -> int:
+    """The fewest moves from the env's state to a solution, by breadth-first play."""
+    far = {env.state: 0}
+    queue = deque([env.state])
+    while queue:
+        state = queue.popleft()
+        if env.is_solved(state):
+            return far[state]
+        for after in (env.move(state, direction) for direction in range(4)):
+            if after is not None and after not in far:
+                far[after] = far[state] + 1
+                queue.append(after)
+    raise AssertionError("no solution")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_path_shaping_counts_the_fewest_moves(seed):
+    env = Sokoban(size=6, walls=4, shaping="path")
+    env.reset(seed)
+    assert env.potential(env.state) == moves_by_forward_search(env)
+
+
+def test_path_shaping_by_hand(monkeypatch):
+    env = game(monkeypatch, "#o.. .1.. ...@ ....", shaping="path")
+    env.reset(0)
+    assert env.potential(env.state) == 3  # left, left, up: the last pushes the box onto the goal
+    assert env.step({"planner": "left"}).rewards == {"planner": -1}  # along the border it can never go right again
+    assert env.step({"executor": "left"}).team_reward == pytest.approx(1 / 3)
+    env.step({"planner": "up"})
+    assert env.step({"executor": "left up"}).team_reward == pytest.approx(2 / 3 + 1)
+
+
+def test_path_shaping_is_of_one_box():
+    with pytest.raises(ValueError, match=r"moves of one box, but boxes is 2: use shaping: manhattan"):
+        Sokoban(boxes=2, shaping="path")
+
+
+@pytest.mark.parametrize(("boxes", "bar"), [(1, 0.97), (2, 0.6)])
+def test_expert_solves_by_plans_that_it_carries_out(boxes, bar):
+    wins = []
+    for seed in range(100):
+        env = Sokoban(size=6, walls=3, boxes=boxes)
+        step = env.reset(seed)
+        while not step.done:
+            (seat,) = step.observations
+            step = env.step({seat: env.expert(seat, Random(seed))})
+            assert not step.info["invalid"]
+        wins.append(step.info["success"])
+    assert sum(wins) / len(wins) >= bar  # the rest takes more moves than four turns have
+
+
+@pytest.mark.parametrize("team", ["alternating", "single"])
+def test_expert_of_other_teams_says_words_in_the_ascii_rendering(team):
+    env = Sokoban(team=team, rendering="ascii")
+    step = env.reset(1)
+    while not step.done:
+        (seat,) = step.observations
+        step = env.step({seat: env.expert(seat, Random(0))})
+    assert step.info["success"]
