@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
 from palestra.core.types import Seat
 
 Arrays = dict[str, np.ndarray]
+ReportsSuccess = bool | Literal["by_seat"]
 RenderFrame = np.ndarray | str  # uint8 [H, W, 3] or [H, W], or a text
 
 
@@ -127,18 +128,17 @@ def empty_step(
     *,
     num_actions: int | None = None,
     state_size: int = 0,
-    reports_success: bool = False,
-    has_seat_success: bool = False,
+    reports_success: ReportsSuccess = False,
     has_seat_terminated: bool = False,
     dtype: Any = np.float32,
 ) -> VectorStep:
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
-    length, `reports_success` the array of successes of games, `has_seat_success` that of seats, `has_seat_terminated`
+    length, `reports_success` the array of successes, those of games or "by_seat", `has_seat_terminated`
     `seat_terminated`."""
     B = num_envs
     N = num_seats
-    success = np.zeros(B, bool) if reports_success else None
+    success = np.zeros((B, N), np.float32) if reports_success == "by_seat" else np.zeros(B, bool)
     return VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),
@@ -149,7 +149,7 @@ def empty_step(
         action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
         state=np.zeros((B, state_size), np.float32) if state_size else None,
         final_state=np.zeros((B, state_size), np.float32) if state_size else None,
-        success=np.zeros((B, N), np.float32) if has_seat_success else success,
+        success=success if reports_success else None,
         seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
 

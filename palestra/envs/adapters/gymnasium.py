@@ -296,7 +296,7 @@ class GymnasiumGame:
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
-        success = info.get("is_success")
+        success: Any = info.get("is_success")
         if success is None and not is_masked:
             success = self._first_success()
         self.spec = VectorEnvSpec(
@@ -305,8 +305,7 @@ class GymnasiumGame:
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
-            reports_success=success is not None,
-            has_seat_success=several and np.size(success) > 1,
+            reports_success="by_seat" if several and np.size(success) > 1 else success is not None,
             has_seat_terminated=several,
         )
 
@@ -376,7 +375,7 @@ class GymnasiumGame:
         )
 
     def _success(self, value: Any) -> bool | np.ndarray:
-        if not self.spec.has_seat_success:
+        if self.spec.reports_success != "by_seat":
             return require_flag(value, "is_success")
         return np.broadcast_to(self.flags(value, "is_success"), len(self.spec.seats))
 

@@ -22,6 +22,7 @@ from palestra.envs.vector_base import (
     GamesDiffer,
     MultiDiscrete,
     RenderFrame,
+    ReportsSuccess,
     Space,
     VectorEnv,
     VectorStep,
@@ -33,8 +34,8 @@ from palestra.envs.vector_base import (
 class VectorEnvSpec:
     """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
     `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
-    `reports_success`: games report success; `has_seat_success`: seats may report their own; `has_seat_terminated`:
-    seats can terminate before their game ends.
+    `reports_success`: games report success, or seats may report their own ("by_seat"); `has_seat_terminated`: seats can
+    terminate before their game ends.
 
     Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
     array.
@@ -46,8 +47,7 @@ class VectorEnvSpec:
     state_size: int = 0
     uint8_observations: bool = False
     has_action_mask: bool = False
-    reports_success: bool = False
-    has_seat_success: bool = False
+    reports_success: ReportsSuccess = False
     has_seat_terminated: bool = False
 
     def __post_init__(self) -> None:
@@ -71,7 +71,6 @@ class VectorEnvSpec:
             else None,
             state_size=self.state_size,
             reports_success=self.reports_success,
-            has_seat_success=self.has_seat_success,
             has_seat_terminated=self.has_seat_terminated,
             dtype=np.uint8 if self.uint8_observations else np.float32,
         )
