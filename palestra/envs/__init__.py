@@ -10,12 +10,11 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from palestra.core.config.user_modules import explain_import_error, import_object
+from palestra.core.config.user_modules import entry_point_paths, explain_import_error, import_object
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env
@@ -125,7 +124,7 @@ def is_vector_config(tree: Mapping[str, Any]) -> bool:
 
 def known_envs() -> dict[str, str]:
     """Returns the import path ("module:Class") of every named env: entry points, built-in text and vector envs."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | TEXT_ENVS | VECTOR_ENVS
+    return entry_point_paths(ENTRY_POINT_GROUP) | TEXT_ENVS | VECTOR_ENVS
 
 
 def load_env_class(type: str) -> type[Env] | type[VectorEnv]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
@@ -41,7 +42,11 @@ WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
 
 class AlgorithmConfig(StrictModel, ABC):
-    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game."""
+    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game. A
+    config selects a user's own subclass with `type: "module:Class"`."""
+
+    rollout_length: int = Field(16, ge=1)
+    """Rollout length: steps of every parallel game between updates."""
 
     @abstractmethod
     def learner_class(self) -> Callable[..., NetLearner]:

@@ -1,0 +1,89 @@
+"""One of each thing that a user may add from outside the package. The tests copy this file to a folder of its own."""
+
+import numpy as np
+
+from palestra.core.losses import policy_gradient_loss
+from palestra.envs import VectorEnv
+from palestra.envs.vector_base import Discrete, empty_step
+from palestra.text.algorithms.grpo import GRPO
+from palestra.vector.algorithms.ppo import PPO
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
+
+
+class Echo(VectorEnv):
+    """Each of two seats sees one of four numbers, and is paid 1 for saying it. A game is one step."""
+
+    name = "echo"
+    seats = ("left", "right")
+
+    def __init__(self, num_envs: int = 32) -> None:
+        self.num_envs = num_envs
+        self.observation_shapes = ((4,), (4,))
+        self.action_spaces = (Discrete(4), Discrete(4))
+        self.vector_step = empty_step(num_envs, 2, (4,))
+
+    def reset(self, seeds):
+        self.rngs = [np.random.default_rng(seed) for seed in seeds]
+        self.vector_step.rewards[:] = 0
+        self.vector_step.terminated[:] = False
+        return self._deal()
+
+    def step(self, actions):
+        self.vector_step.final_obs[:] = self.vector_step.obs
+        self.vector_step.rewards[:] = actions == self.numbers
+        self.vector_step.terminated[:] = True
+        return self._deal()
+
+    def _deal(self):
+        self.numbers = np.stack([rng.integers(4, size=2) for rng in self.rngs])
+        self.vector_step.obs[:] = np.eye(4, dtype=np.float32)[self.numbers]
+        return self.vector_step
+
+
+class Reinforce(AlgorithmConfig):
+    """REINFORCE for games of one step: each action is weighted by its reward minus the mean reward."""
+
+    type: str = "own_things:Reinforce"
+    entropy_coef: float = 0.01
+
+    def learner_class(self):
+        return ReinforceLearner
+
+
+class ReinforceLearner(NetLearner):
+    def __init__(self, config, spec):
+        super().__init__(spec)
+        self.config = config
+
+    def update(self, batch, progress):
+        metrics = {}
+        for stack in self.stacks:
+            outputs, _ = stack.net.unroll(stack.observations(batch.obs)[:, :-1])
+            logp, entropy = stack.head.evaluate_actions(outputs, stack.actions(batch), None)
+            rewards = stack.rows(batch.rewards)
+            advantages = rewards - rewards.mean((1, 2), keepdim=True)
+            losses = -(advantages * logp + self.config.entropy_coef * entropy).mean((1, 2))
+            stack.optimizer.step(losses.sum(), progress)
+            stack.version += 1
+            for name, loss in zip(stack.seat_mapping.names, losses.tolist(), strict=True):
+                metrics[name] = {"policy_loss": loss, "reward_of_rollout": float(rewards.mean())}
+        return metrics
+
+
+class UnclippedPPO(PPO):
+    """PPO with the plain policy gradient as its loss."""
+
+    type: str = "own_things:UnclippedPPO"
+    epochs: int = 1
+
+    def loss(self, rows):
+        return policy_gradient_loss(rows)
+
+
+class Median(GRPO):
+    """GRPO whose advantages are against the median of a group."""
+
+    type: str = "own_things:Median"
+
+    def advantages(self, values, group):
+        return (np.array(values) - np.median(values)).tolist()
