@@ -1,6 +1,7 @@
 """One of each thing that a user may add from outside the package. The tests copy this file to a folder of its own."""
 
 import numpy as np
+import torch
 
 from palestra.core.losses import policy_gradient_loss
 from palestra.envs import VectorEnv
@@ -87,3 +88,47 @@ class Median(GRPO):
 
     def advantages(self, values, group):
         return (np.array(values) - np.median(values)).tolist()
+
+
+class Layers(torch.nn.Module):
+    """Two layers with an activation function that palestra does not have."""
+
+    def __init__(self, observation_shape: tuple[int, ...], *, units: int = 32) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(observation_shape[0], units), torch.nn.GELU(), torch.nn.Linear(units, units)
+        )
+
+    def forward(self, obs):
+        return torch.nn.functional.silu(self.layers(obs))
+
+
+class Memory(torch.nn.Module):
+    """An LSTM, whose recurrent state is its hidden and its cell state."""
+
+    def __init__(self, observation_shape: tuple[int, ...], *, units: int = 16) -> None:
+        super().__init__()
+        self.state_size = 2 * units
+        self.cell = torch.nn.LSTMCell(observation_shape[0], units)
+
+    def forward(self, obs, state):
+        hidden, cell = self.cell(obs, state.chunk(2, -1))
+        return hidden, torch.cat([hidden, cell], -1)
+
+
+class Flat(torch.nn.Linear):
+    """A network that forgets the rows."""
+
+    def __init__(self, observation_shape: tuple[int, ...]) -> None:
+        super().__init__(observation_shape[0], 8)
+
+    def forward(self, obs):
+        return super().forward(obs).flatten()
+
+
+class Normed(Layers):
+    """A network with statistics that are no parameters."""
+
+    def __init__(self, observation_shape: tuple[int, ...]) -> None:
+        super().__init__(observation_shape)
+        self.layers.append(torch.nn.BatchNorm1d(32))

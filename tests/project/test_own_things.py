@@ -111,3 +111,18 @@ def test_algorithm_that_does_not_fit_is_refused_in_one_line(own_things, algorith
     with pytest.raises(ValueError) as caught:
         train_echo(algorithm=algorithm)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("network", ["Layers", "Memory"])
+def test_own_network_learns_and_is_played_from_its_folder(own_things, network) -> None:
+    policies = {"default": pl.vector.Net(lr=1e-2, network={"type": getattr(own_things, network), "units": 24})}
+    run = train_echo(policies=policies, algorithm=pl.vector.PPO(rollout_length=8, minibatches=4), steps=5_120)
+    assert run.config["policies"]["default"]["network"] == {"type": f"own_things:{network}", "units": 24}
+    assert any("weights" in key for key in load_policy(run))
+    assert run.evaluate(episodes=64).metrics["return"] > 0.95
+    frozen = {
+        "default": {"type": "frozen", "path": f"{run.path}:default", "greedy": True},
+        "new": pl.vector.Net(lr=1e-2),
+    }
+    other = train_echo(policies=frozen, seats={"left": "default", "right": "new"}, steps=512, name="other")
+    assert other.evals["returns.left"].iloc[-1] > 0.95

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from functools import cache
+from typing import Any, get_args, get_type_hints
 
-from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializationInfo, create_model
 from pydantic_core import core_schema
 
-from palestra.core.config.model import validate
+from palestra.core.config.model import StrictModel, validate
 from palestra.core.config.presets import Preset, expand_preset
 from palestra.core.config.user_modules import entry_point_paths, import_path, load_object
+
+Class = type[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +82,44 @@ class OwnTypes:
         if self.config is not None:
             return validate(self.config, tree)
         raise ValueError(f"{path} is not a subclass of {self.base.__module__}.{self.base.__name__}")
+
+
+@cache
+def init_options(cls: Any, leave_out: int = 0) -> type[BaseModel]:
+    """Returns the arguments of `cls.__init__` as a model, with types and defaults, but for the first `leave_out` of
+    them."""
+    parameters = list(inspect.signature(cls).parameters.values())[leave_out:]
+    hints = get_type_hints(cls.__init__, include_extras=True)
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    fields: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
+    return create_model(f"{cls.__name__}Options", __config__=config, __doc__=cls.__doc__, **fields)
+
+
+class OwnObject(StrictModel):
+    """What a user's own class makes, which is no config: `type` names the class, other keys are its options."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    """The class, as "module:Class"."""
+
+    def check_class(self, base: Class, what: str, leave_out: int = 1) -> None:
+        """Raises ValueError if the class is no subclass of `base`, or its constructor does not take the options.
+        `leave_out` is the number of its first arguments, which are no options."""
+        cls = load_object(self.type, what)
+        if not (inspect.isclass(cls) and issubclass(cls, base)):
+            raise ValueError(f"{self.type} is not a subclass of {base.__module__}.{base.__qualname__}")
+        validate(init_options(cls, leave_out), self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that the config sets."""
+        return dict(self.model_extra or {})
+
+    def build(self, *arguments: Any) -> Any:
+        """Returns a new object of the class, from `arguments` and the options."""
+        return load_object(self.type, "class")(*arguments, **self.options)

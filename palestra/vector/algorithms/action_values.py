@@ -249,10 +249,10 @@ def check_supported(
     actions."""
     kind = algorithm_name(config)
     for name, policy in policies.items():
-        if policy.gru_units:
+        if policy.is_recurrent:
             raise ValueError(
                 f"policy {name} is recurrent, but {kind} learns from single transitions, without the recurrent state "
-                "before them: set gru_units: 0, or train it with ppo or a2c"
+                "before them: leave gru_units (or a network with a state) out, or train it with ppo or a2c"
             )
     if isinstance(env.action_spaces[0], MultiDiscrete):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')

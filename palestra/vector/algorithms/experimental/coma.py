@@ -111,7 +111,7 @@ class COMALearner(NetLearner):
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
         lr = self.config.critic_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
+        config = stack.config.without_memory().model_copy(update={"lr": lr})
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
         target = copy.deepcopy(net).requires_grad_(False)

@@ -120,7 +120,7 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
     policy has no first step of a game."""
     transitions = read_demonstrations(paths, learner.env, learner.device)
     where = ", ".join(paths)
-    found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
+    found = [DemoBatch(stack, transitions, memory and stack.config.is_recurrent) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
             raise ValueError(
@@ -187,7 +187,7 @@ class BCLearner(NetLearner):
     def _learn(self, demos: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics of each member."""
         stack = demos.stack
-        length = self.config.sequence_length if demos.stack.config.gru_units else 1
+        length = self.config.sequence_length if demos.stack.config.is_recurrent else 1
         at, transitions = demos.sample(max(1, self.config.batch_size // length), length, generator)
         out, _ = stack.net.unroll(demos.network_inputs(at), None, demos.gather(demos.is_first, at))
         action_mask = None if demos.action_mask is None else demos.gather(demos.action_mask, at)
@@ -267,7 +267,7 @@ class GAILLearner(ActorCriticLearner):
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
         lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "communication_rounds": 0, "lr": lr})
+        config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         net = Net(
             (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),
