@@ -113,10 +113,12 @@ def test_algorithm_that_does_not_fit_is_refused_in_one_line(own_things, algorith
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("network", ["Layers", "Memory"])
+@pytest.mark.parametrize("network", ["Layers", pytest.param("Memory", marks=pytest.mark.slow)])
 def test_own_network_learns_and_is_played_from_its_folder(own_things, network) -> None:
     policies = {"default": pl.vector.Net(lr=1e-2, network={"type": getattr(own_things, network), "units": 24})}
-    run = train_echo(policies=policies, algorithm=pl.vector.PPO(rollout_length=8, minibatches=4), steps=5_120)
+    run = train_echo(
+        policies=policies, algorithm=pl.vector.PPO(rollout_length=4, minibatches=4, epochs=4), steps=10_240
+    )
     assert run.config["policies"]["default"]["network"] == {"type": f"own_things:{network}", "units": 24}
     assert any("weights" in key for key in load_policy(run))
     assert run.evaluate(episodes=64).metrics["return"] > 0.95

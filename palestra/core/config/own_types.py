@@ -111,7 +111,8 @@ class OwnObject(StrictModel):
         """Raises ValueError if the class is no subclass of `base`, or its constructor does not take the options.
         `leave_out` is the number of its first arguments, which are no options."""
         cls = load_object(self.type, what)
-        if not (inspect.isclass(cls) and issubclass(cls, base)):
+        fits = inspect.isclass(cls) and issubclass(cls, base)
+        if not fits:
             raise ValueError(f"{self.type} is not a subclass of {base.__module__}.{base.__qualname__}")
         validate(init_options(cls, leave_out), self.options)
 
