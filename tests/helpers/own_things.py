@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from palestra.core.losses import policy_gradient_loss
-from palestra.envs import VectorEnv
+from palestra.core.types import Step
+from palestra.envs import Env, VectorEnv
 from palestra.envs.vector_base import Discrete, empty_step
 from palestra.text.algorithms.grpo import GRPO
 from palestra.vector.algorithms.ppo import PPO
@@ -39,6 +40,22 @@ class Echo(VectorEnv):
         self.numbers = np.stack([rng.integers(4, size=2) for rng in self.rngs])
         self.vector_step.obs[:] = np.eye(4, dtype=np.float32)[self.numbers]
         return self.vector_step
+
+
+class Letters(Env):
+    """A language agent is paid 1 for an answer that does not begin with h, as those of the tiny base do. A game is one
+    answer."""
+
+    name = "letters"
+    seats = ("writer",)
+    roles = {"writer": "write"}
+
+    def reset(self, seed: int) -> Step:
+        return Step({"writer": f"game {seed % 1000}"})
+
+    def step(self, actions):
+        is_other = not actions["writer"].startswith("h")
+        return Step({}, team_reward=float(is_other), info={"success": is_other})
 
 
 class Reinforce(AlgorithmConfig):
@@ -132,3 +149,23 @@ class Normed(Layers):
     def __init__(self, observation_shape: tuple[int, ...]) -> None:
         super().__init__(observation_shape)
         self.layers.append(torch.nn.BatchNorm1d(32))
+
+
+class SignDescent(torch.optim.Optimizer):
+    """Signed momentum, as in Lion (Chen et al., 2023)."""
+
+    def __init__(self, params, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._change(parameter, self.state[parameter], group)
+
+    def _change(self, parameter, state, group):
+        state["steps"] = state.get("steps", 0) + 1
+        momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+        momentum.lerp_(parameter.grad, 1 - group["beta"])
+        parameter.sub_(momentum.sign(), alpha=group["lr"])

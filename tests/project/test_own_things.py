@@ -128,3 +128,23 @@ def test_own_network_learns_and_is_played_from_its_folder(own_things, network) -
     }
     other = train_echo(policies=frozen, seats={"left": "default", "right": "new"}, steps=512, name="other")
     assert other.evals["returns.left"].iloc[-1] > 0.95
+
+
+def test_own_optimizer_trains_networks(own_things) -> None:
+    policies = {"default": pl.vector.Net(lr=3e-3, optimizer={"type": own_things.SignDescent, "beta": 0.8})}
+    run = train_echo(policies=policies, algorithm=own_things.Reinforce(), steps=10_240)
+    assert run.config["policies"]["default"]["optimizer"] == {"type": "own_things:SignDescent", "beta": 0.8}
+    assert run.evals["return"].iloc[-1] > 0.9
+
+
+def test_own_algorithm_optimizer_and_env_of_language_agents(own_things) -> None:
+    sampling = {"max_tokens": 1, "temperature": 1.5}
+    policy = pl.Lora("tiny", lr=1e-2, optimizer={"type": "own_things:SignDescent"}, sampling=sampling)
+    algorithm = own_things.Median(group_size=4, branch_at="root")
+    evals = {"test": {"episodes": 64, "every": 8}}
+    parts = {"policies": {"default": policy}, "algorithm": algorithm, "episodes": 16, "steps": 8, "evals": evals}
+    run = pl.train(env=own_things.Letters, **parts)
+    assert run.config["env"]["type"] == "own_things:Letters" and run.config["algorithm"]["type"] == "own_things:Median"
+    assert run.config["policies"]["default"]["optimizer"] == {"type": "own_things:SignDescent"}
+    first, *_, last = run.evals["success"]
+    assert first < 0.6 and last > 0.9

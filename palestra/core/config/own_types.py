@@ -44,6 +44,8 @@ class OwnTypes:
         def resolve(tree: Any, known: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if isinstance(tree, self.base):
                 return tree
+            if isinstance(tree, str):
+                raise ValueError(f"write a mapping, with options beside the type: {{type: {tree}}}")
             tree = expand_preset(tree, self.presets)
             shipped = {variant.model_fields["type"].default for variant in get_args(source)}
             path = self._own_path(tree["type"], shipped) if isinstance(tree, Mapping) and "type" in tree else ""
@@ -85,10 +87,10 @@ class OwnTypes:
 
 
 @cache
-def init_options(cls: Any, leave_out: int = 0) -> type[BaseModel]:
-    """Returns the arguments of `cls.__init__` as a model, with types and defaults, but for the first `leave_out` of
-    them."""
-    parameters = list(inspect.signature(cls).parameters.values())[leave_out:]
+def init_options(cls: Any, leave_out: tuple[str, ...] = ()) -> type[BaseModel]:
+    """Returns the arguments of `cls.__init__` as a model, with types and defaults, but for those that `leave_out`
+    names."""
+    parameters = [p for p in inspect.signature(cls).parameters.values() if p.name not in leave_out]
     hints = get_type_hints(cls.__init__, include_extras=True)
     free = any(p.kind is p.VAR_KEYWORD for p in parameters)
     fields: dict[str, Any] = {
@@ -107,9 +109,9 @@ class OwnObject(StrictModel):
     type: str
     """The class, as "module:Class"."""
 
-    def check_class(self, base: Class, what: str, leave_out: int = 1) -> None:
+    def check_class(self, base: Class, what: str, leave_out: tuple[str, ...]) -> None:
         """Raises ValueError if the class is no subclass of `base`, or its constructor does not take the options.
-        `leave_out` is the number of its first arguments, which are no options."""
+        `leave_out` names its arguments that are no options."""
         cls = load_object(self.type, what)
         fits = inspect.isclass(cls) and issubclass(cls, base)
         if not fits:
@@ -121,6 +123,6 @@ class OwnObject(StrictModel):
         """The options that the config sets."""
         return dict(self.model_extra or {})
 
-    def build(self, *arguments: Any) -> Any:
+    def build(self, *arguments: Any, **more: Any) -> Any:
         """Returns a new object of the class, from `arguments` and the options."""
-        return load_object(self.type, "class")(*arguments, **self.options)
+        return load_object(self.type, "class")(*arguments, **more, **self.options)

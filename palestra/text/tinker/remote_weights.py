@@ -35,8 +35,9 @@ from palestra.core.losses import (
     gspo_loss,
     importance_sampling_loss,
 )
+from palestra.core.optimizers import AdamW
 from palestra.core.types import Datum, Metrics, Sample
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     build_loss_inputs,
@@ -100,10 +101,10 @@ class RemoteWeights(Weights):
                 "servers load their bases themselves, but the policy sets long_context: leave that out, or train in "
                 "this process (engine: null)"
             )
-        if self.config.optimizer != "adamw":
+        if self.config.optimizer.type != "adamw":
             raise ValueError(
-                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer}: leave that out, or "
-                "train in this process (engine: null)"
+                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer.type}: leave that "
+                "out, or train in this process (engine: null)"
             )
         if variants := self.config.variants:
             raise ValueError(
@@ -218,15 +219,12 @@ class RemoteWeights(Weights):
             outputs.append(pb.ForwardBackwardOutput.FromString(reply.content))
         return outputs
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
+    def optim_step(self, step: OptimConfig) -> Metrics:
         """Runs one AdamW step. Returns the server's metrics."""
-        params = {
-            "learning_rate": adam.lr,
-            "beta1": adam.adam_betas[0],
-            "beta2": adam.adam_betas[1],
-            "eps": adam.adam_eps,
-        }
-        params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.max_grad_norm or 0.0}
+        adam = step.optimizer
+        assert isinstance(adam, AdamW)
+        params = {"learning_rate": step.lr, "beta1": adam.betas[0], "beta2": adam.betas[1], "eps": adam.eps}
+        params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": step.max_grad_norm or 0.0}
         reply = self._ask("optim_step", adam_params=params)
         return {key.partition(":")[0]: value for key, value in (reply.get("metrics") or {}).items()}
 

@@ -22,11 +22,11 @@ ROWS = 3  # of the observations with which a new network is tried
 
 
 class OwnNetwork(OwnObject):
-    """A network of one's own: a torch.nn.Module that is made with the shape of observations and the options."""
+    """A network of one's own: a torch.nn.Module that is made with `observation_shape` and the options."""
 
     @model_validator(mode="after")
     def _check_class(self) -> Self:
-        self.check_class(nn.Module, "network")
+        self.check_class(nn.Module, "network", leave_out=("observation_shape",))
         return self
 
     @property

@@ -27,7 +27,8 @@ from palestra.envs.vector_base import VectorEnv
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, encoding_size
 from palestra.vector.nets.layers import Net, make_generators
@@ -246,7 +247,7 @@ class Discriminator:
     expert's."""
 
     net: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
 
     def __call__(self, transitions: Tensor) -> Tensor:
         return self.net(transitions)[..., 0]
@@ -275,7 +276,7 @@ class GAILLearner(ActorCriticLearner):
             config,
             make_generators(seeds),
         ).to(self.device)
-        return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.process_group))
+        return Discriminator(net, StackedOptimizer(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
@@ -334,7 +335,7 @@ class GAILLearner(ActorCriticLearner):
             f"discriminator.{i}": discriminator.net for i, discriminator in enumerate(self.discriminators)
         }
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         own = {
             f"discriminator_adam.{i}": discriminator.optimizer for i, discriminator in enumerate(self.discriminators)
         }
