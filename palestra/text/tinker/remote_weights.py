@@ -27,13 +27,9 @@ import torch
 
 from palestra.core.files import atomic_write
 from palestra.core.losses import (
+    LOSSES,
     actor_critic_loss,
-    cispo_loss,
-    clipped_policy_loss,
     correct_mismatch,
-    cross_entropy_loss,
-    gspo_loss,
-    importance_sampling_loss,
 )
 from palestra.core.optimizers import AdamW
 from palestra.core.types import Datum, Metrics, Sample
@@ -49,7 +45,7 @@ from palestra.engine.training.micro_batch import (
 from palestra.service.wire import codec, tensors
 from palestra.service.wire import wire_pb2 as pb
 from palestra.service.wire.schemas.weights import MANIFEST
-from palestra.service.wire.validation import CLIP_OPTIONS, WEIGHTED_ONLY
+from palestra.service.wire.validation import CLIP_OPTIONS, LOSS_SPECS, WEIGHTED_ONLY
 from palestra.text.learners.lm import Weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.tinker.connection import ServiceConnection
@@ -59,12 +55,8 @@ MAX_CHUNK_SEQUENCES = 512  # sequences in one request, at most
 OFFICIAL_ALPHA = 32.0  # scale of adapters on official servers
 NO_CRITIC = "servers train no critic: train without --engine"
 REMOTE_FILE = "remote.json"  # file in a checkpoint's folder: the server path of the weights
-WIRE_LOSS_NAMES: dict[Callable, str] = {  # no dro: its penalty has no advantage to carry a token's share
-    cross_entropy_loss: "cross_entropy",
-    importance_sampling_loss: "importance_sampling",
-    clipped_policy_loss: "ppo",
-    cispo_loss: "cispo",
-    gspo_loss: "gspo",
+WIRE_LOSS_NAMES: dict[Callable, str] = {
+    LOSSES[spec.formula]: name for name, spec in LOSS_SPECS.items() if spec.for_runs
 }
 
 
