@@ -1,6 +1,7 @@
 """Trains a shipped base model from scratch: tokenizer, data, training, and a README with the number of examples.
 
     python scripts/make_tiny.py tiny       boards: Plan-Path and Sokoban, sums, small talk
+    python scripts/make_tiny.py boards     begun from tiny: the boards at full size, and how to walk to a cell
     python scripts/make_tiny.py tasks      every other task, in its shortest form
 
 Runs on one thread in fp32 with a fixed seed: the same machine and library versions give the same bytes. There is no
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -24,6 +26,7 @@ import numpy as np
 import task_data
 import tiny_data
 import torch
+from float32_muon import Float32Muon
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -31,6 +34,7 @@ from palestra.core.accel.malloc import keep_freed_memory
 from palestra.core.losses import cross_entropy_loss
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
+from palestra.engine.bases.pretrained import load_model, load_tokenizer
 from palestra.engine.training.adapter_weights import AdapterWeights
 
 
@@ -47,6 +51,9 @@ class Recipe:
     steps: int
     marks: tuple[str, ...] = ()
     said: dict[str, float] = field(default_factory=dict)
+    start: str = ""
+    muon: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
+    rates: tuple[float, float] = (2e-2, 4e-3)
 
     @property
     def specials(self) -> list[str]:
@@ -79,6 +86,17 @@ RECIPES = {
         4200,
         said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
     ),
+    "boards": Recipe(
+        partial(tiny_data.runs, mix=tiny_data.BOARDS),
+        [*BOARD_WORDS, *COORDINATES, *"0123456789"],
+        ("system", "user", "assistant"),
+        TEMPLATE,
+        4500,
+        said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
+        start="tiny",
+        muon=Float32Muon,
+        rates=(1e-2, 2e-3),
+    ),
     "tasks": Recipe(
         task_data.runs,
         [*COORDINATES, *"0123456789"],
@@ -92,9 +110,10 @@ RECIPES = {
 # Separates letters, digits and cells, so that "r1" is one token, "12" is two, and no token spans two words.
 PIECES = r" ?[rc]1?[0-9](?![0-9a-zA-Z])| ?[a-zA-Z]+| ?[0-9]|[^\sa-zA-Z0-9]+|\s+"
 VOCABULARY = 512
+BASES = Path("palestra/data/bases")
 
 TOKENS_PER_STEP, WINDOW, WARM_UP = 1500, 2000, 100
-MUON_RATE, ADAM_RATE, CLIP = 2e-2, 4e-3, 1.0
+CLIP = 1.0
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
@@ -145,6 +164,17 @@ def make_model(vocabulary: int, pad: int, end: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+def begin(recipe: Recipe, seed: int, number: int) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    """Returns the tokenizer and the model that training begins with; a new tokenizer reads `number` runs."""
+    if recipe.start:
+        folder = str(BASES / recipe.start)
+        how = {"attn_implementation": "palestra", "dtype": "float32"}
+        return load_tokenizer(folder), load_model(Qwen3ForCausalLM, folder, **how)
+    texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(seed), number) for e in run]
+    tokenizer = make_tokenizer(recipe, texts)
+    return tokenizer, make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
 class Reader:
     """Makes batches of samples of about TOKENS_PER_STEP distinct tokens, and counts the examples of each kind.
 
@@ -182,20 +212,21 @@ class Reader:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def train(engine: Engine, reader: Reader, steps: int) -> None:
+def train(recipe: Recipe, engine: Engine, reader: Reader, steps: int) -> None:
     """Trains the model: with Muon for the matrices of the layers, which needs a third of AdamW's steps here, and with
     AdamW for the rest."""
     trainer = AdapterWeights(engine, None, pack_tokens=10**9)
     named = list(engine.model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.1)
-    adam = torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    muon_rate, adam_rate = recipe.rates
+    muon = recipe.muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.1)
+    adam = torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started, recent = time.process_time(), 0.0
     for step in range(steps):
         loss = trainer.forward_backward(reader.batch(), cross_entropy_loss)["loss"]
         torch.nn.utils.clip_grad_norm_(engine.model.parameters(), CLIP)
-        for optimizer, rate in ((muon, MUON_RATE), (adam, ADAM_RATE)):
+        for optimizer, rate in ((muon, muon_rate), (adam, adam_rate)):
             optimizer.param_groups[0]["lr"] = rate * schedule(step, steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -218,19 +249,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    recipe, out = RECIPES[options.base], options.out or Path("palestra/data/bases") / options.base
+    recipe, out = RECIPES[options.base], options.out or BASES / options.base
     if options.quick:
         options.steps, out = 2, Path("runs/make_tiny") / options.base
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(options.seed)
-    number = 50 if options.quick else 2000
-    texts = [f"{e.question} {e.answer}" for run in islice(recipe.runs(options.seed), number) for e in run]
-    tokenizer = make_tokenizer(recipe, texts)
-    model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    tokenizer, model = begin(recipe, options.seed, 50 if options.quick else 2000)
     reader = Reader(tokenizer, recipe.runs(options.seed), options.seed)
     print(f"{model.num_parameters()} parameters", flush=True)
-    train(Engine(model, tokenizer, options.base), reader, options.steps or recipe.steps)
+    train(recipe, Engine(model, tokenizer, options.base), reader, options.steps or recipe.steps)
     save(out, model, tokenizer)
     text = card(options.base, recipe, reader.counts, options.seed, model.num_parameters())
     (out / "README.md").write_text(text)

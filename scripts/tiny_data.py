@@ -1,4 +1,5 @@
-"""Training data of the base model `tiny`: play by random and mediocre players, rules of motion, sums, and small talk.
+"""Training data of the base models `tiny` and `boards`: play by random and mediocre players, rules of motion, sums, and
+small talk.
 
 No player solves a puzzle. Boards are of split "base", and a state reached in play is used only if it, as a layout of
 its own, belongs to that split too: there is no board of the splits train, dev and test.
@@ -12,7 +13,7 @@ from random import Random
 from typing import Any
 
 from palestra.envs.support.splits import Split, split_of_layout
-from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, format_cells, manhattan
+from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, format_cells, manhattan, walk
 from palestra.envs.text.grid.grid_game import GridGame
 from palestra.envs.text.grid.plan_path import PlanPath, walk_straight
 from palestra.envs.text.grid.sokoban import Sokoban
@@ -22,8 +23,7 @@ NOISE = 0.35  # share of a mediocre player's single decisions made at random
 ANSWERS, ASKED, QUESTIONS = 3, 0.6, 4  # answers to a board; share of boards with questions; questions on such a board
 GIVE_UP = 0.1  # probability that a mediocre executor drops the rest of the plan, before each of its parts
 
-SOKOBAN_SIZES = {3: 0.1, 4: 0.55, 5: 0.25, 6: 0.1}
-PATH_SIZES = {3: 0.05, 4: 0.2, 5: 0.4, 6: 0.2, 7: 0.08, 8: 0.04, 10: 0.03}
+ROUTE_MOVES = 4  # maximum moves of a route in Plan-Path: a walk to a near cell, not a solution
 TEAMS = {"planner_executor": 0.8, "alternating": 0.1, "single": 0.1}
 
 
@@ -221,17 +221,55 @@ def about_plan(env: GridGame, what: str, plan: list, said: str) -> Example:
     return Example(f"{env.name} {what}", f"{env.compact_name} {what}", asked, said)
 
 
-SOKOBAN_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, stand, legal]
-PATH_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, line, legal]
+def route(env: GridGame, rng: Random) -> Example:
+    """A question: a shortest walk to a cell, around walls and boxes; "none" if there is no walk. It pushes no box, and
+    in Plan-Path the cell is near."""
+    player, boxes = (env.state, ()) if isinstance(env, PlanPath) else env.state
+    taken = {*env.instance.grid.walls, player, *boxes}
+    cells = [cell for cell in range(env.size**2) if cell not in taken]
+    attempts = 101 if isinstance(env, PlanPath) else 1
+    for _ in range(attempts):
+        to = rng.choice(cells)
+        moves = walk(env.instance.grid, player, to, boxes)
+        if moves is not None and len(moves) <= ROUTE_MOVES:
+            break
+    said = "none" if moves is None else " ".join(DIRECTIONS[d] for d in moves[:8])
+    asked = f"{env.compact_observation()} end {cell_names(env.size)[to]}"
+    return Example(f"{env.name} route", f"{env.compact_name} route", asked, said)
 
 
 # ---- the streams
 
 
-def play(game: str, rng: Random, split: Split = "base") -> Iterator[list[Example]]:
+@dataclass(frozen=True)
+class Mix:
+    """How often each stream, size of board and kind of question is drawn. One draw of a game is a whole episode."""
+
+    streams: dict[str, float]
+    sokoban_sizes: dict[int, float]
+    path_sizes: dict[int, float]
+    sokoban_questions: tuple[Callable[..., Example], ...] = (trace, trace, end, stand, legal)
+    path_questions: tuple[Callable[..., Example], ...] = (trace, trace, end, line, legal)
+
+
+TINY = Mix(
+    streams={"sokoban": 5.0, "plan_path": 5.0, "sums": 5.0, "talk": 5.0},
+    sokoban_sizes={3: 0.1, 4: 0.55, 5: 0.25, 6: 0.1},
+    path_sizes={3: 0.05, 4: 0.2, 5: 0.4, 6: 0.2, 7: 0.08, 8: 0.04, 10: 0.03},
+)
+BOARDS = Mix(
+    streams={"sokoban": 5.0, "plan_path": 4.0, "sums": 1.0, "talk": 1.0},
+    sokoban_sizes={4: 0.2, 5: 0.2, 6: 0.6},
+    path_sizes={5: 0.2, 6: 0.2, 8: 0.25, 10: 0.35},
+    sokoban_questions=(trace, end, stand, legal, route, route),
+    path_questions=(trace, end, line, legal, route, route),
+)
+
+
+def play(game: str, rng: Random, split: Split = "base", mix: Mix = TINY) -> Iterator[list[Example]]:
     """Yields the runs of examples of one episode. A run is about one board, so that its examples share all or most of
     their prompt: answers of the seat that acts, or questions of one kind."""
-    env = new_env(game, rng, split)
+    env = new_env(game, rng, split, mix)
     step = env.reset(rng.randrange(2**31))
     while not step.done:
         ((seat, observation),) = step.observations.items()
@@ -239,17 +277,17 @@ def play(game: str, rng: Random, split: Split = "base") -> Iterator[list[Example
         if split_of_layout(env.size, groups_now(env)) == split:
             yield [Example(f"{game} {seat}", env.roles[seat], observation, text) for text in said]
             if rng.random() < ASKED:
-                ask = rng.choice(SOKOBAN_QUESTIONS if isinstance(env, Sokoban) else PATH_QUESTIONS)
+                ask = rng.choice(mix.sokoban_questions if isinstance(env, Sokoban) else mix.path_questions)
                 yield [ask(env, rng) for _ in range(1 if ask is legal else QUESTIONS)]
         step = env.step({seat: said[0]})
 
 
-def new_env(game: str, rng: Random, split: Split) -> GridGame:
+def new_env(game: str, rng: Random, split: Split, mix: Mix) -> GridGame:
     team = pick(rng, TEAMS)
     if game == "plan_path":
         density = rng.choice((0.1, 0.22, 0.22))
-        return PlanPath(size=pick(rng, PATH_SIZES), wall_density=density, split=split, team=team)
-    size = pick(rng, SOKOBAN_SIZES)
+        return PlanPath(size=pick(rng, mix.path_sizes), wall_density=density, split=split, team=team)
+    size = pick(rng, mix.sokoban_sizes)
     boxes = 2 if size > 4 and rng.random() < 0.2 else 1
     return Sokoban(size=size, boxes=boxes, walls=rng.randint(0, max(1, size - 3)), split=split, team=team)
 
@@ -293,18 +331,14 @@ def talk(rng: Random) -> Example:
     return Example("talk", rng.choice(("assistant", "")), asked, said)
 
 
-# Weights of the streams; one draw of a game is a whole episode.
-STREAMS = {"sokoban": 5.0, "plan_path": 5.0, "sums": 5.0, "talk": 5.0}
-
-
-def runs(seed: int, split: Split = "base") -> Iterator[list[Example]]:
+def runs(seed: int, split: Split = "base", mix: Mix = TINY) -> Iterator[list[Example]]:
     """Yields runs of examples without end. They depend only on `seed`, not on the machine."""
     rng = Random(seed)
     while True:
-        stream = pick(rng, STREAMS)
+        stream = pick(rng, mix.streams)
         if stream == "sums":
             yield [sums(rng)]
         elif stream == "talk":
             yield [talk(rng)]
         else:
-            yield from play(stream, rng, split)
+            yield from play(stream, rng, split, mix)

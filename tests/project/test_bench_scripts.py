@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,36 @@ def test_every_script_runs_with_quick(file: Path, checkout: Path) -> None:
         result = json.loads(done.stdout.strip().splitlines()[-1])
         assert result["figures"] and isinstance(result["targets"], dict) and result["bench"]
     assert contents(checkout) == before
+
+
+@pytest.mark.slow
+def test_boards_is_trained_on_from_tiny(checkout: Path) -> None:
+    done = start(checkout, "scripts/make_tiny.py", "boards", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"step 2/2  loss ([\d.]+)", done.stdout)[1]) < 2  # random weights begin above 6
+    made = checkout / "runs/make_tiny/boards"
+    shipped = ROOT / "palestra/data/bases/tiny/tokenizer.json"
+    assert json.loads((made / "tokenizer.json").read_text()) == json.loads(shipped.read_text())
+    assert "sokoban route" in (made / "README.md").read_text()
+
+
+def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from float32_muon import Float32Muon
+
+    options = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(24, 40, generator=generator))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    optimizers = Float32Muon([ours], **options), torch.optim.Muon([theirs], **options)
+    start_values = ours.detach().clone()
+    for _ in range(5):
+        ours.grad = torch.randn(24, 40, generator=generator)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (ours - start_values).norm()
+    assert (ours - theirs).norm() < 0.02 * moved  # bfloat16 has eight bits
 
 
 @pytest.mark.slow
