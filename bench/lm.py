@@ -52,7 +52,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 from results.ledger import absent, finish
@@ -97,7 +97,7 @@ class Ours:
             for s, a in zip(siblings, advantages, strict=True):
                 samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(len(s.token_ids), a, np.float32)))
         trainer.forward_backward(samples, clipped_policy_loss)
-        trainer.optim_step(AdamConfig(lr=1e-5))
+        trainer.optim_step(OptimConfig(lr=1e-5))
 
 
 def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:

@@ -47,7 +47,7 @@ from palestra.engine.bases.model import Engine
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.service.server.api_keys import add_key
 from palestra.text.learners.lm import Weights, build_weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
@@ -87,7 +87,7 @@ class Client:
         self._note("sampling", start)
         start = time.perf_counter()
         self.weights.forward_backward(list(credited(prompts, answers)), clipped_policy_loss)
-        self.weights.optim_step(AdamConfig(lr=1e-5))
+        self.weights.optim_step(OptimConfig(lr=1e-5))
         self._note("training", start)
 
     def _note(self, phase: str, start: float) -> None:

@@ -36,7 +36,7 @@ from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.envs.text.grid.plan_path import PlanPath
 
 SEATS = ("planner", "executor")
@@ -150,7 +150,7 @@ def update(trainer: AdapterWeights, samples: Sequence[Sample], lr: float) -> flo
     for i in range(count):
         batch = samples[i::count]
         metrics = trainer.forward_backward(batch, grpo_loss, entropy=ENTROPY_COEF)
-        trainer.optim_step(AdamConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM))
+        trainer.optim_step(OptimConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM))
         entropies.append(metrics["entropy"])
         tokens.append(sum(len(sample.token_ids) for sample in batch))
     return float(np.average(entropies, weights=tokens)) if entropies else 0.0

@@ -33,6 +33,7 @@ export function Outcome({ success, error }: { success: number | null; error: str
 export function Score({ found }: { found: Evaluation }) {
   const shown = (value: number) => (found.success != null ? percent(value) : num(value));
   const main = found.success ?? found.return;
+  if (found.successes) return <>{Object.entries(found.successes).map(([name, own]) => `${name} ${percent(own)}`).join(", ")}</>;
   if (main == null) return <>{Object.entries(found.returns ?? {}).map(([seat, own]) => `${seat} ${num(own)}`).join(", ")}</>;
   return (
     <>

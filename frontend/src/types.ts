@@ -5,6 +5,7 @@ export type Num = number | null;
 export interface Evaluation {
   step?: number;
   success?: number;
+  successes?: Record<string, number>; // by team or policy, in place of `success` and `return`
   return?: number;
   returns?: Record<string, number>;
   episodes?: number;

@@ -104,7 +104,7 @@ def _outcome(own_seat: str, episode: Any) -> Table:
     table = Table(title="the end", title_justify="left", show_header=False)
     if episode.success is not None:
         table.add_row("success", styled_text(("yes" if episode.success else "no", "bold")))
-    for seat, success in (episode.leaves()[0].seat_success if episode.leaves() else {}).items():
+    for seat, success in episode.seat_success.items():
         table.add_row(f"success of {seat}", "yes" if success else "no")
     table.add_row("return of the team", f"{episode_metrics([episode])['team_return']:.2f}")
     for seat, value in seat_returns([episode])["returns"].items():

@@ -229,6 +229,14 @@ class Episode:
         known = self.error is None and any(end is not None for end in ends)
         return float(np.mean([end or 0.0 for end in ends])) if known else None
 
+    @property
+    def seat_success(self) -> dict[Seat, float]:
+        """Mean success by seat of the finished chosen trajectories, for seats of which some reports it; the others
+        count as 0. Empty if the episode failed."""
+        ends = [] if self.error is not None else [node.seat_success for node in self.leaves() if node.chosen]
+        seats = dict.fromkeys(seat for end in ends for seat in end)
+        return {seat: float(np.mean([end.get(seat, 0.0) for end in ends])) for seat in seats}
+
 
 @dataclass
 class Sample:

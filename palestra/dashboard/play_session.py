@@ -164,9 +164,8 @@ class PlaySession:
             return head | {"success": None, "team": 0.0, "returns": {}}
         metrics = episode_metrics([episode])
         success = bool(metrics["success"]) if "success" in metrics else None
-        by_seat = episode.leaves()[0].seat_success if episode.leaves() else {}
-        if self.setup.human_seat in by_seat:
-            success = bool(by_seat[self.setup.human_seat])
+        if (own := episode.seat_success.get(self.setup.human_seat)) is not None:
+            success = bool(own)
         return head | {"success": success, "team": metrics["team_return"], **seat_returns([episode])}
 
 

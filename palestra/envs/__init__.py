@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ValidationError
 
-from palestra.core.config.user_modules import explain_import_error, import_object
+from palestra.core.config.own_types import init_options
+from palestra.core.config.user_modules import entry_point_paths, explain_import_error, import_object
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
 from palestra.envs.local import LOCAL_PREFIX, find_local_env
@@ -125,7 +124,7 @@ def is_vector_config(tree: Mapping[str, Any]) -> bool:
 
 def known_envs() -> dict[str, str]:
     """Returns the import path ("module:Class") of every named env: entry points, built-in text and vector envs."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | TEXT_ENVS | VECTOR_ENVS
+    return entry_point_paths(ENTRY_POINT_GROUP) | TEXT_ENVS | VECTOR_ENVS
 
 
 def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
@@ -169,19 +168,9 @@ def validate_env_options(cls: type[Env] | type[VectorEnv], options: dict[str, An
     return {name: getattr(valid, name) for name in valid.model_fields_set}
 
 
-@cache
 def env_options(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
     """Returns the options of an env as a model: the keyword arguments of `cls.__init__`, with types and defaults."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    hints = get_type_hints(cls.__init__, include_extras=True)
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    fields: dict[str, Any] = {
-        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
-    return create_model(f"{cls.__name__}Options", __config__=config, __doc__=cls.__doc__, **fields)
+    return init_options(cls)
 
 
 def _complaint(

@@ -5,12 +5,12 @@ They exist in this process only, under the name "local:Name". A config that name
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from itertools import count
 from typing import Any, get_type_hints
 
+from palestra.core.config.user_modules import import_path
 from palestra.envs.base import Env
 from palestra.envs.vector_base import VectorEnv
 
@@ -32,8 +32,8 @@ def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
     if inspect.isclass(env) and issubclass(env, Env | VectorEnv):
         name = env.__name__
         cls = env
-        if _is_importable(env):
-            return f"{env.__module__}:{env.__name__}"
+        if path := import_path(env):
+            return path
     elif callable(env) and not inspect.isclass(env):
         cls = _factory_class(env)
         if own := getattr(env, "name", ""):
@@ -64,15 +64,6 @@ def find_local_env(type: str) -> EnvClass:
             'to a module and start a new run with it, as env: {type: "module:Class"}'
         )
     return _local_envs[type]
-
-
-def _is_importable(cls: EnvClass) -> bool:
-    if cls.__module__ == "__main__":
-        return False
-    try:
-        return getattr(importlib.import_module(cls.__module__), cls.__qualname__, None) is cls
-    except ImportError:
-        return False
 
 
 def _factory_class(factory: Callable[..., Any]) -> EnvClass:

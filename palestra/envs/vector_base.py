@@ -17,6 +17,7 @@ import numpy as np
 from palestra.core.types import Seat
 
 Arrays = dict[str, np.ndarray]
+ReportsSuccess = bool | Literal["by_seat"]
 RenderFrame = np.ndarray | str  # uint8 [H, W, 3] or [H, W], or a text
 
 
@@ -120,9 +121,6 @@ def find_difference(step: VectorStep, expected: VectorStep) -> str | None:
     return None
 
 
-SuccessOf = Literal["game", "seat"]  # what reports success: a game, or each of its seats
-
-
 def empty_step(
     num_envs: int,
     num_seats: int,
@@ -130,16 +128,17 @@ def empty_step(
     *,
     num_actions: int | None = None,
     state_size: int = 0,
-    success_of: SuccessOf | None = None,
+    reports_success: ReportsSuccess = False,
     has_seat_terminated: bool = False,
     dtype: Any = np.float32,
 ) -> VectorStep:
     """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
-    length, `success_of` the array of successes, `has_seat_terminated` `seat_terminated`."""
+    length, `reports_success` the array of successes, those of games or "by_seat", `has_seat_terminated`
+    `seat_terminated`."""
     B = num_envs
     N = num_seats
-    success = {None: None, "game": np.zeros(B, bool), "seat": np.zeros((B, N), np.float32)}
+    success = np.zeros((B, N), np.float32) if reports_success == "by_seat" else np.zeros(B, bool)
     return VectorStep(
         obs=np.zeros((B, N, *observation_shape), dtype),
         final_obs=np.zeros((B, N, *observation_shape), dtype),
@@ -150,7 +149,7 @@ def empty_step(
         action_mask=None if num_actions is None else np.ones((B, N, num_actions), bool),
         state=np.zeros((B, state_size), np.float32) if state_size else None,
         final_state=np.zeros((B, state_size), np.float32) if state_size else None,
-        success=success[success_of],
+        success=success if reports_success else None,
         seat_terminated=np.zeros((B, N), bool) if has_seat_terminated else None,
     )
 

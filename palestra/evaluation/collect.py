@@ -73,5 +73,4 @@ def passes_filter(episode: Episode, min_return: float | None, successes: bool) -
 
 
 def _has_success(episode: Episode) -> bool:
-    by_seat = [value for leaf in episode.leaves() if leaf.chosen for value in leaf.seat_success.values()]
-    return bool(episode.success or any(by_seat))
+    return bool(episode.success or any(episode.seat_success.values()))

@@ -82,6 +82,8 @@ class VectorEvalSetup:
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)
         teams = team_by_seat(validate(VectorConfig, self.target.tree), self.env)
+        if len(set(teams.values())) == 1:  # seats that others play here are not of the run's team
+            teams = {seat: names[seat] for seat in self.env.seats}
         metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"), teams=list(teams.values()))
         if self.notes:
             metrics["not_repeatable"] = self.notes[0]

@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
-from palestra.core.config import StrictModel, load_object, merge, validate
-from palestra.core.config.presets import expand_preset
+from palestra.core.config import StrictModel, merge, validate
+from palestra.core.config.own_types import OwnTypes
 from palestra.core.types import TEAM
 from palestra.engine.lora.config import LoraVariantsConfig
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -49,27 +42,10 @@ WEIGHT_KEYS |= {"reference", *LoraVariantsConfig.model_fields}
 TRAINER_KEYS = {"optimizer", "micro_batch_tokens", "precision", "gradient_checkpointing"}
 
 
-def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
-    """Validates an algorithm's config: the user's own if `type` is "module:Class", else a preset or a built-in one."""
-    tree = expand_preset(tree, TEXT_PRESETS)
-    named = str(tree.get("type", "")) if isinstance(tree, dict) else ""
-    if ":" in named:
-        return validate(_algorithm_class(named), tree)
-    return tree if isinstance(tree, TextAlgorithm) else known(tree)
-
-
-def _algorithm_class(path: str) -> type[TextAlgorithm]:
-    cls = load_object(path, "algorithm")
-    if not (isinstance(cls, type) and issubclass(cls, TextAlgorithm)):
-        raise ValueError(f"{path} is not a subclass of palestra.text.algorithms.base.TextAlgorithm")
-    return cls
-
-
 TextAlgorithmConfig = Annotated[
     GRPO | Distill | DPO | KTO | PPO | RewardModel | SFT,
     Field(discriminator="type"),
-    WrapValidator(_own_algorithm),
-    PlainSerializer(lambda algorithm: algorithm.model_dump(mode="json"), return_type=dict),
+    OwnTypes("algorithm", TextAlgorithm, presets=TEXT_PRESETS),
 ]
 
 

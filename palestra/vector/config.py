@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from palestra.core.config import StrictModel, check_policy_names
-from palestra.core.config.presets import expand_preset
+from palestra.core.config.own_types import OwnTypes
 from palestra.core.types import Seat
 from palestra.runs.config import EvalConfig, PolicyRunConfig
 from palestra.vector.algorithms.ddpg import DDPG, TD3
@@ -28,6 +27,7 @@ from palestra.vector.algorithms.pqn import PQN
 from palestra.vector.algorithms.presets import VECTOR_PRESETS
 from palestra.vector.algorithms.qmix import QMIX
 from palestra.vector.algorithms.sac import SAC
+from palestra.vector.learners.nets import AlgorithmConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
 
@@ -89,7 +89,7 @@ VectorAlgorithmConfig = Annotated[
     | CQL
     | CQLSAC,
     Field(discriminator="type"),
-    BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
+    OwnTypes("algorithm", AlgorithmConfig, presets=VECTOR_PRESETS),
 ]
 
 
@@ -118,6 +118,7 @@ class VectorConfig(PolicyRunConfig):
     combines the seats of a team (the mixers of `qmix`, `maven`, `facmac` and `pqn`, the factor of `sequential`, `mat`)
     trains each team by itself, and metrics are also reported by team."""
     algorithm: VectorAlgorithmConfig = PPO()
+    """Training algorithm: `type` is one of these, or "module:Class" for a subclass of AlgorithmConfig."""
     evals: dict[str, VectorEvalConfig] = {}
     log_every: int = Field(0, ge=0)
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""

@@ -223,13 +223,13 @@ def test_training_raises_the_probability_of_rewarded_answers(check_score):
     adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
     trainer = AdapterWeights(engine, adapter)
     good, bad = sample([10, 11, 12], [20, 4]), sample([10, 11, 12], [30, 4], advantage=-1.0)
-    from palestra.engine.training.adapter_weights import AdamConfig
+    from palestra.engine.training.adapter_weights import OptimConfig
 
     before = trainer.logprobs([good, bad])
     for _ in range(20):
         good.logprobs, bad.logprobs = trainer.logprobs([good, bad])
         trainer.forward_backward([good, bad], clipped_policy_loss)
-        trainer.optim_step(AdamConfig(lr=3e-3))
+        trainer.optim_step(OptimConfig(lr=3e-3))
     after = trainer.logprobs([good, bad])
     check_score(after[0].sum() - before[0].sum(), "rewarded")
     check_score(after[1].sum() - before[1].sum(), "punished")

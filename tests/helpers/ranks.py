@@ -15,14 +15,14 @@ from palestra.engine.bases.fsdp import full_tensor, local_shard, shard_engine
 from palestra.engine.forward import logits
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.head import LMHead
 from palestra.parallel.process_group import ProcessGroup
 from palestra.parallel.torch_group import join_process_group
 from palestra.testing import tiny_lm
 
-ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
+ADAM = OptimConfig(lr=1e-3, max_grad_norm=0.5)
 
 
 def run_ranks(count: int, work: str, *arguments: object, timeout: float = 240) -> str:

@@ -21,7 +21,7 @@ class Counting:
         (Discrete(4), Discrete(3)),
         state_size=1,
         has_action_mask=True,
-        success_of="game",
+        reports_success=True,
         has_seat_terminated=True,
     )
 

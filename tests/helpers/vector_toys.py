@@ -36,7 +36,7 @@ class Countdown(VectorEnv):
         self.seats = tuple(f"seat{i}" for i in range(seats))
         self.observation_shapes, self.action_spaces, self.state_size = ((4,),) * seats, (space,) * seats, 2
         masks = space.n if isinstance(space, Discrete) else None
-        self.vector_step = empty_step(games, seats, (4,), num_actions=masks, state_size=2, success_of="game")
+        self.vector_step = empty_step(games, seats, (4,), num_actions=masks, state_size=2, reports_success=True)
         self.seeds, self.number, self.time = (np.zeros(games, np.int64) for _ in range(3))
         self.total = np.zeros(games)
 
@@ -122,7 +122,7 @@ class Cues(NativeEnv):
         self.observation_shapes, self.action_spaces = ((4,),) * seats, (Discrete(3),) * seats
         self.length = steps * seats if turns else steps
         self.state_size = 4
-        self.vector_step = empty_step(games, seats, (4,), state_size=4, success_of="game")
+        self.vector_step = empty_step(games, seats, (4,), state_size=4, reports_success=True)
         self.internal_state: Arrays = {
             "rng": np.zeros((games, RNG_WORDS), np.uint64),
             "cue": np.zeros(games, np.int64),

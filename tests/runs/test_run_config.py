@@ -49,7 +49,7 @@ def test_shared_keys_have_one_description_and_come_first(base: type[RunConfig], 
 def test_an_untrained_policy_has_no_optimizer_settings() -> None:
     frozen = validate(TextConfig, TREES[TextConfig] | {"policies": {"default": {"type": "frozen", "dtype": "float32"}}})
     assert frozen.policies["default"].dtype == "float32"
-    for key in ("lr", "weight_decay", "critic_lr", "batch_size"):
+    for key in ("lr", "optimizer", "critic_lr", "batch_size"):
         with pytest.raises(ValueError, match=rf"policies\.default\.{key}"):
             validate(TextConfig, TREES[TextConfig] | {"policies": {"default": {"type": "frozen", key: 1}}})
 

@@ -14,7 +14,7 @@ from palestra.core.losses import LossInputs
 from palestra.core.types import Sample
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.micro_batch import micro_batches
 from palestra.testing import tiny_lm
 from palestra.text.losses import kto_loss, preference_loss
@@ -312,7 +312,7 @@ def test_training_widens_the_margin_with_a_fixed_reference(check_score):
     seen = []
     for _ in range(8):
         seen.append(trainer.forward_backward(batch, preference_loss, beta=0.5))
-        trainer.optim_step(AdamConfig(lr=1e-2))
+        trainer.optim_step(OptimConfig(lr=1e-2))
     assert seen[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and seen[0]["margin"] == pytest.approx(0, abs=1e-4)
     assert seen[-1]["accuracy"] == 1
     check_score(seen[-1]["loss"], "loss")

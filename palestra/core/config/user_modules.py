@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def load_object(path: str, what: str) -> Any:
         return import_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f'{what} "{path}" cannot be loaded: {explain_import_error(path, error)}') from error
+
+
+def import_path(cls: type) -> str:
+    """Returns the "module:Class" by which other processes can import a class; "" if there is none."""
+    is_found = getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+    return f"{cls.__module__}:{cls.__qualname__}" if is_found and cls.__module__ != "__main__" else ""
+
+
+def entry_point_paths(group: str) -> dict[str, str]:
+    """Returns the "module:Class" of every name that installed packages register in a group of entry points."""
+    return {point.name: point.value for point in entry_points(group=group)}
 
 
 def explain_import_error(path: str, error: Exception) -> str:

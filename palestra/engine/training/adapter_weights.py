@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
 from palestra.core.losses import LossInputs, TensorMetrics, has_dropout
+from palestra.core.optimizers import AdamW, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
@@ -49,7 +50,7 @@ from palestra.engine.training.micro_batch import (
     trained_share,
     with_gradient,
 )
-from palestra.engine.training.optimizers import OptimizerName, build_optimizer, set_options
+from palestra.engine.training.optimizers import TextOptimizer, build_optimizer, set_options
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.parallel.torch_group import sum_in_place
 
@@ -86,20 +87,18 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ReferenceKind = Literal["none", "copy", "disk"]
 NO_REFERENCE_MESSAGE = "this full model has no reference for KL: set reference: copy or disk, or train an adapter"
+DEFAULT_OPTIMIZER = AdamW()
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
-class AdamConfig(StrictModel):
-    """AdamW (Loshchilov & Hutter, 2019) with clipping of the gradient norm."""
+class OptimConfig(StrictModel):
+    """The optimizer, learning rates, and clipping of the gradient norm."""
 
     lr: float = Field(1e-3, ge=0, le=1_000_000)
     """Learning rate, at least 0."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment."""
-    adam_eps: float = 1e-8
-    """Constant added to Adam's denominator."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    optimizer: TextOptimizer = AdamW()
+    """The optimizer and its options: {type: adamw}, adamw_8bit, muon or sgd, or "module:Class" for a
+    torch.optim.Optimizer of one's own."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null for no clipping."""
     critic_lr: float | None = Field(None, ge=0, le=1_000_000)
@@ -140,13 +139,14 @@ class AdapterWeights:
         critic: bool = False,
         full_reference: ReferenceKind = "none",
         group: ProcessGroup = SINGLE_PROCESS,
-        optimizer: OptimizerName = "adamw",
+        optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
     ) -> None:
         self.engine = engine
         self.adapter = adapter
         self.pack_tokens = pack_tokens
         self.group = group
-        self.optimizer_name = optimizer
+        self.optimizer_config = optimizer
+        self.optimizer_name = optimizer.type
         # a sharded model in training is gathered in that dtype: autocast would keep a second copy
         self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
         self.checkpointing = checkpointing
@@ -170,7 +170,7 @@ class AdapterWeights:
         self.policy_parameters = self.local_parameters[:count]
         self.critic_parameters = self.local_parameters[count:]
         self.optimizer: Any = build_optimizer(
-            self.optimizer_name, self.policy_parameters, self.critic_parameters, self._matrices()
+            self.optimizer_config, self.policy_parameters, self.critic_parameters, self._matrices()
         )
         self.steps = self._passes = 0
 
@@ -182,7 +182,7 @@ class AdapterWeights:
         if self.optimizer_name != "adamw" and self.engine.sharded_params:
             raise ValueError(
                 f"optimizer: {self.optimizer_name} needs whole matrices, of which parallel: fsdp leaves each process "
-                "some rows: set parallel: ddp, or optimizer: adamw"
+                "some rows: set parallel: ddp, or optimizer: {type: adamw}"
             )
         model = self.engine.model
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -271,7 +271,7 @@ class AdapterWeights:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
         self.engine.release_freed_memory()
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
+    def optim_step(self, step: OptimConfig) -> Metrics:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and
         separately the norm of a critic's head (`critic_grad_norm`).
 
@@ -279,15 +279,15 @@ class AdapterWeights:
         is then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
         for group in self.optimizer.param_groups:
-            own = adam.rate_of_critic if group["critic"] else adam.lr
-            set_options(group, lr=own, betas=adam.adam_betas, eps=adam.adam_eps, decay=adam.weight_decay)
+            own = step.rate_of_critic if group["critic"] else step.lr
+            set_options(group, own, step.optimizer)
         norm = self._gather_gradients()
         critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
         fits = bool(torch.isfinite(norm) and torch.isfinite(critic_norm))
         if fits:
             clip = torch.nn.utils.clip_grads_with_norm_
-            clip(self.policy_parameters, adam.max_grad_norm or torch.inf, norm)
-            clip(self.critic_parameters, adam.critic_max_grad_norm or torch.inf, critic_norm)
+            clip(self.policy_parameters, step.max_grad_norm or torch.inf, norm)
+            clip(self.critic_parameters, step.critic_max_grad_norm or torch.inf, critic_norm)
             self.optimizer.step()
             self.steps += 1
         self._passes = 0

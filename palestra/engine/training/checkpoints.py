@@ -25,7 +25,6 @@ from palestra.engine.bases.fsdp import full_tensor, is_sharded, local_rows, loca
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.pretrained import load_model
 from palestra.engine.lora.adapters import Adapter
-from palestra.engine.training.optimizers import OptimizerName
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.parallel.process_group import ProcessGroup
 
@@ -44,7 +43,7 @@ class TrainingState(Protocol):
     critic: nn.Linear | None
     parameters: Any  # list of tensors
     optimizer: Any  # torch's
-    optimizer_name: OptimizerName
+    optimizer_name: str
     loss_scale: Any  # LossScale or None
     steps: int
     group: ProcessGroup
@@ -238,7 +237,7 @@ def _load_optimizer(path: Path, trainer: TrainingState) -> None:
     if (kind := about["optimizer"]) != trainer.optimizer_name:
         raise ValueError(
             f"the checkpoint at {path.parent} holds the state of optimizer: {kind}, and the config has "
-            f"{trainer.optimizer_name}: set optimizer: {kind}"
+            f"{trainer.optimizer_name}: set optimizer: {{type: {kind}}}"
         )
     trainer.steps = about["steps"]
     if trainer.loss_scale and "loss_scale" in about:

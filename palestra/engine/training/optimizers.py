@@ -1,4 +1,4 @@
-"""Optimizers of trained weights: AdamW, AdamW with 8-bit moments, and Muon.
+"""Optimizers of trained weights: AdamW, AdamW with 8-bit moments, Muon, SGD, or one of a user's own.
 
 All have parameter groups and a state by parameter number, in the order in which the parameters are given, so that
 checkpoints do not depend on how an optimizer divides them.
@@ -7,12 +7,15 @@ checkpoints do not depend on how an optimizer divides them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+from palestra.core.optimizers import OWN_OPTIMIZER, SGD, AdamW, AdamW8bit, Muon, OptimizerConfig, OwnOptimizer
+
+TextOptimizer = Annotated[AdamW | AdamW8bit | Muon | SGD, Field(discriminator="type"), OWN_OPTIMIZER]
 MIN_8BIT_SIZE = 4096  # bitsandbytes keeps moments of smaller tensors in float32
 BLOCK_8BIT = 256  # values with one scale
 
@@ -74,35 +77,44 @@ class MuonAndAdamW:
 
 
 def build_optimizer(
-    kind: OptimizerName, policy: Sequence[Tensor], critic: Sequence[Tensor], matrices: Sequence[Tensor]
+    config: OptimizerConfig, policy: Sequence[Tensor], critic: Sequence[Tensor], matrices: Sequence[Tensor]
 ) -> Any:
     """Returns an optimizer of a policy's and a critic's parameters; groups of the critic have `critic` true. Muon takes
     the `matrices` among them. Raises ValueError if the package for 8 bits is missing."""
     groups = [{"params": list(part), "critic": part is critic} for part in (policy, critic) if part]
-    if kind == "muon":
+    if isinstance(config, OwnOptimizer):
+        return config.build(groups, lr=1e-3)
+    if isinstance(config, SGD):
+        return torch.optim.SGD(groups, lr=1e-3, **config.options)
+    if isinstance(config, Muon):
         return MuonAndAdamW(groups, matrices)
-    if kind == "adamw":
+    if not isinstance(config, AdamW8bit):
         return torch.optim.AdamW(groups, lr=1e-3)
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit as AdamWOf8Bits
     except ImportError as error:
         raise ValueError(
-            f"optimizer: adamw_8bit needs a package that is missing ({error}): pip install 'palestra[bitsandbytes]', "
-            "or set optimizer: adamw"
+            f"optimizer adamw_8bit needs a package that is missing ({error}): pip install 'palestra[bitsandbytes]', "
+            "or set optimizer: {type: adamw}"
         ) from error
-    return AdamW8bit(groups, lr=1e-3, min_8bit_size=MIN_8BIT_SIZE)
+    return AdamWOf8Bits(groups, lr=1e-3, min_8bit_size=MIN_8BIT_SIZE)
 
 
-def set_options(group: dict[str, Any], *, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
-    """Sets the options of a parameter group. Muon has no betas, and keeps its own momentum and epsilon."""
-    group.update(lr=lr, weight_decay=decay)
-    if "betas" in group:
-        group.update(betas=betas, eps=eps)
+def set_options(group: dict[str, Any], lr: float, config: OptimizerConfig) -> None:
+    """Sets the learning rate of a parameter group, and the options of AdamW, which may change from step to step. Muon
+    has no betas, and keeps its own momentum and epsilon."""
+    group["lr"] = lr
+    if isinstance(config, AdamW):
+        group["weight_decay"] = config.weight_decay
+        if "betas" in group:
+            group.update(betas=config.betas, eps=config.eps)
 
 
-def state_bytes(kind: OptimizerName, num_weights: int) -> int:
-    """Returns the bytes of the state of `num_weights` weights: two moments in float32 or 8 bits, or Muon's one
-    moment."""
-    if kind == "adamw_8bit":
+def state_bytes(config: OptimizerConfig, num_weights: int) -> int:
+    """Returns the bytes of the state of `num_weights` weights: two moments in float32 (also assumed of a user's own
+    optimizer) or 8 bits, or the one of Muon and of momentum."""
+    if isinstance(config, AdamW8bit):
         return 2 * num_weights + 8 * num_weights // BLOCK_8BIT
-    return (4 if kind == "muon" else 8) * num_weights
+    if isinstance(config, SGD):
+        return (4 if config.momentum else 0) * num_weights
+    return (4 if isinstance(config, Muon) else 8) * num_weights

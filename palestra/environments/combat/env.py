@@ -133,7 +133,7 @@ class Combat(NativeEnv):
             self.observation_shapes[0],
             num_actions=actions,
             state_size=self.state_size,
-            success_of="game",
+            reports_success=True,
         )
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),

@@ -98,7 +98,7 @@ class Foraging(NativeEnv):
             self.observation_shapes[0],
             num_actions=len(ACTIONS),
             state_size=self.state_size,
-            success_of="game",
+            reports_success=True,
         )
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),

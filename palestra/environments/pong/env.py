@@ -298,7 +298,7 @@ class Pong(NativeEnv):
         view = (SCREEN_SIZE, SCREEN_SIZE, FRAMES_PER_STEP)
         self.observation_shapes, self.action_spaces = (view,) * 2, (Discrete(len(self.moves)),) * 2
         self.vector_step = frame = empty_step(
-            num_envs, 2, view, state_size=self.state_size, success_of="seat", dtype=np.uint8
+            num_envs, 2, view, state_size=self.state_size, reports_success="by_seat", dtype=np.uint8
         )
         self.internal_state = {
             "rng": np.zeros((num_envs, RNG_WORDS), np.uint64),

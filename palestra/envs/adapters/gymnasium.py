@@ -13,7 +13,7 @@ from gymnasium import spaces
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, SuccessOf
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
 MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
@@ -296,19 +296,16 @@ class GymnasiumGame:
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
         is_masked = has_masked_obs or "action_mask" in info
-        success = info.get("is_success")
+        success: Any = info.get("is_success")
         if success is None and not is_masked:
             success = self._first_success()
-        success_of: SuccessOf | None = None
-        if success is not None:
-            success_of = "seat" if several and np.size(success) > 1 else "game"
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
             tuple(encoder.shape for encoder in self.obs_encoders),
             kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(is_masked, kinds, several and not has_masked_obs, str(self.env)),
-            success_of=success_of,
+            reports_success="by_seat" if several and np.size(success) > 1 else success is not None,
             has_seat_terminated=several,
         )
 
@@ -362,7 +359,7 @@ class GymnasiumGame:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
         if not self.spec.has_action_mask and "action_mask" in info:
             refuse_late_mask(str(self.env))
-        if self.spec.success_of is None and "is_success" in info:
+        if not self.spec.reports_success and "is_success" in info:
             raise ValueError(
                 f"{self.env} gives is_success in the info of a step and gave none in that of its first reset, so it "
                 "would not be counted: give False there, or give none"
@@ -378,7 +375,7 @@ class GymnasiumGame:
         )
 
     def _success(self, value: Any) -> bool | np.ndarray:
-        if self.spec.success_of != "seat":
+        if self.spec.reports_success != "by_seat":
             return require_flag(value, "is_success")
         return np.broadcast_to(self.flags(value, "is_success"), len(self.spec.seats))
 

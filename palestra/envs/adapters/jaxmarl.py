@@ -45,7 +45,7 @@ class CompiledEnv:
             self.action_spaces,
             shown["state"].shape[0] if "state" in shown else 0,
             has_action_mask="action_mask" in shown,
-            success_of="game" if self.has_scripted_enemies else None,
+            reports_success=self.has_scripted_enemies,
             has_seat_terminated=self.has_seat_terminated,
         )
         self.reset, self.step = jax.jit(jax.vmap(self.reset_one)), jax.jit(jax.vmap(self.step_one))

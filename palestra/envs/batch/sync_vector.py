@@ -22,8 +22,8 @@ from palestra.envs.vector_base import (
     GamesDiffer,
     MultiDiscrete,
     RenderFrame,
+    ReportsSuccess,
     Space,
-    SuccessOf,
     VectorEnv,
     VectorStep,
     empty_step,
@@ -34,8 +34,8 @@ from palestra.envs.vector_base import (
 class VectorEnvSpec:
     """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
     `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
-    `success_of`: games or seats report success (None: neither); `has_seat_terminated`: seats can terminate before
-    their game ends.
+    `reports_success`: games report success, or seats may report their own ("by_seat"); `has_seat_terminated`: seats can
+    terminate before their game ends.
 
     Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
     array.
@@ -47,7 +47,7 @@ class VectorEnvSpec:
     state_size: int = 0
     uint8_observations: bool = False
     has_action_mask: bool = False
-    success_of: SuccessOf | None = None
+    reports_success: ReportsSuccess = False
     has_seat_terminated: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class VectorEnvSpec:
             if self.has_action_mask
             else None,
             state_size=self.state_size,
-            success_of=self.success_of,
+            reports_success=self.reports_success,
             has_seat_terminated=self.has_seat_terminated,
             dtype=np.uint8 if self.uint8_observations else np.float32,
         )

@@ -54,8 +54,7 @@ def _head(episode: Episode, label: str, lines: list[list[Node]]) -> str:
     seats = ", ".join(f"{escape_text(seat)}: {escape_text(policy)}" for seat, policy in episode.seats.items())
     share = episode.success
     won = "" if share is None else "success, " if share == 1 else f"{share:.0%} success, "
-    for seat, own in lines[0][-1].seat_success.items() if lines else ():
-        won += f"success of {escape_text(seat)}, " if own else ""
+    won += "".join(f"success of {escape_text(seat)}, " for seat, own in episode.seat_success.items() if own >= 0.5)
     more = f", {len(lines)} trajectories" if len(lines) > 1 else ""
     facts = f"{won}return {episode_return(episode):.3g}{more} · {len(episode.nodes)} joint steps tried · {seats}"
     title = f"{escape_text(label)}: " if label else ""

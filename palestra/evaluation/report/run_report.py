@@ -41,8 +41,8 @@ def summary_table(path: str | Path) -> Table:
         n = f"{last.get('instances', last['episodes']):.0f}"
         for rate, what in success_keys(last).items():
             of_team = what.removeprefix("success")
-            ends = _ends(lines, partial(success_interval, key=rate))
-            table.add_row(f"{name}: success of {n}{of_team}", *ends, style="bold")
+            cells = _ends(lines, partial(success_interval, key=rate))
+            table.add_row(f"{name}: success of {n}{of_team}", *cells, style="bold")
         for title, _ in sample_rows(last):
             sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
             table.add_row(f"{name}: {title} of {n}", *sampled)

@@ -25,21 +25,29 @@ BROADCAST_INPUTS = (*WEIGHT_INPUTS, "advantages")  # broadcast from one number, 
 
 
 class LossSpec(NamedTuple):
-    """Input schema of a loss: the inputs it requires, the inputs it accepts, and its options."""
+    """A loss of the wire: the name of its formula in `core.losses.LOSSES`, the inputs it requires, the inputs it
+    accepts, its options, and the default bounds of the ratio: those of official servers (Tinker cookbook, tutorial 202;
+    gspo's are not documented). With `for_runs` false, runs compute the formula themselves."""
 
-    required: tuple[str, ...]
+    formula: str
+    required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    ratio_bounds: tuple[float, float] | None = None
+    for_runs: bool = True
 
 
 _RATIO = ("logprobs", "advantages")
 LOSS_SPECS = {
-    "cross_entropy": LossSpec(()),  # missing weights are ones, as on hosted services
-    "importance_sampling": LossSpec(_RATIO),
-    "ppo": LossSpec(_RATIO, CLIP_OPTIONS, (*CLIP_OPTIONS, "entropy")),  # the entropy bonus is an extension
-    "cispo": LossSpec(_RATIO, CLIP_OPTIONS, CLIP_OPTIONS),
-    "dro": LossSpec(_RATIO, (), ("beta",)),
-    "gspo": LossSpec(_RATIO, (*CLIP_OPTIONS, "sequence_ratio_mask"), CLIP_OPTIONS),
+    "cross_entropy": LossSpec("cross_entropy"),  # missing weights are ones, as on hosted services
+    "importance_sampling": LossSpec("importance_sampling", _RATIO),
+    "ppo": LossSpec(  # the entropy bonus is an extension
+        "clipped_policy", _RATIO, CLIP_OPTIONS, (*CLIP_OPTIONS, "entropy"), ratio_bounds=(0.8, 1.2)
+    ),
+    "cispo": LossSpec("cispo", _RATIO, CLIP_OPTIONS, CLIP_OPTIONS, ratio_bounds=(0.0, 4.0)),
+    # its penalty has no advantage to carry a token's share
+    "dro": LossSpec("dro", _RATIO, (), ("beta",), for_runs=False),
+    "gspo": LossSpec("gspo", _RATIO, (*CLIP_OPTIONS, "sequence_ratio_mask"), CLIP_OPTIONS, ratio_bounds=(0.8, 1.2)),
 }
 
 
@@ -158,7 +166,8 @@ def _check_range(place: str, ids: np.ndarray, vocab: int) -> None:
 
 
 def _clean_inputs(place: str, datum: Datum, loss: str) -> Datum:
-    needs, takes, _ = LOSS_SPECS[loss]
+    needs = LOSS_SPECS[loss].required
+    takes = LOSS_SPECS[loss].optional
     if loss == "gspo" and datum.targets.ndim != 1:
         raise BadRequest(f"{place}.target_tokens are two-dimensional, but gspo reads one sampled sequence")
     masks = [name for name in WEIGHT_INPUTS if name in datum.inputs]

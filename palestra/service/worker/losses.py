@@ -14,10 +14,7 @@ from torch import Tensor
 
 from palestra.core.losses import LOSSES, LossInputs, TensorMetrics
 from palestra.engine.training.multi_adapter import JobLossFunction, JobLossInputs
-from palestra.service.wire.validation import WEIGHTED_ONLY
-
-# Bounds of the ratio: defaults of official servers (Tinker cookbook, tutorial 202; gspo's are not documented).
-RATIO_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+from palestra.service.wire.validation import CLIP_OPTIONS, LOSS_SPECS, WEIGHTED_ONLY
 
 
 def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction:
@@ -39,8 +36,7 @@ def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction
             weight_M=inputs["weights"],
             sequence_M=predicted.sequence_M,
         )
-        ours = "clipped_policy" if name == "ppo" else name
-        value, metrics = LOSSES[ours](scored, **_options(name, options, inputs))
+        value, metrics = LOSSES[LOSS_SPECS[name].formula](scored, **_options(name, options, inputs))
         return value, metrics if entropy else {k: v for k, v in metrics.items() if k != "entropy"}
 
     return loss
@@ -48,15 +44,14 @@ def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction
 
 def _options(name: str, options: Mapping[str, float | str], inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the options of the formula. Bounds may also be given per token, as inputs."""
-    if name not in RATIO_BOUNDS:
+    bounds = LOSS_SPECS[name].ratio_bounds
+    if bounds is None:
         return {key: value for key, value in options.items() if key != WEIGHTED_ONLY}
-    keys = ("clip_low_threshold", "clip_high_threshold")
-    low, high = (inputs.get(k, options.get(k, default)) for k, default in zip(keys, RATIO_BOUNDS[name], strict=True))
+    low, high = (inputs.get(k, options.get(k, default)) for k, default in zip(CLIP_OPTIONS, bounds, strict=True))
     if name == "ppo":
         return {"clip": 1 - low, "clip_high": high - 1, "entropy": float(options.get("entropy", 0.0))}  # type: ignore[operator]
-    bounds = dict(zip(keys, (low, high), strict=True))
     mask = {"sequence_ratio_mask": inputs["sequence_ratio_mask"]} if "sequence_ratio_mask" in inputs else {}
-    return bounds | mask
+    return dict(zip(CLIP_OPTIONS, (low, high), strict=True)) | mask
 
 
 def entropy_of(logits_MV: Tensor) -> Tensor:

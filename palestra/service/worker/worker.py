@@ -21,10 +21,11 @@ import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.core.accel.malloc import release_freed_memory
+from palestra.core.optimizers import AdamW
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
 from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.engine.training.distill import DistillExample, ReverseKL
 from palestra.engine.training.multi_adapter import Job, JobResult
 from palestra.service.storage.database import OUTAGE_ERRORS
@@ -302,11 +303,9 @@ class Worker:
 
     def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         job = AdamParams.model_validate_json(row.body)
-        adam = AdamConfig(
+        adam = OptimConfig(
             lr=job.learning_rate,
-            adam_betas=(job.beta1, job.beta2),
-            adam_eps=job.eps,
-            weight_decay=job.weight_decay,
+            optimizer=AdamW(betas=(job.beta1, job.beta2), eps=job.eps, weight_decay=job.weight_decay),
             max_grad_norm=job.grad_clip_norm or None,
         )
         live_model.has_gradients = False

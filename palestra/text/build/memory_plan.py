@@ -162,7 +162,12 @@ def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape, *, crit
     else:
         return
     kind = policy.optimizer
-    held = {"muon": "Muon's momentum", "adamw_8bit": "AdamW's two moments in 8 bits"}.get(kind, "AdamW's two moments")
+    held = {
+        "adamw": "AdamW's two moments",
+        "adamw_8bit": "AdamW's two moments in 8 bits",
+        "muon": "Muon's momentum",
+        "sgd": "SGD's momentum",
+    }.get(kind.type, "two moments")
     yield MemoryPart(f"optimizer {name}", FLOAT32 * trained + state_bytes(kind, trained), f"gradients and {held}")
 
 

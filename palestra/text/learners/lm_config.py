@@ -17,8 +17,7 @@ from palestra.engine.conversation.rendering import is_jinja, with_chat_template
 from palestra.engine.forward.quantized import Quantization
 from palestra.engine.lora.config import LoraConfig, LoraVariantsConfig
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, AdamConfig, Precision, ReferenceKind
-from palestra.engine.training.optimizers import OptimizerName
+from palestra.engine.training.adapter_weights import AUTOCAST_DTYPES, OptimConfig, Precision, ReferenceKind
 from palestra.text.policies.context import ContextConfig
 from palestra.text.policies.lm import HistoryMode
 
@@ -82,16 +81,13 @@ class LMPolicyConfig(StrictModel):
         return {"system": self.system, "history": self.history, "context": self.context}
 
 
-class LMLearnerConfig(LMPolicyConfig, AdamConfig):
+class LMLearnerConfig(LMPolicyConfig, OptimConfig):
     """Options of a language model policy in training: batches, learning-rate schedule, memory and precision."""
 
     batch_size: int | None = Field(None, ge=1)
     """Number of samples per optimizer step. null: all samples of a training step at once."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the samples of a training step."""
-    optimizer: OptimizerName = "adamw"
-    """Optimizer: "adamw"; "adamw_8bit", whose moments take a quarter of the memory (needs bitsandbytes); or "muon" for
-    the matrices of the adapter or of the layers, with AdamW for all other weights, both at AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the end of the stage, linearly or as a cosine. A
     run without stages is one."""

@@ -20,7 +20,7 @@ from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.sampling.request import max_positions
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm import load_start, new_adapter, weights_options
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
@@ -69,7 +69,7 @@ class SeparateCriticWeights(AdapterWeights):
         ):
             yield total | {name: figure for name, figure in so_far.items() if name != "loss"}
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
+    def optim_step(self, adam: OptimConfig) -> Metrics:
         """Takes a step of the policy, and one of the critic's adapter and head with `critic_lr` and
         `critic_max_grad_norm`. The metric `critic_grad_norm` is the norm over adapter and head."""
         metrics = super().optim_step(adam)

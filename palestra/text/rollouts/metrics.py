@@ -94,15 +94,16 @@ def success_by_policy(episodes: Sequence[Episode]) -> Metrics:
     """Returns the success of each policy in the envs that report it by seat, a mean over episodes and the policy's
     seats; if one policy plays all seats, as against itself, that of each seat. Seats that never report it are left out;
     one that reports it in some trajectories of an env has none in the others."""
-    ends = [(e, [leaf.seat_success for leaf in e.leaves() if leaf.chosen]) for e in episodes if e.error is None]
-    reporting = {(e.env, seat) for e, leaves in ends for success in leaves for seat in success}
-    one_policy = len({member_name(policy) for e, _ in ends for policy in e.seats.values()}) == 1
+    ended = [e for e in episodes if e.error is None and e.leaves()]
+    reporting = {(e.env, seat) for e in ended for seat in e.seat_success}
+    one_policy = len({member_name(policy) for e in ended for policy in e.seats.values()}) == 1
     found: dict[str, list[float]] = {}
-    for episode, leaves in ends:
-        for seat in episode.seats if leaves else ():
+    for episode in ended:
+        success = episode.seat_success
+        for seat, policy in episode.seats.items():
             if (episode.env, seat) in reporting:
-                name = seat if one_policy else member_name(episode.seats[seat])
-                found.setdefault(name, []).append(_mean([success.get(seat, 0.0) for success in leaves]))
+                name = seat if one_policy else member_name(policy)
+                found.setdefault(name, []).append(success.get(seat, 0.0))
     return {name: _mean(values) for name, values in found.items()}
 
 

@@ -27,16 +27,13 @@ import torch
 
 from palestra.core.files import atomic_write
 from palestra.core.losses import (
+    LOSSES,
     actor_critic_loss,
-    cispo_loss,
-    clipped_policy_loss,
     correct_mismatch,
-    cross_entropy_loss,
-    gspo_loss,
-    importance_sampling_loss,
 )
+from palestra.core.optimizers import AdamW
 from palestra.core.types import Datum, Metrics, Sample
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     build_loss_inputs,
@@ -48,7 +45,7 @@ from palestra.engine.training.micro_batch import (
 from palestra.service.wire import codec, tensors
 from palestra.service.wire import wire_pb2 as pb
 from palestra.service.wire.schemas.weights import MANIFEST
-from palestra.service.wire.validation import CLIP_OPTIONS, WEIGHTED_ONLY
+from palestra.service.wire.validation import CLIP_OPTIONS, LOSS_SPECS, WEIGHTED_ONLY
 from palestra.text.learners.lm import Weights
 from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.tinker.connection import ServiceConnection
@@ -58,12 +55,8 @@ MAX_CHUNK_SEQUENCES = 512  # sequences in one request, at most
 OFFICIAL_ALPHA = 32.0  # scale of adapters on official servers
 NO_CRITIC = "servers train no critic: train without --engine"
 REMOTE_FILE = "remote.json"  # file in a checkpoint's folder: the server path of the weights
-WIRE_LOSS_NAMES: dict[Callable, str] = {  # no dro: its penalty has no advantage to carry a token's share
-    cross_entropy_loss: "cross_entropy",
-    importance_sampling_loss: "importance_sampling",
-    clipped_policy_loss: "ppo",
-    cispo_loss: "cispo",
-    gspo_loss: "gspo",
+WIRE_LOSS_NAMES: dict[Callable, str] = {
+    LOSSES[spec.formula]: name for name, spec in LOSS_SPECS.items() if spec.for_runs
 }
 
 
@@ -100,10 +93,10 @@ class RemoteWeights(Weights):
                 "servers load their bases themselves, but the policy sets long_context: leave that out, or train in "
                 "this process (engine: null)"
             )
-        if self.config.optimizer != "adamw":
+        if self.config.optimizer.type != "adamw":
             raise ValueError(
-                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer}: leave that out, or "
-                "train in this process (engine: null)"
+                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer.type}: leave that "
+                "out, or train in this process (engine: null)"
             )
         if variants := self.config.variants:
             raise ValueError(
@@ -218,15 +211,12 @@ class RemoteWeights(Weights):
             outputs.append(pb.ForwardBackwardOutput.FromString(reply.content))
         return outputs
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
+    def optim_step(self, step: OptimConfig) -> Metrics:
         """Runs one AdamW step. Returns the server's metrics."""
-        params = {
-            "learning_rate": adam.lr,
-            "beta1": adam.adam_betas[0],
-            "beta2": adam.adam_betas[1],
-            "eps": adam.adam_eps,
-        }
-        params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.max_grad_norm or 0.0}
+        adam = step.optimizer
+        assert isinstance(adam, AdamW)
+        params = {"learning_rate": step.lr, "beta1": adam.betas[0], "beta2": adam.betas[1], "eps": adam.eps}
+        params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": step.max_grad_norm or 0.0}
         reply = self._ask("optim_step", adam_params=params)
         return {key.partition(":")[0]: value for key, value in (reply.get("metrics") or {}).items()}
 

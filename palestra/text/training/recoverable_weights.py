@@ -25,7 +25,7 @@ import numpy as np
 from palestra.core.tracing import span
 from palestra.core.types import Metrics, Sample
 from palestra.engine.lora.adapters import Snapshot
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.parallel.config import COPY_EVERY
 from palestra.parallel.file_bundle import FileBundle, pack_folder, unpack_folder
 from palestra.parallel.processes import ProcessLost
@@ -234,7 +234,7 @@ class HostedWeights(Weights):
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return dict(self._ask("forward_backward", samples, loss, **options))
 
-    def optim_step(self, adam: AdamConfig) -> Metrics:
+    def optim_step(self, adam: OptimConfig) -> Metrics:
         return dict(self._ask("optim_step", adam))
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:

@@ -32,7 +32,8 @@ from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
 from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, strip_prefix
 from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
 from palestra.vector.nets.layers import Net, make_generators
@@ -143,7 +144,7 @@ class ActionValueLearner(NetLearner):
         return CriticEnsemble(
             net,
             frozen_copy(net),
-            StackedAdam(net, seat_mapping.names * self.num_critics, config, self.process_group),
+            StackedOptimizer(net, seat_mapping.names * self.num_critics, config, self.process_group),
             self.num_critics,
             branches,
         )
@@ -229,7 +230,7 @@ class ActionValueLearner(NetLearner):
         nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
         return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
@@ -249,10 +250,10 @@ def check_supported(
     actions."""
     kind = algorithm_name(config)
     for name, policy in policies.items():
-        if policy.gru_units:
+        if policy.is_recurrent:
             raise ValueError(
                 f"policy {name} is recurrent, but {kind} learns from single transitions, without the recurrent state "
-                "before them: set gru_units: 0, or train it with ppo or a2c"
+                "before them: leave gru_units (or a network with a state) out, or train it with ppo or a2c"
             )
     if isinstance(env.action_spaces[0], MultiDiscrete):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')

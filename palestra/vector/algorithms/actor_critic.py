@@ -35,7 +35,8 @@ from palestra.vector.algorithms.minibatches import (
     standardise,
 )
 from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.vector.nets.heads import ActionHead
@@ -173,7 +174,7 @@ class ActorCriticLearner(NetLearner):
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
         net.to(self.device)
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
-        optimizer = StackedAdam(net, seat_mapping.names, config, self.process_group)
+        optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
     def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
@@ -390,7 +391,7 @@ class ActorCriticLearner(NetLearner):
         norms = {f"value_norm.{i}": critic.norm for i, critic in enumerate(self.critics) if critic.norm}
         return super().modules() | {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)} | norms
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:

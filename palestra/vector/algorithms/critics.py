@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from palestra.parallel.process_group import SumOverProcesses
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import WEIGHT_KEY, mean_metrics
-from palestra.vector.learners.policy_stack import StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.layers import Net, Team
 from palestra.vector.nets.normalise import RunningNorm, rescale_outputs
@@ -34,7 +34,7 @@ class ValueCritic:
 
     seat_mapping: SeatMapping
     net: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
     norm: RunningNorm | None
     preserve_outputs: bool = False
     recurrent_states: dict[int, Tensor] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class CriticEnsemble:
 
     net: Net
     target: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
     num_critics: int
     value_per_action: bool
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from palestra.core.seeding import derive_seed
 from palestra.parallel.process_group import ProcessGroup
-from palestra.vector.learners.policy_stack import NonFiniteGradient, PolicyStack
+from palestra.vector.learners.optimizers import NonFiniteGradient
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.nets.layers import Team
 from palestra.vector.nets.on_device import RolloutTensors
 

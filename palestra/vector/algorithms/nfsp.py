@@ -26,7 +26,8 @@ from palestra.envs.vector_base import Arrays, VectorStep
 from palestra.vector.algorithms.dqn import DQNLearner
 from palestra.vector.algorithms.q_learning import QLearningConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix, write_policy
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.on_device import as_tensor
@@ -173,7 +174,7 @@ class NFSPLearner(DQNLearner):
             config,
             head.to(self.device),
             net,
-            StackedAdam(net, seat_mapping.names, config, self.process_group),
+            StackedOptimizer(net, seat_mapping.names, config, self.process_group),
             stack.norm,
         )
 
@@ -252,7 +253,7 @@ class NFSPLearner(DQNLearner):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
 
     def state_arrays(self) -> Arrays:

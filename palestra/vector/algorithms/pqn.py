@@ -60,6 +60,9 @@ class PQN(EpsilonGreedyConfig):
         return PQNLearner
 
 
+NORMED = {"layer_norm": True}
+
+
 @dataclass(frozen=True)
 class StackRows:
     """Training batch of a stack of networks. Arrays are [P, T, B, S, ...]; the recurrent state before the first step is
@@ -81,7 +84,7 @@ class PQNLearner(NetLearner):
         check_action_spaces(config, spec.env)
         self.config = config
         policies = {
-            name: policy if policy.layer_norm is not None else policy.model_copy(update={"layer_norm": True})
+            name: policy if policy.layer_norm is not None or policy.network else policy.model_copy(update=NORMED)
             for name, policy in spec.policies.items()
         }
         super().__init__(spec._replace(policies=policies))

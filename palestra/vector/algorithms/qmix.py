@@ -26,7 +26,7 @@ from palestra.core.seeding import derive_seed
 from palestra.vector.algorithms.q_learning import QLearner, QLearningConfig, legal_rows
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import WEIGHT_KEY, NetLearner, NetLearnerSpec
-from palestra.vector.learners.policy_stack import StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import best_action, gather_values, next_value, q_loss, q_target
 from palestra.vector.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
@@ -76,7 +76,7 @@ class QMIXLearner(QLearner):
         names = ["+".join(self.names)]
         first = self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
-        self.mixer_adam = StackedAdam(self.mixer, names, first, self.process_group) if learns else None
+        self.mixer_adam = StackedOptimizer(self.mixer, names, first, self.process_group) if learns else None
 
     def _mixer(self) -> nn.Module:
         config = self.config
@@ -196,6 +196,6 @@ class QMIXLearner(QLearner):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
         return super().optimizers() | mine

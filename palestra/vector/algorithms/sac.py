@@ -17,7 +17,7 @@ from palestra.envs.vector_base import Continuous, Discrete, Space
 from palestra.vector.algorithms.action_values import UpdateBatch
 from palestra.vector.algorithms.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
-from palestra.vector.learners.policy_stack import StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import actor_loss, expected_soft_value, soft_value, temperature_loss
 from palestra.vector.nets.continuous_heads import SquashedHead, one_hot
 from palestra.vector.nets.heads import ActionHead, CategoricalHead
@@ -79,7 +79,7 @@ class SACLearner(OffPolicyLearner):
             Temperature(len(stack.seat_mapping.names), self.config.alpha).to(self.device) for stack in self.stacks
         ]
         self.alpha_adams = [
-            StackedAdam(alpha, stack.seat_mapping.names, stack.config, self.process_group)
+            StackedOptimizer(alpha, stack.seat_mapping.names, stack.config, self.process_group)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
 
@@ -151,5 +151,5 @@ class SACLearner(OffPolicyLearner):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"alpha.{i}": alpha for i, alpha in enumerate(self.alphas)}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"alpha_adam.{i}": adam for i, adam in enumerate(self.alpha_adams)}

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
@@ -21,11 +22,11 @@ from palestra.core.files import read_arrays, write_arrays
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
+from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import (
     MAX_NORMALISED_INPUT,
     NetPolicyConfig,
     PolicyStack,
-    StackedAdam,
     strip_prefix,
     write_policy,
 )
@@ -41,7 +42,11 @@ WEIGHT_KEY = "weight"  # key in a line of metrics: the weight of its minibatch
 
 
 class AlgorithmConfig(StrictModel, ABC):
-    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game."""
+    """Base of the configs of algorithms that train networks on rollouts of `rollout_length` steps of every game. A
+    config selects a user's own subclass with `type: "module:Class"`."""
+
+    rollout_length: int = Field(16, ge=1)
+    """Rollout length: steps of every parallel game between updates."""
 
     @abstractmethod
     def learner_class(self) -> Callable[..., NetLearner]:
@@ -110,7 +115,7 @@ class NetLearner(ABC):
         config = self.policies[seat_mapping.names[0]]
         head = make_head(seat_mapping.action_space).to(self.device)
         net = self.build_net(seat_mapping, head, config).to(self.device)
-        optimizer = StackedAdam(net, seat_mapping.names, config, self.process_group)
+        optimizer = StackedOptimizer(net, seat_mapping.names, config, self.process_group)
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
             RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
@@ -220,7 +225,7 @@ class NetLearner(ABC):
         nets: dict[str, nn.Module] = {f"net.{i}": stack.net for i, stack in enumerate(self.stacks)}
         return nets | norms | ({"world": self.global_norm} if self.global_norm else {})
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         """Returns all optimizers, by name."""
         return {f"adam.{i}": stack.optimizer for i, stack in enumerate(self.stacks)}
 

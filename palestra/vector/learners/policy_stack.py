@@ -7,7 +7,6 @@ Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N`
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,12 +16,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.core.files import read_arrays, write_arrays
+from palestra.core.optimizers import Adam
 from palestra.core.types import RolloutBatch
-from palestra.envs.vector_base import Arrays, VectorEnv
-from palestra.parallel.process_group import ProcessGroup
+from palestra.envs.vector_base import VectorEnv
+from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
 from palestra.vector.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.vector.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
 from palestra.vector.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
@@ -44,13 +44,14 @@ class NetPolicyConfig(NetConfig):
     type: Literal["net"] = "net"
     """Kind of policy: a small network in training."""
     lr: float = Field(3e-4, gt=0, le=1_000_000)
-    """Adam's learning rate, above 0."""
+    """Learning rate, above 0."""
+    optimizer: NetOptimizer = Adam()
+    """The optimizer and its options: {type: adam}, adamw or sgd, or "module:Class" for a torch.optim.Optimizer of one's
+    own."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     """"constant", or "linear": the learning rate falls to 0 over the run."""
     max_grad_norm: float = Field(0.5, gt=0)
     """Maximum gradient norm of one optimizer step, per member."""
-    adam_eps: float = Field(1e-5, gt=0)
-    """Constant added to Adam's denominator."""
     normalize_observations: bool = False
     """Normalise observations, and the inputs of central critics and mixers, by their running mean and deviation."""
     seat_one_hot: bool = False
@@ -76,111 +77,6 @@ class NetPolicyConfig(NetConfig):
         return self
 
 
-class NonFiniteGradient(FloatingPointError):
-    """A gradient is not finite. `policy` is the name of the affected policy."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__(f"the loss of policy {policy} is not a finite number")
-        self.policy = policy
-
-
-class StackedAdam:
-    """Adam over a stack of networks (Kingma & Ba, 2015); each member's gradient is clipped separately.
-
-    All parameters are stored in one float32 array [P, D], of which the module's parameters are views, so a step takes
-    few operations for any number of layers: their number determines the cost for small networks. It works on the
-    module's device. On a GPU a step does not wait for its norms: see `check_finite`.
-    """
-
-    def __init__(
-        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, process_group: ProcessGroup
-    ) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names = names
-        self.config = config
-        self.process_group = process_group
-        self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
-        for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
-            p.data = own.view(p.shape)
-        self.step_count = self.flat.new_zeros(())
-        self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # not used on a CPU
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
-
-    def step(self, loss: Tensor, progress: float) -> Tensor:
-        """Takes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
-
-        If a gradient is not finite, the step changes nothing and raises `NonFiniteGradient`; on a GPU it changes
-        nothing and `check_finite` raises later.
-        """
-        parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
-        gradient = torch.cat([part.flatten(1) for part in parts], 1)
-        if self.process_group.world_size > 1:
-            gradient = self.process_group.all_reduce(gradient) / self.process_group.world_size
-        norms = torch.linalg.vector_norm(gradient, dim=1)
-        gradient *= (self._scales(norms) if norms.is_cpu else self._scales_on_device(norms))[:, None]
-        self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
-        return norms
-
-    def _scales(self, norms: Tensor) -> Tensor:
-        """Returns the factors [P] that clip gradients of norms [P]."""
-        scales = []
-        for name, norm in zip(self.names, norms.tolist(), strict=True):
-            if not math.isfinite(norm):
-                raise NonFiniteGradient(name)
-            scales.append(min(self.config.max_grad_norm / (norm + 1e-6), 1.0))
-        return torch.tensor(scales)
-
-    def _scales_on_device(self, norms: Tensor) -> Tensor:
-        """Returns the factors [P] that clip gradients of norms [P], without waiting for the device; records in `failed`
-        which norms are not finite."""
-        self.failed |= ~torch.isfinite(norms)
-        return (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-
-    def check_finite(self) -> None:
-        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite. Does nothing on a CPU, where the
-        step itself raises."""
-        if self.failed.is_cpu:
-            return
-        for name, failed in zip(self.names, self.failed.tolist(), strict=True):
-            if failed:
-                raise NonFiniteGradient(name)
-
-    @torch.no_grad()
-    def _adam_step(self, gradient: Tensor, lr: float) -> None:
-        """Takes one step of `torch.optim.Adam`, by the operation that it calls internally. The class imports torch's
-        compiler, which takes two seconds in every process, and its functional form takes five times as long."""
-        self.step_count += 1
-        torch._fused_adam_(
-            [self.flat],
-            [gradient],
-            [self.exp_avg],
-            [self.exp_avg_sq],
-            [],
-            [self.step_count],
-            amsgrad=False,
-            lr=lr,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=self.config.adam_eps,
-            maximize=False,
-            found_inf=None if self.failed.is_cpu else self.failed.any().float(),  # 1: the operation changes nothing
-        )
-
-    def arrays(self) -> Arrays:
-        """Returns Adam's moments and step counts."""
-        return {f"0.{key}": value.cpu().numpy() for key, value in self._state.items()}
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned."""
-        for key, value in self._state.items():
-            value.copy_(torch.from_numpy(np.array(arrays[f"0.{key}"])).view_as(value))
-
-    @property
-    def _state(self) -> dict[str, Tensor]:
-        return {"step": self.step_count, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-
-
 @dataclass
 class PolicyStack:
     """Policies of one shape, stacked: networks, action distribution, optimizer and observation norm."""
@@ -189,7 +85,7 @@ class PolicyStack:
     config: NetPolicyConfig
     head: ActionHead
     net: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
     norm: RunningNorm | None
     version: int = 0
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
+from palestra.core.config.own_types import OwnTypes
 from palestra.vector.nets.attention import AttentionType, rowwise
 from palestra.vector.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.vector.nets.entities import EntityEncoder, EntityLayout
+from palestra.vector.nets.own_network import OwnBody, OwnNetwork
 
 
 class Communication(nn.Module):
@@ -93,6 +95,38 @@ class NetConfig(StrictModel):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which convolutions are computed; weights stay float32. `bfloat16` is two to three times as fast on CPUs
     with matrix instructions for it (AMX)."""
+    network: Annotated[OwnNetwork, OwnTypes("network", OwnNetwork, config=OwnNetwork)] | None = None
+    """A network of one's own, {type: "module:Class", ...options}: a torch.nn.Module from observations to features, in
+    place of all layers but the last, which is added; the critics of the policy are of it, too. Only `gru_units` and
+    `communication_rounds` may add layers. null: the layers that the other keys describe."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if the network has a recurrent state."""
+        return self.gru_units > 0 or (self.network is not None and self.network.is_recurrent)
+
+    def without_memory(self) -> Self:
+        """Returns the config of a network without a recurrent state. Raises ValueError if the user's own has one."""
+        if self.network is not None and self.network.is_recurrent:
+            raise ValueError(
+                f"network {self.network.type} has a recurrent state, and this algorithm trains a critic or a "
+                "discriminator without one: set gru_units on a network without a state, or use ppo or a2c"
+            )
+        return self.model_copy(update={"gru_units": 0})
+
+    @model_validator(mode="after")
+    def _check_network(self) -> Self:
+        combined = {"network", "gru_units", "communication_rounds"}
+        fields = NetConfig.model_fields.items()
+        changed = [
+            name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
+        if self.network and (unused := [name for name in changed if name not in combined]):
+            raise ValueError(
+                f"network: {self.network.type} replaces the layers that {unused[0]} describes: leave {unused[0]} out, "
+                "or make it an option of your class"
+            )
+        return self
 
 
 class Convolutions(nn.Module):
@@ -205,27 +239,39 @@ class Net(nn.Module):
         self.team_size = team_size
         self.recurrent_units = config.gru_units  # of a row's recurrent state; 0: there is none
         self.settings = tuple(str(getattr(config, name)) for name in NetConfig.model_fields)
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        small = config.convolutions == "small"
-        self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
-        inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+        self.pixels: Convolutions | None = None
         self.entity_encoder: EntityEncoder | None = None
-        if entities is not None:
-            units = config.hidden[-1]
-            blocks = config.attention_blocks
-            heads = config.attention_heads
-            self.entity_encoder = EntityEncoder(
-                entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
-            )
-            inputs = units
-        self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
+        units = config.hidden[-1]
+        if config.network is not None:
+            own = OwnBody(config.network, observation_shape, generators)
+            if own.state_size and (config.gru_units or config.communication_rounds):
+                raise ValueError(
+                    f"network {config.network.type} has a recurrent state of its own (state_size): leave gru_units and "
+                    "communication_rounds out"
+                )
+            self.body: MLP | OwnBody = own
+            self.recurrent_units = own.state_size or config.gru_units
+            units = own.units
+        else:
+            dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+            if len(observation_shape) == 3:
+                self.pixels = Convolutions(observation_shape, generators, config.convolutions == "small", dtype)
+            inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+            if entities is not None:
+                blocks = config.attention_blocks
+                heads = config.attention_heads
+                self.entity_encoder = EntityEncoder(
+                    entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
+                )
+                inputs = units
+            self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
         self.communication = (
-            Communication(config.hidden[-1], config.communication_rounds, config.activation, generators)
+            Communication(units, config.communication_rounds, config.activation, generators)
             if config.communication_rounds
             else None
         )
-        self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
-        features = config.gru_units or config.hidden[-1]
+        self.gru = GRU(units, config.gru_units, generators) if config.gru_units else None
+        features = config.gru_units or units
         self.head = Linear(features, outputs, gain, generators)
         self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
 
@@ -247,7 +293,7 @@ class Net(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
         [P, T, R, H] (None for feed-forward networks)."""
-        if self.gru is None:
+        if not self.recurrent_units:
             P, T, R = obs.shape[:3]
             return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
         features, memories = self.features(obs, recurrent_state, is_first, team)
@@ -276,6 +322,9 @@ class Net(nn.Module):
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""
         P, T, R = obs.shape[:3]
+        if isinstance(self.body, OwnBody) and self.body.state_size:
+            state = self.initial_state(P, R) if recurrent_state is None else recurrent_state
+            return self.body.unroll(obs, state, is_first)
         x = self._communicate(self._encode_obs(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
         if self.gru is None:
             return x, None
@@ -298,6 +347,8 @@ class Net(nn.Module):
 
     def _body_inputs(self, obs: Tensor) -> Tensor:
         """Returns the inputs of the fully connected layers: [P, R, *view] -> [P, R, in]."""
+        if isinstance(self.body, OwnBody):
+            return obs
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
         return self.entity_encoder(x) if self.entity_encoder else x
 

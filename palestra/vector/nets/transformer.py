@@ -85,6 +85,11 @@ class MultiAgentTransformer(Net):
                 "information by attention: leave these settings out. For memory of earlier steps set attention_type: "
                 "retention and a retention_decay"
             )
+        if config.network is not None:
+            raise ValueError(
+                f"network: {config.network.type}: algorithm mat has a network of its own, the transformer: leave "
+                "network out, or use another algorithm (mappo)"
+            )
         super().__init__(
             observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
         )

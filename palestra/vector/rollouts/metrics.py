@@ -80,8 +80,9 @@ def success_by_name(success: np.ndarray, names: Sequence[str]) -> Metrics:
     """Returns the mean success [G, C] of the seats of each name; names of seats that never report it are left out. A
     seat that reports it in some episodes had none in the others."""
     seats_of: dict[str, list[int]] = {}
-    for seat in np.flatnonzero(~np.isnan(success).all(0)):
-        seats_of.setdefault(names[seat], []).append(seat)
+    for seat, name in enumerate(names):
+        if not np.isnan(success[:, seat]).all():
+            seats_of.setdefault(name, []).append(seat)
     values = np.nan_to_num(success)
     return {name: float(values[:, seats].mean(dtype=np.float64)) for name, seats in seats_of.items()}
 

@@ -89,8 +89,8 @@ class ReplayRecorder(VectorEnv):
 
 def _success_of_all(step: VectorStep, game: int) -> bool | None:
     """Returns the success of a game; None where none is reported or that of the seats differs."""
-    values = [] if step.success is None else np.unique(step.success[game])
-    return bool(values[0]) if len(values) == 1 and values[0] == values[0] else None
+    values = np.zeros(0) if step.success is None else np.unique(step.success[game])
+    return bool(values[0]) if len(values) == 1 and not np.isnan(values[0]) else None
 
 
 def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:

@@ -27,7 +27,7 @@ from palestra.core.types import Sample
 from palestra.engine.bases.fsdp import local_shard, shard_engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import save_training_state
 from palestra.parallel.process_group import ProcessGroup
 from palestra.parallel.torch_group import join_process_group
@@ -70,7 +70,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
     for _ in range(steps + 1):
         start = time.perf_counter()
         learner.forward_backward(batch, policy_gradient_loss)
-        learner.optim_step(AdamConfig())
+        learner.optim_step(OptimConfig())
         seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from palestra.core.config import validate
 from palestra.core.losses import cross_entropy_loss
+from palestra.core.optimizers import Muon
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.check.self_check import choose_engine
@@ -148,7 +149,7 @@ def test_the_self_check_refuses_a_quantised_base_whose_passes_differ(base, kind)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_policy_trains_and_its_sampler_agrees(base, kind, check_score):
-    config = LoraPolicyConfig(base=str(base), quantize=kind, lr=1e-2, optimizer="muon")
+    config = LoraPolicyConfig(base=str(base), quantize=kind, lr=1e-2, optimizer=Muon())
     engines = Engines("cpu", 8)
     learner = engines.build_learner("a", config, 0)
     assert learner.sampler is engines.build_learner("b", config, 1).sampler  # they share one base

@@ -27,7 +27,7 @@ from palestra.engine.memory import adapter_params, model_shape
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter, save_snapshot
 from palestra.runs import list_checkpoints
@@ -267,7 +267,7 @@ def test_a_run_with_variants_resumes_and_its_folder_is_read_by_peft(bases, tmp_p
     speech = {"type": "lora", "base": str(bases / "qwen3"), "sampling": {"max_tokens": 3}, "lr": 1e-2, "rank": 2}
     kinds = {
         "guide": {"use_dora": True, "modules_to_save": ["lm_head"]},
-        "walker": {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "optimizer": "muon"},
+        "walker": {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "optimizer": {"type": "muon"}},
     }
     config = {
         "env": {"type": "helpers.toys:Whisper", "turns": 2},
@@ -331,7 +331,7 @@ def dropout_trainer(checkpointing=False):
 def train(trainer, steps):
     for _ in range(steps):
         trainer.forward_backward(samples(), cross_entropy_loss)
-        trainer.optim_step(AdamConfig(lr=1e-2))
+        trainer.optim_step(OptimConfig(lr=1e-2))
 
 
 def test_a_resumed_run_with_dropout_is_bit_identical(tmp_path):

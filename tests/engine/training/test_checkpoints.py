@@ -17,11 +17,12 @@ from transformers import (
 )
 
 from palestra.core.losses import clipped_policy_loss, cross_entropy_loss
+from palestra.core.optimizers import AdamW
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import load_full_model, load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.testing import tiny_lm, tiny_tokenizer
@@ -265,7 +266,7 @@ def train(trainer, parts):
     metrics = []
     for i, samples in enumerate(parts):
         figures = trainer.forward_backward(samples, clipped_policy_loss, entropy=0.01)
-        metrics.append(figures | trainer.optim_step(AdamConfig(lr=1e-2 / (i + 1), weight_decay=0.1)))
+        metrics.append(figures | trainer.optim_step(OptimConfig(lr=1e-2 / (i + 1), optimizer=AdamW(weight_decay=0.1))))
     return metrics
 
 
@@ -356,7 +357,7 @@ def test_merged_adapter_equals_the_trained_policy(tmp_path):
     trainer = trainer_on(full=False)
     for samples in batches(3):
         trainer.forward_backward(samples, cross_entropy_loss)
-        trainer.optim_step(AdamConfig(lr=1e-2))
+        trainer.optim_step(OptimConfig(lr=1e-2))
     save_training_state(tmp_path / "t", trainer)
     trainer.engine.model.save_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "t")

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from palestra.core.losses import actor_critic_loss, clipped_policy_loss
+from palestra.core.optimizers import AdamW
 from palestra.core.types import Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.testing import tiny_lm
 
@@ -68,7 +69,7 @@ def test_value_head_gradient_is_clipped_separately():
     for critic, loss in ((True, actor_critic_loss), (False, clipped_policy_loss)):
         trainer = trainer_on(critic=critic, taught=False)
         trainer.forward_backward(far, loss)
-        metrics = trainer.optim_step(AdamConfig(max_grad_norm=1e-3, critic_max_grad_norm=0.5))
+        metrics = trainer.optim_step(OptimConfig(max_grad_norm=1e-3, critic_max_grad_norm=0.5))
         moments[critic] = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.policy_parameters]
         if critic:
             assert metrics["critic_grad_norm"] > 10 and metrics["grad_norm"] < 10
@@ -84,7 +85,7 @@ def test_value_head_has_its_own_learning_rate(critic_lr, expected):
     trainer = trainer_on()
     before = [p.detach().clone() for p in trainer.parameters]
     trainer.forward_backward(sample_conversation(), actor_critic_loss)
-    trainer.optim_step(AdamConfig(lr=5e-4, critic_lr=critic_lr))
+    trainer.optim_step(OptimConfig(lr=5e-4, critic_lr=critic_lr))
     moved = [float((p.detach() - old).abs().max()) for p, old in zip(trainer.parameters, before, strict=True)]
     assert moved[-2:] == pytest.approx([expected] * 2, rel=1e-2)
     assert max(moved[:-2]) == pytest.approx(5e-4, rel=1e-2)
@@ -217,7 +218,7 @@ def test_critic_learns_state_values(check_score):
     for _ in range(40):
         still = [replace(s, advantages=np.zeros(2, np.float32)) for s in samples]
         losses.append(trainer.forward_backward(still, actor_critic_loss, **VALUE_ONLY)["value_loss"])
-        trainer.optim_step(AdamConfig(lr=1e-2))
+        trainer.optim_step(OptimConfig(lr=1e-2))
     assert losses[0] == pytest.approx(0.5)
     check_score(losses[-1], "loss")
     worths = [v.mean() for v in trainer.values(samples)]
@@ -233,7 +234,7 @@ def train(trainer, steps, first=0):
         metrics = trainer.forward_backward(
             sample_conversation(seed=step), actor_critic_loss, value_clip=0.2, entropy=0.01
         )
-        figures.append(metrics | trainer.optim_step(AdamConfig(lr=1e-2, weight_decay=0.1)))
+        figures.append(metrics | trainer.optim_step(OptimConfig(lr=1e-2, optimizer=AdamW(weight_decay=0.1))))
     return figures
 
 
@@ -275,7 +276,7 @@ def test_resume_of_an_untrained_critic_is_bit_identical(tmp_path):
     """As after a first stage without a critic: the optimizer has only the adapter's parameters."""
     whole = trainer_on(taught=False)
     whole.forward_backward(sample_conversation(), clipped_policy_loss)
-    whole.optim_step(AdamConfig())
+    whole.optim_step(OptimConfig())
     save_training_state(tmp_path / "t", whole)
     resumed = trainer_on(seed=9)
     load_training_state(tmp_path / "t", resumed)

@@ -14,7 +14,7 @@ from palestra.engine.forward.tree_attention import TreeLayout, build_forest
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.lora.routes import SingleAdapterRoute
-from palestra.engine.training.adapter_weights import AdamConfig, AdapterWeights
+from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.distill import DistillExample, ReverseKL, reverse_kl
 from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
 from palestra.testing import tiny_lm
@@ -109,5 +109,5 @@ def test_student_matches_a_reference_with_a_longer_prompt(engine: Engine, check_
     for _ in range(30):
         loss = ReverseKL(engine, teacher.adapter.snapshot(), LESSONS, temperature=1.0)
         losses.append(run(student, loss).metrics["loss"])
-        student.optim_step(AdamConfig(lr=1e-2))
+        student.optim_step(OptimConfig(lr=1e-2))
     check_score(losses[-1] / losses[0])

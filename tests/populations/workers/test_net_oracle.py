@@ -193,7 +193,7 @@ def test_settings_change_the_algorithm_or_its_network() -> None:
     assert (getattr(changed.algorithm, "clip", 0), changed.policy.max_grad_norm) == (0.125, SMALL.max_grad_norm)
     with pytest.raises(
         ValueError,
-        match='"speed" is not a setting of ppo or its network; there are: activation, adam_eps, attention_blocks',
+        match='"speed" is not a setting of ppo or its network; there are: activation, attention_blocks',
     ):
         apply_settings(oracle(), {"speed": 1})
     with pytest.raises(ValueError, match=r"policy\.lr: should be greater than 0"):

@@ -194,7 +194,7 @@ def test_a_full_model_can_rest_in_a_stage(base):
         ({"policies": {"guide": {"rank": 4}}}, r'cannot change what a policy or its trainer is made of \("rank"\)'),
         ({"policies": {"guide": {"use_rslora": True}}}, r'made of \("use_rslora"\)'),
         ({"policies": {"guide": {"quantize": "nf4"}}}, r'made of \("quantize"\)'),
-        ({"policies": {"guide": {"optimizer": "muon"}}}, r'made of \("optimizer"\)'),
+        ({"policies": {"guide": {"optimizer": {"type": "muon"}}}}, r'made of \("optimizer"\)'),
         (
             {"policies": {"guide": {"teacher": "expert"}}},
             "policies.guide has a teacher, whose answers are for imitation",

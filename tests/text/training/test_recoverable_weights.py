@@ -11,7 +11,7 @@ import pytest
 
 from palestra.core.losses import clipped_policy_loss
 from palestra.core.types import Sample
-from palestra.engine.training.adapter_weights import AdamConfig
+from palestra.engine.training.adapter_weights import OptimConfig
 from palestra.parallel.file_bundle import content_hash, num_bytes, pack_folder
 from palestra.parallel.processes import ProcessLost
 from palestra.text.build.distributed import LearnerArgs, open_weight_host
@@ -25,7 +25,7 @@ from palestra.text.training.recoverable_weights import (
     trainer_traffic,
 )
 
-ADAM = AdamConfig(lr=1e-2)
+ADAM = OptimConfig(lr=1e-2)
 
 
 class UnreliableHost:

@@ -12,6 +12,7 @@ from helpers.vector_toys import POLICY, Countdown, Cues, Push, Track, learner, m
 from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
 
+from palestra.core.optimizers import Adam
 from palestra.core.types import RolloutBatch
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, random_below
@@ -21,7 +22,8 @@ from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, empty_step
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.ppo import A2C, PPO
-from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.vector.learners.optimizers import NonFiniteGradient
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import member_weights
 from palestra.vector.policies.base import UniformVectorPolicy
@@ -124,7 +126,7 @@ class Textbook:
         ((actor + critic) / len(advantages)).backward()
         return {
             key: w.detach()
-            - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.adam_eps)
+            - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.optimizer.eps)
             for key, w in self.weights.items()
         }
 
@@ -166,7 +168,10 @@ class Textbook:
     ],
 )
 def test_update_equals_a_reference_implementation(config: ActorCriticConfig, turns: bool) -> None:
-    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4)
+    env, policy = (
+        Countdown(4, turns=turns),
+        NetPolicyConfig(hidden=[6], lr=1e-3, optimizer=Adam(eps=1e-2), max_grad_norm=0.4),
+    )
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     sweeper = VectorRollout(env, np.array([1, 5, 9, 13]))  # games of 3, 4, 5 (cut off) and 2 steps
     batch = sweeper.collect(made.rollout_policies(0), 14, 0)
@@ -184,7 +189,10 @@ def test_update_equals_a_reference_implementation(config: ActorCriticConfig, tur
 @pytest.mark.parametrize("turns", [False, True])
 def test_sequential_update_equals_a_reference_implementation(turns: bool) -> None:
     """The second policy of the random order has advantages times the ratios of the first."""
-    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=5e-2, adam_eps=1e-2, max_grad_norm=10)
+    env, policy = (
+        Countdown(4, turns=turns),
+        NetPolicyConfig(hidden=[6], lr=5e-2, optimizer=Adam(eps=1e-2), max_grad_norm=10),
+    )
     config = ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1, sequential=True)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("a",), ("b",)]
@@ -270,7 +278,7 @@ def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
     """With one minibatch; with more, decisions are assigned to minibatches in another order."""
     config = ppo(rollout_length=8, epochs=2, minibatches=1)
     policy = NetPolicyConfig(hidden=[6], gru_units=memory)
-    apart = {"a": policy, "b": policy.model_copy(update={"adam_eps": 1.0001e-5})}
+    apart = {"a": policy, "b": policy.model_copy(update={"optimizer": Adam(eps=1.0001e-5)})}
     env = Countdown(4)
     together, alone = (
         learner(config, env, {"a": [0], "b": [1]}, policy),
@@ -472,7 +480,7 @@ def test_two_processes_with_equal_games_equal_one(memory: int) -> None:
 
 def test_gradients_are_clipped_per_member() -> None:
     """Adam's first step hides a gradient's scale except through `eps`: a large `eps` shows it."""
-    env, policy = Countdown(4), NetPolicyConfig(hidden=[6], max_grad_norm=0.01, adam_eps=100.0, lr=1.0)
+    env, policy = Countdown(4), NetPolicyConfig(hidden=[6], max_grad_norm=0.01, optimizer=Adam(eps=100.0), lr=1.0)
     made = learner(A2C(rollout_length=8, normalize_advantages=False), env, {"a": [0], "b": [1]}, policy)
     batch = collect_rollout(made, env, 8)
     batch.rewards[..., 1] *= 100

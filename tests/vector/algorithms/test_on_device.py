@@ -34,7 +34,8 @@ from palestra.vector.algorithms.pqn import PQN
 from palestra.vector.algorithms.qmix import QMIX
 from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
-from palestra.vector.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.vector.learners.optimizers import NonFiniteGradient
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts.episodes import record_vector_episodes
 from palestra.vector.rollouts.rollout import VectorRollout

@@ -89,7 +89,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
     weights = [*nets[0], *nets[1], *made.mixer.parameters()]
     slopes = torch.autograd.grad(loss, weights)
 
-    average = made.mixer_adam.exp_avg.clone() if made.mixer_adam else torch.zeros(())
+    average = made.mixer_adam.rule.exp_avg.clone() if made.mixer_adam else torch.zeros(())
     lines, error_TM, known = made.train_step(as_sequences(drawn), 0.0)
     assert [line["q_loss"][0].item() for line in lines] == pytest.approx([loss.item()] * 2, rel=1e-4)
     assert error_TM[0].tolist() == pytest.approx(errors, rel=1e-4, abs=1e-6)
@@ -100,7 +100,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
         assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3), i
     assert (made.mixer_adam is not None) == (mixer != "vdn")
     if made.mixer_adam:  # the clip only bounded the gradient's norm
-        ours = (made.mixer_adam.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient
+        ours = (made.mixer_adam.rule.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient
         own = torch.cat([g.flatten() for g in slopes[len(nets[0]) + len(nets[1]) :]])
         assert torch.allclose(ours / ours.norm(), own / own.norm(), atol=1e-5)
 

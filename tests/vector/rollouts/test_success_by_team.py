@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,17 @@ def test_replays_say_success_where_it_is_that_of_all() -> None:
             pass
         assert recorder.games[0].end == ("truncated" if max_steps == 5 else "terminated")
         assert recorder.games[0].success is success
+
+
+def test_seats_that_different_policies_play_in_an_evaluation_are_opponents() -> None:
+    """Won less lost games are the return of games of one point."""
+    played = palestra(
+        *("eval", "pong", "--env", "points=1", "--seats", "first_0=script:tracker", "--seats", "second_0=random"),
+        *("--episodes", "20", "--json"),
+    )
+    found = json.loads(played.splitlines()[-1])
+    won, lost = found["success.script:tracker"], found["success.random"]
+    assert won - lost == pytest.approx(found["returns"]["first_0"]) and won > 0.6 and "success" not in found
 
 
 def test_a_run_and_its_files_show_success_by_team(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

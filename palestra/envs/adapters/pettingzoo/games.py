@@ -65,7 +65,7 @@ class _PettingZooGame:
             has_action_mask=can_use_action_mask(
                 has_masks, [choice.space for choice in self.action_decoders], False, str(env)
             ),
-            success_of="seat",
+            reports_success="by_seat",
             has_seat_terminated=len(self.agents) > 1,
         )
         self.seat_success = np.full(len(self.agents), np.nan, np.float32)  # in the current episode

@@ -27,7 +27,8 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, Discrete
 from palestra.vector.algorithms.minibatches import MiniBatch, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import value_loss
 from palestra.vector.nets.advantages import AdvantageInputs, gae
 from palestra.vector.nets.heads import CategoricalHead
@@ -75,7 +76,7 @@ class CentralCritic:
 
     net: Net
     target: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
 
 
 @dataclass
@@ -111,11 +112,11 @@ class COMALearner(NetLearner):
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
         lr = self.config.critic_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
+        config = stack.config.without_memory().model_copy(update={"lr": lr})
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
         net.to(self.device)
         target = copy.deepcopy(net).requires_grad_(False)
-        return CentralCritic(net, target, StackedAdam(net, stack.seat_mapping.names, config, self.process_group))
+        return CentralCritic(net, target, StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
 
     @property
     def uses_global_features(self) -> bool:
@@ -293,7 +294,7 @@ class COMALearner(NetLearner):
         nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
         return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:

@@ -44,7 +44,7 @@ class CQLLearner(OfflineLearner, DQNLearner):
 
     def __init__(self, config: CQL, spec: NetLearnerSpec) -> None:
         for name, policy in spec.policies.items():
-            if policy.gru_units:
+            if policy.is_recurrent:
                 raise ValueError(
                     f"policy {name} is recurrent, but cql learns from single transitions, without the recurrent state "
                     "before them: set gru_units: 0, or imitate with bc"

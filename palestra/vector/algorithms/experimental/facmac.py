@@ -25,7 +25,7 @@ from palestra.vector.algorithms.ddpg import DDPGLearner, DeterministicConfig
 from palestra.vector.algorithms.off_policy import PolicyOutput
 from palestra.vector.algorithms.team_mixing import check_mixer_sees_state, mix_values
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.learners.policy_stack import StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.losses import q_loss, q_target
 from palestra.vector.nets.mixers import QMIXMixer, SeatValues, VDNMixer
 from palestra.vector.nets.on_device import constant
@@ -66,13 +66,13 @@ class FACMACLearner(DDPGLearner):
         check_mixer_sees_state(config.mixer, self.env)
         seed = derive_seed(self.seeds[self.names[0]], "mixer")
         self.mixer: nn.Module = VDNMixer()
-        self.mixer_adam: StackedAdam | None = None
+        self.mixer_adam: StackedOptimizer | None = None
         if config.mixer != "vdn":
             self.mixer = QMIXMixer(seats, self.global_size, config.mixer_units, seed, monotonic=config.mixer == "qmix")
             self.mixer.to(self.device)
             settings = self.policies[self.names[0]]
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
-            self.mixer_adam = StackedAdam(self.mixer, ["+".join(self.names)], settings, self.process_group)
+            self.mixer_adam = StackedOptimizer(self.mixer, ["+".join(self.names)], settings, self.process_group)
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
 
     def build_replay(self) -> ReplayBuffer:
@@ -193,6 +193,6 @@ class FACMACLearner(DDPGLearner):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"mixer": self.mixer, "target_mixer": self.target_mixer}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         mine = {"mixer_adam": self.mixer_adam} if self.mixer_adam else {}
         return super().optimizers() | mine

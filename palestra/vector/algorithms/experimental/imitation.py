@@ -27,7 +27,8 @@ from palestra.envs.vector_base import VectorEnv
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.vector.nets.heads import encode_actions, encoding_size
 from palestra.vector.nets.layers import Net, make_generators
@@ -120,7 +121,7 @@ def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bo
     policy has no first step of a game."""
     transitions = read_demonstrations(paths, learner.env, learner.device)
     where = ", ".join(paths)
-    found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
+    found = [DemoBatch(stack, transitions, memory and stack.config.is_recurrent) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
             raise ValueError(
@@ -187,7 +188,7 @@ class BCLearner(NetLearner):
     def _learn(self, demos: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics of each member."""
         stack = demos.stack
-        length = self.config.sequence_length if demos.stack.config.gru_units else 1
+        length = self.config.sequence_length if demos.stack.config.is_recurrent else 1
         at, transitions = demos.sample(max(1, self.config.batch_size // length), length, generator)
         out, _ = stack.net.unroll(demos.network_inputs(at), None, demos.gather(demos.is_first, at))
         action_mask = None if demos.action_mask is None else demos.gather(demos.action_mask, at)
@@ -246,7 +247,7 @@ class Discriminator:
     expert's."""
 
     net: Net
-    optimizer: StackedAdam
+    optimizer: StackedOptimizer
 
     def __call__(self, transitions: Tensor) -> Tensor:
         return self.net(transitions)[..., 0]
@@ -267,7 +268,7 @@ class GAILLearner(ActorCriticLearner):
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
         lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "communication_rounds": 0, "lr": lr})
+        config = stack.config.without_memory().model_copy(update={"communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         net = Net(
             (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),
@@ -275,7 +276,7 @@ class GAILLearner(ActorCriticLearner):
             config,
             make_generators(seeds),
         ).to(self.device)
-        return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.process_group))
+        return Discriminator(net, StackedOptimizer(net, seat_mapping.names, config, self.process_group))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
@@ -334,7 +335,7 @@ class GAILLearner(ActorCriticLearner):
             f"discriminator.{i}": discriminator.net for i, discriminator in enumerate(self.discriminators)
         }
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         own = {
             f"discriminator_adam.{i}": discriminator.optimizer for i, discriminator in enumerate(self.discriminators)
         }

@@ -24,7 +24,8 @@ from palestra.vector.algorithms.action_values import ActionValueConfig, ActionVa
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.experimental.offline import DataSet, OfflineConfig, OfflineLearner
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import advantage_weighted_loss, expectile_loss, td_target
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.replay import TransitionBatch
@@ -64,7 +65,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         self.value_nets = [self._value_net(stack) for stack in self.stacks]
         config = {"lr": self.config.critic_lr} if self.config.critic_lr else {}
         self.value_adams = [
-            StackedAdam(net, stack.seat_mapping.names, stack.config.model_copy(update=config), self.process_group)
+            StackedOptimizer(net, stack.seat_mapping.names, stack.config.model_copy(update=config), self.process_group)
             for net, stack in zip(self.value_nets, self.stacks, strict=True)
         ]
 
@@ -135,5 +136,5 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"value.{i}": net for i, net in enumerate(self.value_nets)}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {f"value_adam.{i}": adam for i, adam in enumerate(self.value_adams)}

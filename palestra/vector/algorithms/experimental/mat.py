@@ -21,7 +21,8 @@ from palestra.vector.algorithms.actor_critic import ActorCriticLearner
 from palestra.vector.algorithms.critics import ValueCritic
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.nets import NetLearner
-from palestra.vector.learners.policy_stack import NetPolicyConfig, StackedAdam
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import NetPolicyConfig
 from palestra.vector.nets.dense import Linear
 from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, Team, make_generators
@@ -166,5 +167,5 @@ class MATLearner(ActorCriticLearner):
     def modules(self) -> dict[str, nn.Module]:
         return {name: module for name, module in super().modules().items() if not name.startswith("critic.")}
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return {name: one for name, one in super().optimizers().items() if not name.startswith("critic_adam.")}

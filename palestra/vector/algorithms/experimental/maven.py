@@ -35,7 +35,8 @@ from palestra.vector.algorithms.experimental.latents import LatentPlayer, Latent
 from palestra.vector.algorithms.q_learning import ValueHead, legal_rows, with_last_layer
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
-from palestra.vector.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix, write_policy
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
 from palestra.vector.nets.dense import MLP
 from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
@@ -102,7 +103,7 @@ class MAVENLearner(QMIXLearner):
         name = self.names[0]
         own = self.policies[name]
         seed = self.seeds[name]
-        adam = partial(StackedAdam, names=["+".join(self.names)])
+        adam = partial(StackedOptimizer, names=["+".join(self.names)])
         draws = own.model_copy(update={"lr": config.latent_lr or own.lr})
         self.latent_policy = LatentPolicy(
             self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
@@ -286,7 +287,7 @@ class MAVENLearner(QMIXLearner):
         mine = {"latents": self.latent_policy.net, "returns": self.latent_policy.norm, "variational": self.variational}
         return super().modules() | mine
 
-    def optimizers(self) -> dict[str, StackedAdam]:
+    def optimizers(self) -> dict[str, StackedOptimizer]:
         return super().optimizers() | {"latent_adam": self.latent_adam, "variational_adam": self.variational_adam}
 
     def state_arrays(self) -> Arrays:

@@ -24,7 +24,8 @@ from palestra.core.types import Metrics
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import PolicyRows, normalise_weights
 from palestra.vector.learners.nets import NetLearner, mean_metrics
-from palestra.vector.learners.policy_stack import NonFiniteGradient, PolicyStack
+from palestra.vector.learners.optimizers import NonFiniteGradient
+from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.nets.heads import kl_divergence
 from palestra.vector.nets.on_device import RolloutTensors
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.vector_toys import Countdown, Cues, Track, assert_same_state, mean_return, snapshot, train
 
+from palestra.core.optimizers import Adam
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.envs.vector.mpe import SimpleSpread
@@ -127,7 +128,7 @@ class Textbook:
         gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
         clipped = {key: g * min(1.0, policy.max_grad_norm / (norm.item() + 1e-6)) for key, g in gradients.items()}
-        return {key: w[key].detach() - policy.lr * g / (g.abs() + policy.adam_eps) for key, g in clipped.items()}
+        return {key: w[key].detach() - policy.lr * g / (g.abs() + policy.optimizer.eps) for key, g in clipped.items()}
 
     def critic_after(self, policy: NetPolicyConfig) -> Weights:
         loss, targets = torch.zeros(()), self.targets()
@@ -162,7 +163,7 @@ class Textbook:
 def test_update_equals_a_reference_implementation(learning: dict[str, int], steps: int, turns: bool) -> None:
     env, policy = (
         Countdown(4, turns=turns, seats=3),
-        NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4),
+        NetPolicyConfig(hidden=[6], lr=1e-3, optimizer=Adam(eps=1e-2), max_grad_norm=0.4),
     )
     config = COMA(gamma=0.9, td_lambda=0.7, entropy_coef=0.05, epochs=1, minibatches=1)
     made = learner(config, env, {name: [seat] for name, seat in learning.items()}, policy)

@@ -154,7 +154,7 @@ def test_critic_gradient_equals_finite_differences() -> None:
                     adam.flat[0, column] += step
                     ends.append(loss())
                     adam.flat[0, column] -= step
-            slope = adam.exp_avg[0, column].item() / 0.1  # after one step of Adam
+            slope = adam.rule.exp_avg[0, column].item() / 0.1  # after one step of Adam
             assert slope == pytest.approx((ends[0] - ends[1]) / 2e-2, abs=2e-3, rel=3e-2)
 
 

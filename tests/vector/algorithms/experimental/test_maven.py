@@ -17,7 +17,8 @@ from palestra.vector.algorithms.experimental.latents import LatentPolicy
 from palestra.vector.algorithms.experimental.maven import MAVEN, LatentHead, MAVENLearner
 from palestra.vector.algorithms.q_learning import as_sequences
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
-from palestra.vector.learners.policy_stack import NetPolicyConfig, StackedAdam, read_policy
+from palestra.vector.learners.optimizers import StackedOptimizer
+from palestra.vector.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.vector.nets.mixers import SeatValues
 from palestra.vector.nets.replay import ReplayBuffer
 from palestra.vector.policies.base import UniformVectorPolicy
@@ -155,7 +156,7 @@ def test_loss_of_the_policy_of_latents_by_hand() -> None:
 def test_policy_of_latents_learns_which_suits_a_state(check_score: Any) -> None:
     """Latent 0 pays in one state, latent 2 in the other."""
     policy, generator = LatentPolicy(state=2, latents=3, units=16, seed=0), torch.Generator().manual_seed(0)
-    adam = StackedAdam(policy.net, ["z"], NetPolicyConfig(lr=2e-2), SINGLE_PROCESS)
+    adam = StackedOptimizer(policy.net, ["z"], NetPolicyConfig(lr=2e-2), SINGLE_PROCESS)
     features, first = torch.eye(2).repeat(16, 1), np.ones(32, bool)
     for _ in range(60):
         policy.draw(features, first, generator)
@@ -223,7 +224,7 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
     slopes = torch.autograd.grad(loss + 0.7 * entropy, [*nets[0], *nets[1]], retain_graph=True)
     mine = torch.autograd.grad(entropy, list(made.variational.parameters()))
 
-    average = made.variational_adam.exp_avg.clone()
+    average = made.variational_adam.rule.exp_avg.clone()
     lines, _, _ = made.train_step(as_sequences(drawn), 0.0)
     assert [line["q_loss"][0].item() for line in lines] == pytest.approx([loss.item()] * 2, rel=1e-4)
     assert [line["mi_loss"][0].item() for line in lines] == pytest.approx([entropy.item()] * 2, rel=1e-4)
@@ -231,7 +232,7 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
         parts = slopes[: len(nets[0])] if p == 0 else slopes[len(nets[0]) :]
         norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
         assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3)
-    ours = (made.variational_adam.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient, clipped in norm
+    ours = (made.variational_adam.rule.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient, clipped in norm
     given = torch.cat([g.flatten() for g in mine])
     assert torch.allclose(ours / ours.norm(), given / given.norm(), atol=1e-5)
 

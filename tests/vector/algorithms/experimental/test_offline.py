@@ -53,7 +53,7 @@ class Naive:
             plain.weight.data, plain.bias.data = layer.weight[p].detach().T.clone(), layer.bias[p, 0].detach().clone()
             modules += [plain, nn.Tanh()]
         self.net = nn.Sequential(*modules[:-1])
-        self.adam = torch.optim.Adam(self.net.parameters(), POLICY.lr, eps=POLICY.adam_eps)
+        self.adam = torch.optim.Adam(self.net.parameters(), POLICY.lr, eps=POLICY.optimizer.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
