@@ -85,14 +85,11 @@ def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
     path = run.file("population.json")
     if not path.exists():
         return []
-    listed = read_json_list(path)
-    return [
-        {
-            **{key: one.get(key) for key in ("name", "player", "parent", "info")},
-            "bytes": _bytes(run.file(str(one["weights"]))) if one.get("weights") else 0,
-        }
-        for one in listed
-    ]
+    rows = []
+    for one in read_json_list(path):
+        row = {key: one.get(key) for key in ("name", "player", "parent", "info")}
+        rows.append(row | {"bytes": _bytes(run.file(str(one["weights"]))) if one.get("weights") else 0})
+    return rows
 
 
 def eval_rows(run: CatalogRun) -> list[dict[str, Any]]:

@@ -340,6 +340,8 @@ def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float 
     """Returns the rise in success of the evaluation that rose most, or of training if there is none; None if neither is
     known."""
     rises = [float(log["success"][-1] - log["success"][0]) for log in evals.values() if len(log.get("success", ())) > 1]
+    if rises:
+        return max(rises)
     before = first_mean(team, "success")
     now = newest_mean(team, "success")
-    return max(rises) if rises else now - before if now is not None and before is not None else None
+    return None if now is None or before is None else now - before

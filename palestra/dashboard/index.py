@@ -66,14 +66,10 @@ class EpisodeIndex:
         included. By default it waits longer while nothing is known, and not at all if the last scan took longer than
         the wait."""
         self._begin()
-        if timeout_s is None:
-            timeout_s = (
-                FIRST_WAIT_S
-                if not (self._columns and len(self._columns))
-                else NEXT_WAIT_S
-                if self._took < NEXT_WAIT_S
-                else 0.0
-            )
+        if timeout_s is None and self._columns:
+            timeout_s = NEXT_WAIT_S if self._took < NEXT_WAIT_S else 0.0
+        elif timeout_s is None:
+            timeout_s = FIRST_WAIT_S
         settled = self._settled.wait(timeout_s)
         with self._lock:
             return self._columns or EpisodeColumns(EMPTY_TABLE), max(len(self._missing), int(not settled))

@@ -188,15 +188,18 @@ def return_half_width(line: Tree) -> float | None:
 
 def format_return(line: Tree) -> str:
     """Formats an evaluation's return, with half the width of its 95 % interval if it is known; "-" without one."""
-    half = return_half_width(line)
-    return "-" if line.get("return") is None else f"{line['return']:.2f}" + ("" if half is None else f" ± {half:.2f}")
+    return _with_interval(line.get("return"), return_half_width(line))
 
 
 def format_seat_return(line: Tree, seat: str) -> str:
     """Formats a seat's own return in an evaluation likewise."""
-    own = (line.get("returns") or {}).get(seat)
-    half = (line.get("returns_ci95") or {}).get(seat)
-    return "-" if own is None else f"{own:.2f}" + ("" if half is None else f" ± {half:.2f}")
+    return _with_interval((line.get("returns") or {}).get(seat), (line.get("returns_ci95") or {}).get(seat))
+
+
+def _with_interval(mean: float | None, half: float | None) -> str:
+    if mean is None:
+        return "-"
+    return f"{mean:.2f}" if half is None else f"{mean:.2f} ± {half:.2f}"
 
 
 def headline_eval(names: Sequence[str]) -> str | None:

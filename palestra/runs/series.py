@@ -114,7 +114,9 @@ def series_of(lines: Iterable[Line], key: str, x_key: str = "step") -> Series:
 
 
 def _inner(line: Line, key: str) -> Any:
-    return line[key] if key in line else flatten_tree(line).get(key) if "." in key else None
+    if key in line or "." not in key:
+        return line.get(key)
+    return flatten_tree(line).get(key)
 
 
 def _is_number(value: Any) -> bool:

@@ -69,16 +69,13 @@ def system_samples(path: Path, log: MetricLog) -> Iterator[Sample]:
 def worker_rows(log: MetricLog) -> list[dict[str, Any]]:
     """Returns one dict per worker: sums of its counters over the whole run, when it last finished something (`seen`,
     Unix time in seconds, None for never), and the reason of its last loss."""
-    return [
-        {
-            "kind": str(last.get("kind", "")),
-            "where": str(last.get("where", name)),
-            **{key: float(log.column(name, key)[1].sum()) for key in COUNTERS},
-            "seen": float(seen.max()) if len(seen := log.column(name, "seen")[1]) else None,
-            "why": str(last.get("why", ""))[:2000],
-        }
-        for name, last in log.last_by_name().items()
-    ]
+    rows = []
+    for name, last in log.last_by_name().items():
+        row: dict[str, Any] = {"kind": str(last.get("kind", "")), "where": str(last.get("where", name))}
+        row |= {key: float(log.column(name, key)[1].sum()) for key in COUNTERS}
+        seen = log.column(name, "seen")[1]
+        rows.append(row | {"seen": float(seen.max()) if len(seen) else None, "why": str(last.get("why", ""))[:2000]})
+    return rows
 
 
 def writing_process(lock: Path) -> int | None:

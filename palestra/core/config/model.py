@@ -228,8 +228,8 @@ def _child(annotation: Any, key: int | str) -> Any:
     """Returns the annotation of a model's field, of a mapping's values or of a list's items; Any for other types."""
     if key in _fields(annotation):
         return _fields(annotation)[str(key)].annotation
-    arguments = get_args(annotation)
-    return arguments[-1] if arguments and arguments[-1] is not Ellipsis else arguments[0] if arguments else Any
+    arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+    return arguments[-1] if arguments else Any
 
 
 def _fields(annotation: Any) -> dict[str, Any]:
