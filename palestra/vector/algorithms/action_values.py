@@ -31,7 +31,7 @@ from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, strip_prefix
 from palestra.vector.losses import critic_loss
@@ -81,6 +81,7 @@ class ActionValueLearner(NetLearner):
     `check_supported`)."""
 
     num_critics = 2
+    team_metrics: tuple[str, ...] = ()  # metrics of a step that are means over joint steps, not over decisions
 
     def __init__(self, config: ActionValueConfig, spec: NetLearnerSpec) -> None:
         check_supported(config, spec.env, spec.policies, self.value_per_action(spec.env.action_spaces[0]))
@@ -159,17 +160,22 @@ class ActionValueLearner(NetLearner):
         """Stores the rollout in the replay buffer and, once training has started, takes `gradient_steps` gradient
         steps; returns metrics by policy."""
         self.remember(batch)
-        lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
+        lines: list[list[tuple[TensorMetrics, TensorMetrics]]] = [[] for _ in self.stacks]
         if self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample):
             seed = minibatch_seed(self.seeds[self.names[0]], self.process_group, "moments", self.steps)
             rng = np.random.default_rng(seed)
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):
                 transitions = self.replay.sample(self.config.batch_size, rng).to(self.device)
-                acts = transitions.agent_mask * (transitions.weight > 0)
+                known = transitions.weight > 0
+                acts = transitions.agent_mask * known
                 stepped = self.train_step(transitions, generator, progress)
                 for own, stack, line in zip(lines, self.stacks, stepped, strict=True):
-                    own.append(line | {WEIGHT_KEY: stack.rows(acts, 1).sum(1)})
+                    count = stack.rows(acts, 1).sum(1)
+                    weights = dict.fromkeys(line, count)
+                    weights |= dict.fromkeys(self.team_metrics, known.any(1).sum().expand_as(count))
+                    weights |= {"grad_norm": torch.ones_like(count)}
+                    own.append((line, weights))
         means = [mean_tensors(own) for own in lines]
         return {
             name: mean_metrics([{key: value[p] for key, value in line.items()}])
@@ -272,14 +278,13 @@ def optional_rows(stack: PolicyStack, x: Tensor | None) -> Tensor | None:
     return None if x is None else stack.rows(x, 1)
 
 
-def mean_tensors(lines: Sequence[TensorMetrics]) -> TensorMetrics:
-    """Returns the mean of each metric [P] over the dicts that contain it, by the number of decisions in their
-    minibatches; of gradients' norms the plain mean."""
+def mean_tensors(lines: Sequence[tuple[TensorMetrics, TensorMetrics]]) -> TensorMetrics:
+    """Returns the mean of each metric [P] over the dicts that contain it, by the weights beside it."""
     found: dict[str, list[Tensor]] = {}
     weights: dict[str, list[Tensor]] = {}
-    for line in lines:
-        for key in line.keys() - {WEIGHT_KEY}:
-            found.setdefault(key, []).append(line[key])
-            weights.setdefault(key, []).append(torch.ones_like(line[key]) if key == "grad_norm" else line[WEIGHT_KEY])
+    for line, line_weights in lines:
+        for key, value in line.items():
+            found.setdefault(key, []).append(value)
+            weights.setdefault(key, []).append(line_weights[key])
     shares = {key: torch.stack(own) / torch.stack(own).sum(0).clamp(min=1) for key, own in weights.items()}
     return {key: (torch.stack(values) * shares[key]).sum(0) for key, values in found.items()}

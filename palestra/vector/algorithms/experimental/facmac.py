@@ -58,6 +58,7 @@ class FACMACLearner(DDPGLearner):
     """Learner of FACMAC. Raises ValueError for a mixer other than `vdn` on pixels without a global state."""
 
     config: FACMAC
+    team_metrics = ("critic_loss", "q", "policy_loss")
 
     def build_extras(self) -> None:
         super().build_extras()

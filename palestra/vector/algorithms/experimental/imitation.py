@@ -26,7 +26,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import VectorEnv
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
@@ -196,6 +196,7 @@ class BCLearner(NetLearner):
         share = normalise_weights(transitions.float())
         total = out.new_zeros(())
         lines = []
+        counts = transitions.sum((1, 2))
         for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
             loss, metrics = cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), weight))
             uncertainty = (weight * spread).sum()
@@ -203,7 +204,10 @@ class BCLearner(NetLearner):
             lines.append(metrics | {"entropy": uncertainty.detach()})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return [line | {"grad_norm": norm} for line, norm in zip(lines, norms, strict=True)]
+        return [
+            line | {"grad_norm": norm, WEIGHT_KEY: count}
+            for line, norm, count in zip(lines, norms, counts, strict=True)
+        ]
 
 
 # ---- generative adversarial imitation
