@@ -38,17 +38,17 @@ def agents_view(run: CatalogRun) -> dict[str, Any]:
 def mark_best(policy: dict[str, Any], results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the policy with two entries added to each checkpoint: `result`, of the leading evaluation after the same
     step (None if it was not played then), and `best`, true for the newest checkpoint with the highest result."""
-    known = {
-        one["step"]: score for one in policy["checkpoints"] if (score := _score(results.get(one["step"]))) is not None
-    }
+    scores = {one["step"]: _score(results.get(one["step"]), policy["name"]) for one in policy["checkpoints"]}
+    known = {step: score for step, score in scores.items() if score is not None}
     best = max((step for step, score in known.items() if score == max(known.values())), default=None)
     marked = [one | {"result": results.get(one["step"]), "best": one["step"] == best} for one in policy["checkpoints"]]
     return policy | {"checkpoints": marked}
 
 
-def _score(line: Mapping[str, Any] | None) -> float | None:
-    """Returns the main metric of an evaluation's line as a number; None if it has none."""
-    value = (line or {}).get("success", (line or {}).get("return"))
+def _score(line: Mapping[str, Any] | None, policy: str) -> float | None:
+    """Returns the main metric of an evaluation's line for a policy as a number; None if it has none."""
+    line = line or {}
+    value = line.get("success", line.get("successes", {}).get(policy, line.get("return")))
     return float(value) if isinstance(value, int | float) else None
 
 

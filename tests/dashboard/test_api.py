@@ -368,6 +368,30 @@ def test_agents_have_the_outcome_of_each_held_out_instance_and_the_best_checkpoi
     assert (newest["best"], newest["result"]["success"]) == (False, 0.5)
 
 
+def test_opponents_have_their_own_success_and_their_own_best_checkpoint(tmp_path):
+    policies = "{a: {type: lora, base: tiny}, b: {type: lora, base: tiny}}"
+    config = f"steps: 4\npolicies: {policies}\nevals: {{test: {{episodes: 4}}}}\n"
+    with Run.create(tmp_path, config, "learned") as run:
+        for step, won in ((0, 0.75), (1, 0.25)):
+            run.log_eval(step, "test", {"success.a": won, "success.b": 1 - won, "return": 0.0, "episodes": 4.0})
+            run.checkpoint(
+                step,
+                lambda folder: [(folder / name).mkdir() for name in "ab"],
+                {"names": {"a": "a", "b": "b"}},
+                keep=True,
+            )
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
+    best = {
+        policy["name"]: [one["step"] for one in policy["checkpoints"] if one["best"]]
+        for policy in get(client, "runs/learned/agents")["policies"]
+    }
+    assert best["a"] != best["b"] and {len(steps) for steps in best.values()} == {1}
+    (run_line,) = get(client, "runs")["runs"]
+    assert run_line["headline"] == "test a 25.0% b 75.0%"
+    shown = run_line["evals"]["test"]
+    assert shown["successes"] == {"a": 0.25, "b": 0.75} and "return" not in shown and shown["interval"] is None
+
+
 def test_smoothing_keeps_the_first_point(client):
     (curve,) = get(client, "curves", run="more", metric="metrics/success", window=9)["curves"]
     assert curve["y"][0] == curve["raw"]["y"][0] and curve["y"][1:] != curve["raw"]["y"][1:]
