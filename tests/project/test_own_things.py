@@ -48,7 +48,7 @@ def train_vector(folder, *parts: str) -> dict[str, float]:
     return read_lines(folder / "runs" / "own" / "evals.jsonl")[-1]
 
 
-@pytest.mark.parametrize("name", ["Reinforce", "UnclippedPPO"])
+@pytest.mark.parametrize("name", ["Reinforce", pytest.param("UnclippedPPO", marks=pytest.mark.slow)])
 def test_own_algorithm_of_networks_learns_in_own_env(folder, name) -> None:
     algorithm = f"algorithm: {{type: 'own_things:{name}', entropy_coef: 0.02}}"
     result = train_vector(folder, "policies: {default: {type: net, lr: 1e-2}}", algorithm)
