@@ -7,6 +7,7 @@ from palestra.core.losses import policy_gradient_loss
 from palestra.core.types import Step
 from palestra.envs import Env, VectorEnv
 from palestra.envs.vector_base import Discrete, empty_step
+from palestra.runs.sinks.base import OwnSinkConfig
 from palestra.text.algorithms.grpo import GRPO
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
@@ -169,3 +170,30 @@ class SignDescent(torch.optim.Optimizer):
         momentum = state.setdefault("momentum", torch.zeros_like(parameter))
         momentum.lerp_(parameter.grad, 1 - group["beta"])
         parameter.sub_(momentum.sign(), alpha=group["lr"])
+
+
+class LinesConfig(OwnSinkConfig):
+    """A sink that writes one metric of each step to a file."""
+
+    type: str = "own_things:LinesConfig"
+    metric: str
+
+    def open(self, run, folder):
+        return Lines(run / "lines.txt", self.metric)
+
+
+class Lines:
+    def __init__(self, path, metric: str) -> None:
+        self.path = path
+        self.metric = metric
+
+    def write(self, step, metrics):
+        if self.metric in metrics:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{step} {metrics[self.metric]}\n")
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass

@@ -48,7 +48,7 @@ def train_vector(folder, *parts: str) -> dict[str, float]:
     return read_lines(folder / "runs" / "own" / "evals.jsonl")[-1]
 
 
-@pytest.mark.parametrize("name", ["Reinforce", "UnclippedPPO"])
+@pytest.mark.parametrize("name", ["Reinforce", pytest.param("UnclippedPPO", marks=pytest.mark.slow)])
 def test_own_algorithm_of_networks_learns_in_own_env(folder, name) -> None:
     algorithm = f"algorithm: {{type: 'own_things:{name}', entropy_coef: 0.02}}"
     result = train_vector(folder, "policies: {default: {type: net, lr: 1e-2}}", algorithm)
@@ -148,3 +148,11 @@ def test_own_algorithm_optimizer_and_env_of_language_agents(own_things) -> None:
     assert run.config["policies"]["default"]["optimizer"] == {"type": "own_things:SignDescent"}
     first, *_, last = run.evals["success"]
     assert first < 0.6 and last > 0.9
+
+
+def test_own_sink_gets_an_own_metric_of_every_step(own_things) -> None:
+    sink = {"type": "own_things:LinesConfig", "metric": "default/reward_of_rollout"}
+    run = train_echo(algorithm=own_things.Reinforce(), steps=2_560, log_every=1, sinks=[sink])
+    logged = [line for line in read_lines(run.path / "metrics.jsonl") if "reward_of_rollout" in line]
+    written = (run.path / "lines.txt").read_text().splitlines()
+    assert written == [f"{line['step'] + 1} {line['reward_of_rollout']}" for line in logged] and len(written) == 5

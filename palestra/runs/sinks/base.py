@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from palestra.core.config import StrictModel
+from palestra.core.config.own_types import OwnTypes
 from palestra.core.files import read_bytes
 from palestra.runs.settings import flatten_tree
 
@@ -100,12 +101,25 @@ class PrometheusConfig(StrictModel):
     """Address to listen on; 0.0.0.0 accepts other machines, without a key."""
 
 
+class OwnSinkConfig(StrictModel):
+    """Base config of a sink of one's own; `type` is "module:Class", which names the subclass."""
+
+    type: str
+    """Name of the class."""
+
+    def open(self, run: Path, folder: Path) -> Sink:
+        """Opens the sink for the run at `run`; `folder` stores its state for a resumed run."""
+        raise NotImplementedError(f"{type(self).__name__} does not define open")
+
+
 def _expand(value: Any) -> Any:
     return [{"type": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
 SinkConfig = Annotated[
-    TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig | PrometheusConfig, Field(discriminator="type")
+    TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig | PrometheusConfig,
+    Field(discriminator="type"),
+    OwnTypes("sink", OwnSinkConfig),
 ]
 SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_expand)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import import_object
-from palestra.runs.sinks.base import Sink, SinkConfigs
+from palestra.runs.sinks.base import OwnSinkConfig, Sink, SinkConfigs
 
 CLASSES = {  # by kind, which is the name of its module too
     "tensorboard": "TensorBoardSink",
@@ -23,7 +23,7 @@ def check_sinks(sinks: SinkConfigs) -> None:
     """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
     kinds = [sink.type for sink in sinks]
     for kind in kinds:
-        if not all(map(find_spec, PACKAGES.get(kind, (kind,)))):
+        if ":" not in kind and not all(map(find_spec, PACKAGES.get(kind, (kind,)))):
             raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
         if kinds.count(kind) > 1:
             raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")
@@ -31,5 +31,7 @@ def check_sinks(sinks: SinkConfigs) -> None:
 
 def open_sink(config: Any, run: Path, folder: Path) -> Sink:
     """Opens the sink described by `config` for the run at `run`; `folder` stores its state for a resumed run."""
+    if isinstance(config, OwnSinkConfig):
+        return config.open(run, folder)
     sink: Sink = import_object(f"palestra.runs.sinks.{config.type}:{CLASSES[config.type]}")(config, run, folder)
     return sink

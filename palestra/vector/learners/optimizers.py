@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,20 @@ from palestra.core.optimizers import OWN_OPTIMIZER, SGD, Adam, AdamW, OptimizerC
 from palestra.envs.vector_base import Arrays
 from palestra.parallel.process_group import ProcessGroup
 
-if TYPE_CHECKING:
-    from palestra.vector.learners.policy_stack import NetPolicyConfig
-
 NetOptimizer = Annotated[Adam | AdamW | SGD, Field(discriminator="type"), OWN_OPTIMIZER]
+
+
+class StepConfig(Protocol):
+    """The settings of a policy that its optimizer reads."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_schedule(self) -> str: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -41,7 +51,7 @@ class StackedOptimizer:
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, process_group: ProcessGroup
+        self, module: nn.Module, names: Sequence[str], config: StepConfig, process_group: ProcessGroup
     ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.names = names
