@@ -14,6 +14,7 @@ import pytest
 import palestra as pl
 from palestra.core.files import read_arrays
 from palestra.runs import list_checkpoints, read_lines
+from palestra.vector.learners.policy_stack import read_policy
 
 OWN = Path(__file__).parents[1] / "helpers" / "own_things.py"
 ENV = "{type: 'own_things:Echo', num_envs: 32}"
@@ -135,6 +136,11 @@ def test_own_optimizer_trains_networks(own_things) -> None:
     run = train_echo(policies=policies, algorithm=own_things.Reinforce(), steps=10_240)
     assert run.config["policies"]["default"]["optimizer"] == {"type": "own_things:SignDescent", "beta": 0.8}
     assert run.evals["return"].iloc[-1] > 0.9
+    folder = list_checkpoints(run.path)[-1].path / "default"
+    sent = (folder / "member.json").read_text()
+    (folder / "member.json").write_text(sent.replace("own_things:SignDescent", "own_things:Missing"))
+    env = own_things.Echo(2)
+    assert read_policy(folder, env, [0, 1]).names == ["default@20"]  # a policy is played without its optimizer
 
 
 def test_own_algorithm_optimizer_and_env_of_language_agents(own_things) -> None:

@@ -163,7 +163,8 @@ def read_frozen_member(
     Raises ValueError if it does not fit these seats.
     """
     facts = json.loads((folder / "member.json").read_text())
-    config = NetPolicyConfig(**facts["config"])
+    settings = {key: value for key, value in facts["config"].items() if key != "optimizer"}  # playing imports no class
+    config = NetPolicyConfig(**settings)
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seat_mapping.action_space)
