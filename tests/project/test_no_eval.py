@@ -45,7 +45,6 @@ REVIEWED = {
     ("core/config/user_modules.py", "import_module"): (1, "modules named by the config, or by our own tables"),
     ("core/config/tree.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
     ("sandbox/fork_server.py", "import_module"): (1, "our own grader, named by this process on a socket of its own"),
-    ("envs/local.py", "import_module"): (1, "the module of a class that the user's own program passed"),
     ("environments/code/checker.py", "eval"): (1, "runs in the sandbox"),
     ("environments/code/checker.py", "exec"): (2, "runs in the sandbox"),
     ("environments/code/checker.py", "compile"): (2, "runs in the sandbox"),

@@ -24,7 +24,8 @@ class OwnTypes:
     `base`, that `type` names as "module:Class" or by an entry point of `group`. A `what` is the thing in messages.
 
     A class that is no config, but what `config` configures (a network, an optimizer), is named likewise; its options
-    are keys of `config`. `presets` are further names, for types of the union with settings.
+    are keys of `config`. `presets` are further names, for types of the union with settings. A name alone is a config of
+    that type.
     """
 
     what: str
@@ -44,9 +45,7 @@ class OwnTypes:
         def resolve(tree: Any, known: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if isinstance(tree, self.base):
                 return tree
-            if isinstance(tree, str):
-                raise ValueError(f"write a mapping, with options beside the type: {{type: {tree}}}")
-            tree = expand_preset(tree, self.presets)
+            tree = expand_preset({"type": tree} if isinstance(tree, str) else tree, self.presets)
             shipped = {variant.model_fields["type"].default for variant in get_args(source)}
             path = self._own_path(tree["type"], shipped) if isinstance(tree, Mapping) and "type" in tree else ""
             return self._load(path, {**tree, "type": path}) if path else known(tree)

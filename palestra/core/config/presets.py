@@ -10,9 +10,7 @@ Preset = dict[str, Any]
 
 def expand_preset(tree: Any, presets: Mapping[str, Preset]) -> Any:
     """Returns an algorithm's config with the general `type` and the settings that a preset's name stands for; any other
-    config unchanged. A name alone is a config of that `type`. Raises ValueError if the config sets one of these to
-    another value."""
-    tree = {"type": tree} if isinstance(tree, str) else tree
+    config unchanged. Raises ValueError if the config sets one of these to another value."""
     preset = presets.get(str(tree.get("type"))) if isinstance(tree, Mapping) else None
     if preset is None:
         return tree

@@ -36,6 +36,8 @@ GAME = {"env": {"type": "simple_spread"}, "policies": {"agent": {"type": "net"}}
         ("max_steps=3", "steps"),
         ("stpes=3", "steps"),
         ("policies.mover.rnak=3", "rank"),
+        ("policies.mover.adam_betas=[0.9,0.99]", "policies.mover.optimizer.betas"),
+        ("policies.mover.weight_decay=0.1", "policies.mover.optimizer.weight_decay"),
     ],
 )
 def test_a_text_config_names_the_key_that_was_meant(setting, meant):
@@ -104,7 +106,11 @@ def test_a_word_stands_for_an_algorithm_and_for_a_policy():
     assert config.algorithm.type == "grpo" and config.algorithm.scale == "none"
     assert config.policies["planner"].type == "lora" and config.policies["planner"].base == "tiny"
     assert config.policies["executor"].type == "expert"
-    assert validate(VectorConfig, GAME | {"algorithm": "mappo"}).algorithm.critic == "central"
+    game = validate(
+        VectorConfig, GAME | {"algorithm": "mappo", "policies": {"agent": {"type": "net", "optimizer": "sgd"}}}
+    )
+    assert game.algorithm.critic == "central"
+    assert game.policies["agent"].optimizer.type == "sgd"
 
 
 def test_a_named_variant_is_no_class_and_says_how_to_write_it():

@@ -64,8 +64,8 @@ def test_restored_optimizer_continues_bit_for_bit(optimizer, cls, options) -> No
 @pytest.mark.parametrize(
     "optimizer, says",
     [
-        ({"type": "admw"}, "does not match any of the expected tags"),
-        ("sgd", "write a mapping, with options beside the type: {type: sgd}"),
+        ({"type": "admw"}, "unknown optimizer.type .admw.: did you mean adamw"),
+        ("sdg", "unknown optimizer.type .sdg.: did you mean sgd"),
         ({"type": "helpers.own_things:Layers"}, "is not a subclass of torch.optim.optimizer.Optimizer"),
         ({"type": OWN, "betta": 1}, "unknown key betta: did you mean beta?"),
         ({"type": OWN, "lr": 1}, "unknown key lr"),

@@ -50,8 +50,7 @@ def test_state_of_a_recurrent_module_starts_anew_with_a_game() -> None:
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"network": "helpers.own_things:Layers"}, "write a mapping, with options beside the type"),
-        ({"network": {"type": "helpers.own_things:Reinforce"}}, "is not a subclass of torch.nn"),
+        ({"network": "helpers.own_things:Reinforce"}, "is not a subclass of torch.nn"),
         ({"network": {"type": "helpers.own_things:Layers", "unit": 2}}, "unknown key unit: did you mean units?"),
         (
             {"network": {"type": "helpers.own_things:Layers"}, "hidden": [8]},
