@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 _PACKAGES = ("text", "vector")
 _MODULES = {
     "api.train": ["train"],
+    "api.agents.loaded": ["load_agent"],
     "api.trained_run": ["TrainedRun", "evaluate", "load_run"],
     "text": [
         "DPO",

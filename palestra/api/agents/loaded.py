@@ -1,0 +1,177 @@
+"""Trained agents in a script: `load_agent("runs/demo").act(observation)`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.api.agents.serve import ServedAgent
+from palestra.api.agents.trained_agent import TrainedAgent, find_agents
+from palestra.api.trained_run import call_outside_loop
+from palestra.core.chat import Chat
+from palestra.core.config import Tree, validate
+from palestra.core.http.calls import SAMPLING_KEYS, ChatCall
+from palestra.core.types import Seat
+from palestra.envs import VectorEnv
+from palestra.envs.adapters.gymnasium import without_action_mask
+from palestra.envs.batch.subproc_vector import PackageVectorEnv
+from palestra.envs.batch.sync_vector import SyncVectorEnv
+from palestra.envs.vector_base import Discrete, empty_step
+from palestra.evaluation.target import load_target
+from palestra.text.build.engines import Engines
+from palestra.vector.build.build import policy_by_seat
+from palestra.vector.build.envs import make_vector_env
+from palestra.vector.config import VectorConfig
+from palestra.vector.learners.policy_stack import read_policy
+
+
+def load_agent(
+    path: str | Path,
+    name: str = "",
+    *,
+    seat: Seat = "",
+    checkpoint: int | None = None,
+    greedy: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+) -> LanguageAgent | NetworkAgent:
+    """Returns a trained agent that acts in a script: of a run, of a population, or in a published folder.
+
+    `name` is the policy or member ("": the only one), `checkpoint` the training steps before the checkpoint (None: the
+    newest). `greedy` takes the most probable token or action instead of sampling with `seed`. Language agents run on
+    `device`. A network plays `seat` ("": the first that its policy has), and runs on the CPU.
+
+    Raises ValueError if there is no such agent, or several and no name.
+    """
+    found = find_agents(Path(path), [name] if name else [], checkpoint)
+    if len(found) > 1:
+        raise ValueError(f"{path} has several agents: name one of {', '.join(agent.name for agent in found)}")
+    (agent,) = found
+    if agent.kind == "network":
+        return NetworkAgent(agent, seat, greedy, seed)
+    if seat:
+        raise ValueError(f"{agent.name} is a language agent, whose seat is told by its messages: leave out seat")
+    return LanguageAgent(agent, device, greedy, seed)
+
+
+class LanguageAgent:
+    """A trained language agent. It is prompted as in training: with its role, its chat template and its sampling."""
+
+    def __init__(self, agent: TrainedAgent, device: str, greedy: bool, seed: int) -> None:
+        self.name = agent.name
+        self._served = ServedAgent(agent, Engines(device, max_num_seqs=1))
+        self._settings: dict[str, Any] = {"temperature": 0.0} if greedy else {}
+        self._seeds = np.random.default_rng(seed)
+
+    def act(self, messages: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
+        """Returns the agent's answer to an observation, or to a conversation of messages, without its thought.
+
+        `sampling` has the settings of chat completions, such as `temperature`, `max_tokens`, `stop` and `seed`. Raises
+        ValueError for other settings, and for a conversation that is too long.
+        """
+        if unknown := set(sampling) - set(SAMPLING_KEYS):
+            raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+        settings = {"seed": int(self._seeds.integers(2**63)), **self._settings, **sampling}
+        call = ChatCall(self.name, Chat(tuple(turns), ()), settings)
+        return call_outside_loop(lambda: asyncio.run(self._served.answer(call))).text
+
+
+class NetworkAgent:
+    """A trained network at one seat of its env. A recurrent network remembers the game: `reset` begins a new one."""
+
+    def __init__(self, agent: TrainedAgent, seat: Seat, greedy: bool, seed: int) -> None:
+        self.name = agent.name
+        if agent.run is None:
+            raise ValueError(f"{agent.folder} does not say which env its network plays: load the run that trained it")
+        tree = load_target(agent.run)
+        env = make_vector_env({key: value for key, value in tree["env"].items() if key != "num_processes"}, 1)
+        try:
+            self.seat = seat or _seat_of(agent.name, tree, env)
+            if self.seat not in env.seats:
+                raise ValueError(f'no seat "{seat}": env "{env.label}" has {", ".join(env.seats)}')
+            self._column = env.seats.index(self.seat)
+            self._player = read_policy(agent.folder, env, [self._column], best=greedy)
+            self._num_seats = len(env.seats)
+            self._seat_shape = env.observation_shapes[self._column]
+            self._space = env.action_spaces[self._column]
+            first = env.reset(np.zeros(1, np.int64))
+            self._shape = first.obs.shape[2:]
+            self._dtype = first.obs.dtype
+            self._num_actions = None if first.action_mask is None else first.action_mask.shape[-1]
+            self._game = _package_game(env)
+        finally:
+            env.close()
+        if self._player.net.plays_team:
+            raise ValueError(f"{agent.name} plays a whole team at once, not the seat {self.seat}: use palestra eval")
+        self._player.reset_rng(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a new game: a recurrent network forgets what it saw."""
+        self._state: Any = None
+        self._num_games = 0
+
+    def act(self, obs: Any, action_mask: Any = None) -> Any:
+        """Returns the action for an observation, as the env's own `step` takes it.
+
+        An observation is what the seat sees in the env: a value of its PettingZoo or Gymnasium space (a dictionary may
+        have the `action_mask`), or an array of palestra's own envs. Arrays [B, ...] are B games at once, and the
+        actions are a list then. `action_mask` [A] or [B, A] is true for legal actions (None: all are).
+
+        Raises ValueError for another shape, and for another number of games than before without `reset`.
+        """
+        if action_mask is None and isinstance(obs, dict) and "action_mask" in obs:
+            action_mask, obs = obs["action_mask"], without_action_mask(obs)
+        rows = np.asarray(obs if self._game is None else self._game.obs_encoders[self._column].encode(obs))
+        is_single = rows.ndim == len(self._seat_shape)
+        rows = rows[None] if is_single else rows
+        if rows.shape[1:] != tuple(self._seat_shape):
+            shape = tuple(self._seat_shape)
+            raise ValueError(f"{self.name} observes arrays of shape {shape} (or several: [B, ...]), not {rows.shape}")
+        actions = self._actions(rows, action_mask)
+        return actions[0] if is_single else actions
+
+    def _actions(self, rows: np.ndarray, action_mask: Any) -> list[Any]:
+        """Returns the actions for observations [B, *shape]."""
+        B = len(rows)
+        if self._num_games not in (0, B):
+            raise ValueError(f"{self.name} played {self._num_games} games and now observes {B}: call reset between")
+        is_first = np.full(B, self._num_games == 0)
+        if self._num_games == 0:
+            self._state = self._player.initial_state(B)
+            self._num_games = B
+        step = empty_step(B, self._num_seats, self._shape, num_actions=self._num_actions, dtype=self._dtype)
+        within: tuple[slice, ...] = (slice(None), *map(slice, self._seat_shape))  # other seats may observe more
+        step.obs[:, self._column][within] = rows
+        if step.action_mask is not None and action_mask is not None:
+            masks = np.asarray(action_mask, bool).reshape(B, -1)
+            step.action_mask[:, self._column] = False
+            step.action_mask[:, self._column, : masks.shape[1]] = masks
+        actions, _, self._state = self._player.act(step, self._state, is_first)
+        return [self._decode(action) for action in actions[:, 0]]
+
+    def _decode(self, action: np.ndarray) -> Any:
+        """Returns an action [...] of the network as the env takes it."""
+        if self._game is not None:
+            return self._game.action_decoders[self._column].decode(action)
+        return int(action) if isinstance(self._space, Discrete) else action
+
+
+def _seat_of(name: str, tree: Tree, env: VectorEnv) -> Seat:
+    """Returns the first seat that a run's policy plays; the first of all for a member of a population."""
+    if "population" in tree:
+        return env.seats[0]
+    seats = [seat for seat, policy in policy_by_seat(validate(VectorConfig, tree), env).items() if policy == name]
+    return seats[0]
+
+
+def _package_game(env: VectorEnv) -> Any:
+    """Returns a game of PettingZoo's or Gymnasium's interface with its encoders and decoders; None for other envs."""
+    inner = env.inner if isinstance(env, PackageVectorEnv) else env
+    game = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
+    return game if hasattr(game, "obs_encoders") else None

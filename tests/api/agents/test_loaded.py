@@ -1,0 +1,148 @@
+"""`palestra.load_agent`: a trained agent acts in a script, in the raw env that it was trained in."""
+
+import asyncio
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers.trained import two_agents
+
+import palestra as pl
+from palestra.evaluation.evaluate import evaluate
+from palestra.evaluation.target import find_target
+from palestra.evaluation.vector import load_player
+from palestra.vector.build.envs import make_vector_env
+
+
+@pytest.fixture(scope="module")
+def team(base, tmp_path_factory):
+    """A run of two language agents."""
+    return two_agents(base, tmp_path_factory.mktemp("team"))
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory):
+    """Returns a function that trains a policy "agent" for some steps in an env."""
+    root = tmp_path_factory.mktemp("networks")
+
+    def train(name, env, env_steps, **policy):
+        return pl.train(
+            env=env,
+            policies={"agent": {"type": "net", "hidden": [16], "lr": 3e-3, **policy}},
+            algorithm={"type": "ppo", "rollout_length": 32, "epochs": 4, "minibatches": 4},
+            env_steps=env_steps,
+            name=name,
+            root=root,
+        ).path
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def cart_pole(make_run):
+    return make_run("cart_pole", {"type": "gymnasium", "id": "CartPole-v1", "num_envs": 8}, 40_000)
+
+
+def played(env, act, seed):
+    """The return of one episode of a Gymnasium env."""
+    obs, _ = env.reset(seed=seed)
+    total = 0.0
+    while True:
+        obs, reward, terminated, truncated, _ = env.step(act(obs))
+        total += reward
+        if terminated or truncated:
+            return total
+
+
+def test_a_network_plays_the_raw_env_as_its_evaluation_does(cart_pole):
+    agent = pl.load_agent(cart_pole, greedy=True)
+    returns = [played(gymnasium.make("CartPole-v1"), agent.act, seed) for seed in range(10)]
+    result = pl.evaluate(cart_pole, episodes=50, greedy=True).metrics["return"]
+    assert np.mean(returns) > 60  # 22 by chance
+    assert np.mean(returns) == pytest.approx(result, rel=0.6)
+    assert isinstance(agent.act(np.zeros(4, np.float32)), np.integer | int)
+
+
+@pytest.mark.parametrize("gru_units", [0, 8])
+def test_actions_are_those_of_the_player_of_evaluations(make_run, gru_units):
+    env_config = {"type": "simple_spread", "num_envs": 4}
+    run = make_run(f"spread_{gru_units}", env_config, 1024, gru_units=gru_units)
+    env = make_vector_env(env_config, 3)
+    player = load_player(find_target(run), env, env.seats, "agent", True)
+    agents = [pl.load_agent(run, seat=seat, greedy=True) for seat in env.seats]
+    step = env.reset(np.arange(3))
+    state = player.initial_state(3)
+    first = np.ones(3, bool)
+    for _ in range(60):  # more than two games
+        if first.all():
+            for agent in agents:
+                agent.reset()
+        actions, _, state = player.act(step, state, first)
+        for seat, agent in enumerate(agents):
+            assert np.array_equal(agent.act(step.obs[:, seat]), actions[:, seat])
+        step = env.step(actions)
+        first = step.done
+
+
+def test_one_game_and_several_take_the_same_actions(cart_pole):
+    agent = pl.load_agent(cart_pole, greedy=True)
+    rows = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    several = agent.act(rows)
+    agent.reset()
+    assert [agent.act(row) for row in rows] == several
+    with pytest.raises(ValueError, match="played 1 games and now observes 6: call reset between"):
+        agent.act(rows)
+    with pytest.raises(ValueError, match=r"observes arrays of shape \(4,\)"):
+        agent.act(np.zeros(5))
+
+
+def test_an_action_mask_holds(make_run):
+    run = make_run("kuhn", {"type": "leduc_poker", "num_envs": 8}, 512)
+    agent = pl.load_agent(run, seed=3)
+    size = agent.act.__self__._seat_shape[0]
+    obs = np.zeros((200, size), np.float32)
+    mask = np.tile([False, True, False], (200, 1))
+    assert agent.act(obs, mask) == [1] * 200
+
+
+def test_a_language_agent_answers_as_in_its_evaluation(team):
+    result = evaluate(team, episodes=4, seed=5, sampling={"temperature": 0.0})
+    guide = pl.load_agent(team, "guide", greedy=True)
+    nodes = [node for episode in result.episodes for node in episode.nodes if "guide" in node.answers]
+    assert len(nodes) == 4
+    for node in nodes:
+        assert guide.act(node.observations["guide"]) == node.answers["guide"].text
+
+
+def test_sampling_is_by_seed_and_settings_are_those_of_chat_completions(team):
+    def answers(seed):
+        agent = pl.load_agent(team, "walker", seed=seed)
+        return [agent.act("say 0 or 1") for _ in range(8)]
+
+    assert answers(1) == answers(1) != answers(2)
+    agent = pl.load_agent(team, "walker")
+    told = [{"role": "system", "content": "walk"}, {"role": "user", "content": "say 0 or 1"}]
+    assert agent.act(told, temperature=0.0) == agent.act(told, temperature=0.0)
+    with pytest.raises(ValueError, match="act takes no setting 'temprature'"):
+        agent.act("say 0 or 1", temprature=0)
+
+
+def test_it_acts_inside_a_running_loop(team):
+    agent = pl.load_agent(team, "walker", greedy=True)
+
+    async def in_a_notebook():
+        return agent.act("say 0 or 1")
+
+    assert asyncio.run(in_a_notebook()) == agent.act("say 0 or 1")
+
+
+def test_what_cannot_be_loaded_says_why(team, cart_pole, tmp_path):
+    for arguments, options, match in (
+        ([team], {}, "several agents: name one of guide, walker"),
+        ([team, "nobody"], {}, 'no trained agent "nobody"'),
+        ([team, "guide"], {"seat": "guide"}, "leave out seat"),
+        ([tmp_path / "none"], {}, "no run and no published agent"),
+        ([cart_pole], {"seat": "driver"}, 'no seat "driver": env ".*" has agent'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pl.load_agent(*arguments, **options)
