@@ -76,7 +76,7 @@ def buildable(path):
 
 
 @pytest.mark.parametrize("path", [buildable(path) for path in GRIDS], ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_cell_of_a_grid_builds(path, tmp_path):
     if path.stem == "defaults_box2d":
         pytest.importorskip("Box2D", reason="needs palestra[box2d]")
@@ -116,7 +116,7 @@ def demonstration_settings(path, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.few(9)
+@pytest.mark.few(7)
 def test_every_vector_config_trains(path, tmp_path, monkeypatch):
     """Two rollouts of few games with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))

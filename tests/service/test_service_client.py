@@ -181,7 +181,7 @@ def assert_the_same(here: Path, there: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in ELSEWHERE])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_algorithm_trains_remotely_as_locally(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

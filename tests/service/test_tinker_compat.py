@@ -24,6 +24,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # the client itself is in many fast tests
 def test_documented_older_example_runs(seen: Any) -> None:
     first, second = seen["losses"]
     assert len(first) == len(second) == 4

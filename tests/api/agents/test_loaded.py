@@ -40,7 +40,7 @@ def make_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cart_pole(make_run):
-    return make_run("cart_pole", {"type": "gymnasium", "id": "CartPole-v1", "num_envs": 8}, 40_000)
+    return make_run("cart_pole", {"type": "gymnasium", "id": "CartPole-v1", "num_envs": 8}, 4096)
 
 
 def played(env, act, seed):
@@ -54,16 +54,21 @@ def played(env, act, seed):
             return total
 
 
-def test_a_network_plays_the_raw_env_as_its_evaluation_does(cart_pole):
+@pytest.mark.parametrize("seed", range(3))
+def test_a_network_plays_the_raw_env_as_its_evaluation_does(cart_pole, seed):
+    env = make_vector_env({"type": "gymnasium", "id": "CartPole-v1"}, 1)
+    player = load_player(find_target(cart_pole), env, env.seats, "agent", True)
+    step = env.reset(np.array([seed]))
+    total = 0.0
+    while not total or not step.done[0]:
+        step = env.step(player.act(step, None, step.done)[0])
+        total += step.rewards[0, 0]
     agent = pl.load_agent(cart_pole, greedy=True)
-    returns = [played(gymnasium.make("CartPole-v1"), agent.act, seed) for seed in range(10)]
-    result = pl.evaluate(cart_pole, episodes=50, greedy=True).metrics["return"]
-    assert np.mean(returns) > 60  # 22 by chance
-    assert np.mean(returns) == pytest.approx(result, rel=0.6)
+    assert played(gymnasium.make("CartPole-v1"), agent.act, seed) == total
     assert isinstance(agent.act(np.zeros(4, np.float32)), np.integer | int)
 
 
-@pytest.mark.parametrize("gru_units", [0, 8])
+@pytest.mark.parametrize("gru_units", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_actions_are_those_of_the_player_of_evaluations(make_run, gru_units):
     env_config = {"type": "simple_spread", "num_envs": 4}
     run = make_run(f"spread_{gru_units}", env_config, 1024, gru_units=gru_units)

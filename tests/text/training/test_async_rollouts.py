@@ -347,7 +347,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_resume_after_kill_is_bit_identical(base, tmp_path, changes):
     """Killed after step 7, three steps after its checkpoint, with episodes of later steps in the buffer."""
     whole = config(base, keep_every=3, **changes)

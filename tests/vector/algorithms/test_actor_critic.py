@@ -601,7 +601,7 @@ class Product(NativeEnv):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("critics", ["each", "one"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_central_critic_uses_the_global_state(critics: str, state: bool, check_score: Any) -> None:
     env = Product(64, state)
     for critic, loss in (("own", 0.5), ("central", 0.0)):  # half the variance of a sign it does not know, or nothing
