@@ -19,7 +19,7 @@ from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.envs.adapters.gymnasium import without_action_mask
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SyncVectorEnv
+from palestra.envs.batch.sync_vector import SyncVectorEnv, clip_actions
 from palestra.envs.vector_base import Discrete, empty_step
 from palestra.evaluation.target import load_target
 from palestra.text.build.engines import Engines
@@ -121,9 +121,11 @@ class NetworkAgent:
 
         An observation is what the seat sees in the env: a value of its PettingZoo or Gymnasium space (a dictionary may
         have the `action_mask`), or an array of palestra's own envs. Arrays [B, ...] are B games at once, and the
-        actions are a list then. `action_mask` [A] or [B, A] is true for legal actions (None: all are).
+        actions are a list then. `action_mask` [A] or [B, A] is true for legal actions (None: all are). Continuous
+        actions are clipped to their bounds, as in training.
 
-        Raises ValueError for another shape, and for another number of games than before without `reset`.
+        Raises ValueError for another shape, for an observation that is not finite, for a mask without a legal action,
+        and for another number of games than before without `reset`.
         """
         if action_mask is None and isinstance(obs, dict) and "action_mask" in obs:
             action_mask, obs = obs["action_mask"], without_action_mask(obs)
@@ -133,6 +135,8 @@ class NetworkAgent:
         if rows.shape[1:] != tuple(self._seat_shape):
             shape = tuple(self._seat_shape)
             raise ValueError(f"{self.name} observes arrays of shape {shape} (or several: [B, ...]), not {rows.shape}")
+        if not np.isfinite(rows).all():
+            raise ValueError(f"an observation of {self.name} is not finite")
         actions = self._actions(rows, action_mask)
         return actions[0] if is_single else actions
 
@@ -148,12 +152,26 @@ class NetworkAgent:
         step = empty_step(B, self._num_seats, self._shape, num_actions=self._num_actions, dtype=self._dtype)
         within: tuple[slice, ...] = (slice(None), *map(slice, self._seat_shape))  # other seats may observe more
         step.obs[:, self._column][within] = rows
-        if step.action_mask is not None and action_mask is not None:
-            masks = np.asarray(action_mask, bool).reshape(B, -1)
-            step.action_mask[:, self._column] = False
-            step.action_mask[:, self._column, : masks.shape[1]] = masks
+        if action_mask is not None:
+            step.action_mask = self._masks(action_mask, B)
         actions, _, self._state = self._player.act(step, self._state, is_first)
-        return [self._decode(action) for action in actions[:, 0]]
+        mask = None if step.action_mask is None else step.action_mask[:, [self._column]]
+        return [self._decode(action) for action in clip_actions((self._space,), actions[:, :1], mask)[:, 0]]
+
+    def _masks(self, action_mask: Any, num_games: int) -> np.ndarray:
+        """Returns the action masks of all seats [B, N, A], of which only this agent's matters. Raises ValueError if the
+        mask given is not one."""
+        if self._num_actions is None or not isinstance(self._space, Discrete):
+            raise ValueError(f"{self.name} was trained without action masks: leave action_mask out")
+        masks = np.asarray(action_mask).astype(bool)
+        if masks.shape not in ((self._space.n,), (num_games, self._space.n)):
+            raise ValueError(f"{self.name} has {self._space.n} actions, but the action_mask has shape {masks.shape}")
+        if not masks.any(-1).all():
+            raise ValueError(f"an action_mask of {self.name} allows no action: is the game over?")
+        whole = np.ones((num_games, self._num_seats, self._num_actions), bool)
+        whole[:, self._column] = False
+        whole[:, self._column, : self._space.n] = masks
+        return whole
 
     def _decode(self, action: np.ndarray) -> Any:
         """Returns an action [...] of the network as the env takes it."""

@@ -108,6 +108,21 @@ def test_an_action_mask_holds(make_run):
     obs = np.zeros((200, size), np.float32)
     mask = np.tile([False, True, False], (200, 1))
     assert agent.act(obs, mask) == [1] * 200
+    agent.reset()
+    for wrong, match in (
+        ([0, 0, 0], "allows no action"),
+        ([1, 1], r"has 3 actions, but the action_mask has shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            agent.act(obs[0], wrong)
+    with pytest.raises(ValueError, match="is not finite"):
+        agent.act(np.full(size, np.nan), [1, 1, 1])
+
+
+def test_continuous_actions_are_within_their_bounds(make_run):
+    agent = pl.load_agent(make_run("pendulum", {"type": "gymnasium", "id": "Pendulum-v1", "num_envs": 4}, 256))
+    actions = np.stack(agent.act(np.zeros((200, 3), np.float32)))
+    assert actions.min() == -2 and actions.max() == 2  # a new policy has a deviation of 1 or more, cut at the bounds
 
 
 def test_a_language_agent_answers_as_in_its_evaluation(team):
