@@ -19,9 +19,10 @@ from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.envs.adapters.gymnasium import without_action_mask
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SyncVectorEnv, clip_actions
+from palestra.envs.batch.sync_vector import SyncVectorEnv, clip_actions, to_action_mask
 from palestra.envs.vector_base import Discrete, empty_step
 from palestra.evaluation.target import load_target
+from palestra.populations.task_json import read_members
 from palestra.text.build.engines import Engines
 from palestra.vector.build.build import policy_by_seat
 from palestra.vector.build.envs import make_vector_env
@@ -75,6 +76,8 @@ class LanguageAgent:
         """
         if unknown := set(sampling) - set(SAMPLING_KEYS):
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
+        if not messages:
+            raise ValueError(f"there is nothing that {self.name} could answer: give a text, or messages")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
         settings = {"seed": int(self._seeds.integers(2**63)), **self._settings, **sampling}
         call = ChatCall(self.name, Chat(tuple(turns), ()), settings)
@@ -91,7 +94,7 @@ class NetworkAgent:
         tree = load_target(agent.run)
         env = make_vector_env({key: value for key, value in tree["env"].items() if key != "num_processes"}, 1)
         try:
-            self.seat = seat or _seat_of(agent.name, tree, env)
+            self.seat = seat or _seat_of(agent.name, agent.run, tree, env)
             if self.seat not in env.seats:
                 raise ValueError(f'no seat "{seat}": env "{env.label}" has {", ".join(env.seats)}')
             self._column = env.seats.index(self.seat)
@@ -127,7 +130,9 @@ class NetworkAgent:
         Raises ValueError for another shape, for an observation that is not finite, for a mask without a legal action,
         and for another number of games than before without `reset`.
         """
-        if action_mask is None and isinstance(obs, dict) and "action_mask" in obs:
+        if isinstance(obs, dict) and "action_mask" in obs:
+            if action_mask is not None:
+                raise ValueError("the observation has an action_mask, and another one is given: leave one out")
             action_mask, obs = obs["action_mask"], without_action_mask(obs)
         rows = np.asarray(obs if self._game is None else self._game.obs_encoders[self._column].encode(obs))
         is_single = rows.ndim == len(self._seat_shape)
@@ -163,9 +168,10 @@ class NetworkAgent:
         mask given is not one."""
         if self._num_actions is None or not isinstance(self._space, Discrete):
             raise ValueError(f"{self.name} was trained without action masks: leave action_mask out")
-        masks = np.asarray(action_mask).astype(bool)
-        if masks.shape not in ((self._space.n,), (num_games, self._space.n)):
-            raise ValueError(f"{self.name} has {self._space.n} actions, but the action_mask has shape {masks.shape}")
+        given = np.asarray(action_mask)
+        if given.shape not in ((self._space.n,), (num_games, self._space.n)):
+            raise ValueError(f"{self.name} has {self._space.n} actions, but the action_mask has shape {given.shape}")
+        masks = np.stack([to_action_mask(row, self._space, self.seat) for row in np.atleast_2d(given)])
         if not masks.any(-1).all():
             raise ValueError(f"an action_mask of {self.name} allows no action: is the game over?")
         whole = np.ones((num_games, self._num_seats, self._num_actions), bool)
@@ -180,12 +186,14 @@ class NetworkAgent:
         return int(action) if isinstance(self._space, Discrete) else action
 
 
-def _seat_of(name: str, tree: Tree, env: VectorEnv) -> Seat:
-    """Returns the first seat that a run's policy plays; the first of all for a member of a population."""
+def _seat_of(name: str, run: Path, tree: Tree, env: VectorEnv) -> Seat:
+    """Returns the first seat that a run's policy plays, or a population's member, whose player is a seat or plays
+    all."""
     if "population" in tree:
-        return env.seats[0]
-    seats = [seat for seat, policy in policy_by_seat(validate(VectorConfig, tree), env).items() if policy == name]
-    return seats[0]
+        player = next((member.player for member in read_members(run) if member.name == name), "")
+        return player if player in env.seats else env.seats[0]
+    policies = policy_by_seat(validate(VectorConfig, tree), env)
+    return next(seat for seat, policy in policies.items() if policy == name)
 
 
 def _package_game(env: VectorEnv) -> Any:

@@ -115,6 +115,10 @@ def test_an_action_mask_holds(make_run):
     ):
         with pytest.raises(ValueError, match=match):
             agent.act(obs[0], wrong)
+    with pytest.raises(ValueError, match="1 for each legal action"):
+        agent.act(obs[0], [0, -1e9, 0])  # a mask that is added to logits
+    with pytest.raises(ValueError, match="leave one out"):
+        agent.act({"observation": obs[0], "action_mask": [1, 1, 1]}, [1, 1, 1])
     with pytest.raises(ValueError, match="is not finite"):
         agent.act(np.full(size, np.nan), [1, 1, 1])
 
@@ -123,6 +127,12 @@ def test_continuous_actions_are_within_their_bounds(make_run):
     agent = pl.load_agent(make_run("pendulum", {"type": "gymnasium", "id": "Pendulum-v1", "num_envs": 4}, 256))
     actions = np.stack(agent.act(np.zeros((200, 3), np.float32)))
     assert actions.min() == -2 and actions.max() == 2  # a new policy has a deviation of 1 or more, cut at the bounds
+
+
+def test_a_member_of_a_population_plays_the_seat_of_its_player(tmp_path):
+    short = {"population.iterations": 1, "population.env_steps": 1024, "backend": {"type": "inline"}}
+    run = pl.train("configs/populations/kuhn_psro.yaml", root=tmp_path, **short)
+    assert [pl.load_agent(run.path, f"player_{n}-1").seat for n in range(2)] == ["player_0", "player_1"]
 
 
 def test_a_language_agent_answers_as_in_its_evaluation(team):
@@ -143,6 +153,8 @@ def test_sampling_is_by_seed_and_settings_are_those_of_chat_completions(team):
     agent = pl.load_agent(team, "walker")
     told = [{"role": "system", "content": "walk"}, {"role": "user", "content": "say 0 or 1"}]
     assert agent.act(told, temperature=0.0) == agent.act(told, temperature=0.0)
+    with pytest.raises(ValueError, match="nothing that walker could answer"):
+        agent.act([])
     with pytest.raises(ValueError, match="act takes no setting 'temprature'"):
         agent.act("say 0 or 1", temprature=0)
 
