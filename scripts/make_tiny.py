@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -77,22 +77,20 @@ BOARD_WORDS = (  # noqa: SIM905
     "agent first second calculator assistant yes no"
 ).split()
 COORDINATES = [f"{letter}{number}" for letter in "rc" for number in range(16)]
+TINY = Recipe(
+    tiny_data.runs,
+    [*BOARD_WORDS, *COORDINATES, *"0123456789"],
+    ("system", "user", "assistant"),
+    TEMPLATE,
+    4200,
+    said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
+)
 RECIPES = {
-    "tiny": Recipe(
-        tiny_data.runs,
-        [*BOARD_WORDS, *COORDINATES, *"0123456789"],
-        ("system", "user", "assistant"),
-        TEMPLATE,
-        4200,
-        said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
-    ),
-    "boards": Recipe(
-        partial(tiny_data.runs, mix=tiny_data.BOARDS),
-        [*BOARD_WORDS, *COORDINATES, *"0123456789"],
-        ("system", "user", "assistant"),
-        TEMPLATE,
-        4500,
-        said={"random": tiny_data.RANDOM, "noise": tiny_data.NOISE, "give_up": tiny_data.GIVE_UP},
+    "tiny": TINY,
+    "boards": replace(
+        TINY,
+        runs=partial(tiny_data.runs, mix=tiny_data.BOARDS),
+        steps=4500,
         start="tiny",
         muon=Float32Muon,
         rates=(1e-2, 2e-3),
