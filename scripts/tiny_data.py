@@ -8,12 +8,12 @@ its own, belongs to that split too: there is no board of the splits train, dev a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from palestra.envs.support.splits import Split, split_of_layout
-from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, format_cells, manhattan, walk
+from palestra.envs.text.grid.grid import DIRECTIONS, OPPOSITE, cell_names, distances, format_cells, manhattan, walk
 from palestra.envs.text.grid.grid_game import GridGame
 from palestra.envs.text.grid.plan_path import PlanPath, walk_straight
 from palestra.envs.text.grid.sokoban import Sokoban
@@ -59,10 +59,18 @@ def random_moves(rng: Random, most: int) -> list[int]:
     return [rng.randrange(4) for _ in range(rng.randint(1, most))]
 
 
-def towards(rng: Random, size: int, beside: tuple[int, ...], at: int, to: int) -> int:
-    """A direction that reduces the Manhattan distance from `at` to `to`; a random one if there is none, or by noise."""
-    nearer = [d for d in range(4) if beside[d] >= 0 and manhattan(size, beside[d], to) < manhattan(size, at, to)]
+def towards(rng: Random, beside: tuple[int, ...], at: int, far: Callable[[int], int]) -> int:
+    """A direction that reduces `far`, a distance to the target; a random one if there is none, or by noise."""
+    nearer = [d for d in range(4) if beside[d] >= 0 and far(beside[d]) < far(at)]
     return rng.choice(nearer) if nearer and rng.random() > NOISE else rng.randrange(4)
+
+
+def distance_to(env: GridGame, to: int, boxes: tuple[int, ...], around: bool) -> Callable[[int], int]:
+    """The distance of a cell from `to`: the length of a walk around walls and boxes, or the Manhattan distance."""
+    if not around:
+        return lambda cell: manhattan(env.size, cell, to)
+    lengths = distances(env.instance.grid, to, boxes)
+    return lambda cell: lengths.get(cell, env.size**2)
 
 
 def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
@@ -72,23 +80,25 @@ def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
     for _ in range(rng.randint(1, env.plan_parts)):
         box = rng.randrange(len(boxes))
         beside = env.instance.grid.neighbors[boxes[box]]
-        direction = towards(rng, env.size, beside, boxes[box], goals[box])
+        direction = towards(rng, beside, boxes[box], distance_to(env, goals[box], (), around=False))
         plan.append((box, direction))
         boxes[box] = beside[direction] if beside[direction] >= 0 else boxes[box]
     return plan
 
 
-def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> list[int]:
-    """Moves that walk to the far side of each box of the plan and push it, until `GIVE_UP` or the limit of moves."""
+def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random, around: bool) -> list[int]:
+    """Moves that walk to the far side of each box of the plan, `around` walls and boxes or straight, and push it, until
+    `GIVE_UP` or the limit of moves."""
     state, moves = env.state, []
     for box, direction in plan:
         stand = env.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
         if stand < 0 or rng.random() < GIVE_UP:
             break
+        far = distance_to(env, stand, state[1], around)
         while state[0] != stand and len(moves) < env.moves:
             beside = env.instance.grid.neighbors[state[0]]
             free = tuple(-1 if cell in state[1] else cell for cell in beside)
-            moves.append(towards(rng, env.size, free, state[0], stand))
+            moves.append(towards(rng, free, state[0], far))
             state = env.move(state, moves[-1]) or state
             if env.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]] != stand:
                 return moves  # it pushed the box away by mistake: the plan no longer applies
@@ -111,22 +121,25 @@ def path_plan(env: PlanPath, rng: Random) -> list[int]:
     return plan
 
 
-def path_moves(env: PlanPath, targets: list[int], rng: Random) -> list[int]:
-    """Moves towards each target in turn, which ignore walls."""
+def path_moves(env: PlanPath, targets: list[int], rng: Random, around: bool) -> list[int]:
+    """Moves towards each target in turn, which ignore walls; or walk `around` them to a target that is near."""
     at, moves = env.state, []
     for target in targets:
         if rng.random() < GIVE_UP:
             break
-        for _ in range(manhattan(env.size, at, target) + 1):
+        far = distance_to(env, target, (), around)
+        if far(at) > ROUTE_MOVES:
+            far = distance_to(env, target, (), around=False)
+        for _ in range(far(at) + 1):
             if at == target or len(moves) == env.moves:
                 break
-            moves.append(towards(rng, env.size, env.instance.grid.neighbors[at], at, target))
+            moves.append(towards(rng, env.instance.grid.neighbors[at], at, far))
             after = env.move(at, moves[-1])
             at = at if after is None else after
     return moves or random_moves(rng, env.moves)
 
 
-def answer(env: GridGame, seat: str, rng: Random) -> str:
+def answer(env: GridGame, seat: str, rng: Random, around: bool) -> str:
     """The answer of a random or a mediocre player at this seat."""
     blind = rng.random() < RANDOM
     if seat == "planner":
@@ -134,7 +147,8 @@ def answer(env: GridGame, seat: str, rng: Random) -> str:
     plan = env.plan if seat == "executor" else None if blind else mediocre_plan(env, rng)
     if blind or not plan:
         return " ".join(DIRECTIONS[d] for d in random_moves(rng, env.moves))
-    moves = sokoban_moves(env, plan, rng) if isinstance(env, Sokoban) else path_moves(env, plan, rng)
+    follow = sokoban_moves if isinstance(env, Sokoban) else path_moves
+    moves = follow(env, plan, rng, around)
     return " ".join(DIRECTIONS[d] for d in moves)
 
 
@@ -250,6 +264,8 @@ class Mix:
     path_sizes: dict[int, float]
     sokoban_questions: tuple[Callable[..., Example], ...] = (trace, trace, end, stand, legal)
     path_questions: tuple[Callable[..., Example], ...] = (trace, trace, end, line, legal)
+    teams: dict[str, float] = field(default_factory=lambda: TEAMS)
+    around: bool = False  # movers walk around walls and boxes to the next cell of their plan
 
 
 TINY = Mix(
@@ -263,6 +279,8 @@ BOARDS = Mix(
     path_sizes={5: 0.2, 6: 0.2, 8: 0.25, 10: 0.35},
     sokoban_questions=(trace, end, stand, legal, route, route),
     path_questions=(trace, end, line, legal, route, route),
+    teams={"planner_executor": 0.6, "alternating": 0.05, "single": 0.35},
+    around=True,
 )
 
 
@@ -273,7 +291,7 @@ def play(game: str, rng: Random, split: Split = "base", mix: Mix = TINY) -> Iter
     step = env.reset(rng.randrange(2**31))
     while not step.done:
         ((seat, observation),) = step.observations.items()
-        said = [answer(env, seat, rng) for _ in range(ANSWERS)]
+        said = [answer(env, seat, rng, mix.around) for _ in range(ANSWERS)]
         if split_of_layout(env.size, groups_now(env)) == split:
             yield [Example(f"{game} {seat}", env.roles[seat], observation, text) for text in said]
             if rng.random() < ASKED:
@@ -283,7 +301,7 @@ def play(game: str, rng: Random, split: Split = "base", mix: Mix = TINY) -> Iter
 
 
 def new_env(game: str, rng: Random, split: Split, mix: Mix) -> GridGame:
-    team = pick(rng, TEAMS)
+    team = pick(rng, mix.teams)
     if game == "plan_path":
         density = rng.choice((0.1, 0.22, 0.22))
         return PlanPath(size=pick(rng, mix.path_sizes), wall_density=density, split=split, team=team)
