@@ -1,9 +1,9 @@
-"""Math relay env: one seat observes the first part of a story, the other the second part and a message from the first.
+"""Math relay env: a story is read in parts, each by another seat, and a message is handed on from part to part.
 
-Neither seat can answer alone, and neither can copy: the first does not observe the question, the second does not
-observe the numbers that the story begins with. Made for small instruct models: short parts in English, messages and
-answers of one line, worked examples as earlier turns of the conversation (`shots`). Only right numbers are rewarded,
-never a form. For comparison, a single seat may observe the whole story.
+No seat can answer alone, and none can copy: the first does not observe the question, the others do not observe the
+numbers that the story begins with. Made for small instruct models: short parts in English, messages and answers of one
+line, worked examples as earlier turns of the conversation (`shots`). Only right numbers are rewarded, never a form. For
+comparison, a single seat may observe the whole story, and work it out in one answer or in one for each part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any, ClassVar, Literal
 
 from palestra.core.types import Seat, Step
 from palestra.environments.math.grading import UNREADABLE, AnswerGrade, grade_directly
@@ -24,44 +26,54 @@ from palestra.envs.support.options import RewardMode, check_range
 from palestra.envs.support.splits import MAX_DRAWS, Split, first_of_split, hash_share
 
 RelayedMessage = Literal["sent", "blank", "foreign"]
-Signs = Literal["++", "+-", "-+", "--"]  # what the two parts of a story do: add or take away
-RelayTeam = Literal["relay", "single"]
-FIRST = "first"
-SECOND = "second"
+RelayTeam = Literal["relay", "single", "single_turns"]
+READERS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
 SOLVER = "solver"
-SEATS: dict[RelayTeam, tuple[Seat, ...]] = {"relay": (FIRST, SECOND), "single": (SOLVER,)}
-ROLES: dict[Seat, str] = {
-    FIRST: "You read the first part of a story. Tell your colleague, who reads the rest, how many there are by then. "
-    "Answer with the calculation and its result, for example 12 + 9 = 21.",
-    SECOND: "Your colleague tells you how a story begins; you read the rest. Answer its question with the calculation "
-    "and its result, for example 21 - 4 = 17.",
-    SOLVER: "You read a story and answer its question. Answer with the calculations and their results, for example "
-    "12 + 9 = 21, 21 - 4 = 17.",
-}
-MAX_MESSAGE_CHARS = 80  # characters of the first seat's reply that the second observes
+FIRST_ROLE = (
+    "You read the first part of a story. Tell your colleague, who reads the rest, how many there are by then. "
+    "Answer with the calculation and its result, for example 12 + 9 = 21."
+)
+MIDDLE_ROLE = (
+    "Your colleague tells you how a story begins; you read the next part. Tell your colleague, who reads the rest, how "
+    "many there are by then. Answer with the calculation and its result, for example 21 - 4 = 17."
+)
+LAST_ROLE = (
+    "Your colleague tells you how a story begins; you read the rest. Answer its question with the calculation "
+    "and its result, for example 21 - 4 = 17."
+)
+SOLVER_ROLE = (
+    "You read a story and answer its question. Answer with the calculations and their results, for example "
+    "12 + 9 = 21, 21 - 4 = 17."
+)
+TURNS_ROLE = (
+    "You read a story and answer its question, one calculation after the other. Answer with the next calculation and "
+    "its result, for example 21 - 4 = 17."
+)
+MAX_MESSAGE_CHARS = 80  # characters of a seat's reply that the next one observes
 LARGEST_LIMIT = 10_000  # largest value of `limit`
+MAX_TRIES = 100  # draws of a later number of a story, for one of the story's split
 HELD_OUT = 0.4  # share of calculations that are in stories of the splits dev and test only
 
-# By topic: the first part with a number added or taken, the second part likewise, and the question.
+# By topic: the first part with a number added or taken, a later part likewise, and the question.
 STORIES: tuple[tuple[dict[str, str], dict[str, str], str], ...] = (
     (
         {"+": "{name} has {a} {things} and finds {b} more.", "-": "{name} has {a} {things} and loses {b} of them."},
-        {"+": "Then {other} gives {name} {c} more.", "-": "Then {name} gives {c} to {other}."},
+        {"+": "Then {other} gives {name} {b} more.", "-": "Then {name} gives {b} to {other}."},
         "How many {things} does {name} have now?",
     ),
     (
         {"+": "{a} people are on a bus and {b} more get on.", "-": "{a} people are on a bus and {b} of them get off."},
-        {"+": "At the next stop {c} more get on.", "-": "At the next stop {c} get off."},
+        {"+": "At the next stop {b} more get on.", "-": "At the next stop {b} get off."},
         "How many people are on the bus now?",
     ),
     (
         {"+": "{a} {animals} are in a field and {b} more come.", "-": "{a} {animals} are in a field and {b} run away."},
-        {"+": "Later {c} more come.", "-": "Later {c} run away."},
+        {"+": "Later {b} more come.", "-": "Later {b} run away."},
         "How many {animals} are in the field now?",
     ),
     (
         {"+": "{name} has {a} dollars and earns {b} more.", "-": "{name} has {a} dollars and spends {b}."},
-        {"+": "Then {name} earns {c} more.", "-": "Then {name} spends {c}."},
+        {"+": "Then {name} earns {b} more.", "-": "Then {name} spends {b}."},
         "How many dollars does {name} have now?",
     ),
 )
@@ -69,34 +81,40 @@ STORIES: tuple[tuple[dict[str, str], dict[str, str], str], ...] = (
 
 @dataclass(frozen=True)
 class RelayStory:
-    """A story in two parts. `middle` and `end` are calculations with their results, such as "23 + 14 = 37";
-    `calculations` are the same without, in the form that decides the split: the smaller number of a sum first."""
+    """A story in `parts`, the last with the question. `calculations` has one for each part, with its result, such as
+    "23 + 14 = 37"; `keys` are the same without, in the form that decides the split: the smaller number of a sum
+    first."""
 
-    opening: str
-    rest: str
-    middle: str
-    end: str
-    calculations: tuple[str, str]
+    parts: tuple[str, ...]
+    calculations: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole story."""
+        return " ".join(self.parts)
 
     @property
     def split(self) -> Split | None:
-        """The story's split. No calculation of a dev or test story is in one of base or train, be it in the first part
-        or the second; a story with one calculation of each kind belongs to no split (None)."""
-        held_out = {hash_share(f"relay {each}") < HELD_OUT for each in self.calculations}
+        """The story's split. No calculation of a dev or test story is in one of base or train, in whichever part; a
+        story with calculations of both kinds belongs to no split (None)."""
+        held_out = {is_held_out(key) for key in self.keys}
         if len(held_out) > 1:
             return None
         splits: tuple[Split, Split] = ("dev", "test") if held_out.pop() else ("base", "train")
-        return splits[hash_share("relay {}, {}".format(*self.calculations)) < 0.5]
+        return splits[hash_share(f"relay {', '.join(self.keys)}") < 0.5]
 
 
 class MathRelay(Env):
-    """The seat `first` observes how a story begins and sends a message; `second` observes it and the rest, and answers.
+    """Each seat observes the next of the story's `parts` and the message of the seat before, and sends one on; the last
+    answers. The seats are `first`, `second`, and so on.
 
     `limit` is the largest number of a story, `signs` what its parts do: "+-" adds in the first and takes away in the
     second; each is as frequent. `shots` worked examples precede every question as turns of the conversation; they
     belong to the split `base`, in which no one is trained or evaluated. With team `single` the one seat `solver`
-    observes the whole story. Rewards: the team 1 for a right final answer, `first` 1 for a message whose last number is
-    right, as far as `second` observes it (`reward: dense`). For ablations, `message: blank` replaces the message by
+    observes the whole story and answers once; with `single_turns` it answers once for each part, and observes its
+    earlier answers. Rewards: the team 1 for a right final answer, all others 1 for a message whose last number is
+    right, as far as the next seat observes it (`reward: dense`). For ablations, `message: blank` replaces a message by
     nothing and `foreign` by the right one of another story; rewards are still for the message that was sent. Info:
     `success`, `turn`, by seat `answers` and `invalid` (no number in the reply); in the last step `answer` (the final
     one) and `gold`. Raises ValueError if an option is out of range.
@@ -109,68 +127,124 @@ class MathRelay(Env):
         self,
         *,
         team: RelayTeam = "relay",
+        parts: int = 2,
         limit: int = 30,
-        signs: list[Signs] | None = None,
+        signs: list[str] | None = None,
         shots: int = 3,
         split: Split = "train",
         reward: RewardMode = "dense",
         message: RelayedMessage = "sent",
     ) -> None:
+        check_range("parts", parts, 2, len(READERS))
         check_range("limit", limit, 9, LARGEST_LIMIT)
         check_range("shots", shots, 0, MAX_SHOTS)
-        self.seats = SEATS[team]
-        self.roles = {seat: ROLES[seat] for seat in SEATS[team]}
+        self.turns: tuple[Seat, ...] = {
+            "relay": READERS[:parts],
+            "single": (SOLVER,),
+            "single_turns": (SOLVER,) * parts,
+        }[team]
+        self.seats = tuple(dict.fromkeys(self.turns))
+        self.team = team
         self.limit = limit
         self.split = split
         self.reward = reward
         self.message = message
-        self.signs = tuple(get_args(Signs) if signs is None else signs)
+        self.signs = all_signs(parts) if signs is None else tuple(signs)
         if not self.signs:
-            raise ValueError(f"signs: names none; give at least one of {', '.join(get_args(Signs))}")
+            raise ValueError(f"signs: names none; give at least one of {', '.join(all_signs(parts))}")
+        if unknown := [each for each in self.signs if each not in all_signs(parts)]:
+            known = f"with + or - for each of {parts} parts and at most two more - than +"
+            raise ValueError(f'signs: "{unknown[0]}" is none: write them as "{"+" * parts}", {known}')
         worked = [relay_story(seed, limit, "base", self.signs) for seed in range(shots)]
-        self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
-        self._next: Seat | None = None
+        self.examples = [self._example_turns(turn, worked) for turn in range(len(self.turns))]
+        self._turn = len(self.turns)
 
     def reset(self, seed: int) -> Step:
         self.story = relay_story(seed, self.limit, self.split, self.signs)
-        self.foreign = relay_story(seed + 1, self.limit, self.split, self.signs).middle
-        self.replies: dict[Seat, str] = {}
+        self.foreign = relay_story(seed + 1, self.limit, self.split, self.signs)
+        self.replies: tuple[str, ...] = ()
+        self.answers: dict[Seat, str] = {}
         self.grades: dict[Seat, AnswerGrade] = {}
-        self._next = self.seats[0]
+        self._turn = 0
         return Step(self._observations(), info={"turn": 0, "success": False})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        seat = acting_seat(self._next, actions)
-        reply = sent_message(str(actions[seat])) if seat == FIRST else str(actions[seat])
-        self.replies = self.replies | {seat: reply}
-        self.grades = self.grades | {seat: self._grade(seat, reply)}
-        self._next = SECOND if seat == FIRST else None
-        is_correct = self.grades[seat].is_correct
-        terms = {seat: {"message": float(is_correct)}} if seat == FIRST and self.reward == "dense" else {}
-        success = self._next is None and is_correct
-        gold = None if self._next else right_result(self.story.end)
-        info = replies_info(self.replies, self.grades, success, gold) | terms_info(terms)
-        return Step(self._observations(), total_rewards(terms), float(success), info=info)
+        is_over = self._turn == len(self.turns)
+        seat = acting_seat(None if is_over else self.turns[self._turn], actions)
+        is_last = self._turn == len(self.turns) - 1
+        reply = str(actions[seat]) if is_last else sent_message(str(actions[seat]))
+        right = right_result(self._worked_reply(self._turn, self.story))
+        grade = grade_directly(last_number(reply), right) or UNREADABLE
+        self.replies = (*self.replies, reply)
+        self.answers = self.answers | {seat: reply}
+        self.grades = self.grades | {seat: grade}
+        self._turn += 1
+        terms = {}
+        if not is_last and self.reward == "dense":
+            terms = {seat: {"message": float(grade.is_correct)}}
+        success = is_last and grade.is_correct
+        info = replies_info(self.answers, self.grades, success, right if is_last else None) | terms_info(terms)
+        return Step(self._observations(), total_rewards(terms), float(success), info=info | {"turn": self._turn})
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
-        """Returns the calculation of the seat's part of the story and its right result."""
-        return worked_reply(seat, self.story)
-
-    def _grade(self, seat: Seat, reply: str) -> AnswerGrade:
-        return grade_directly(last_number(reply), right_result(worked_reply(seat, self.story))) or UNREADABLE
+        """Returns the calculation of the next part of the story and its right result; for `single` all of them."""
+        return self._worked_reply(self._turn, self.story)
 
     def _observations(self) -> dict[Seat, Any]:
-        if self._next is None:
+        turn = self._turn
+        if turn == len(self.turns):
             return {}
-        messages = {"sent": self.replies.get(FIRST, ""), "blank": "", "foreign": self.foreign}
-        question = seat_question(self._next, self.story, messages[self.message])
-        return {self._next: ask_with_examples(self.roles[self._next], self.examples[self._next], question)}
+        earlier = {
+            "sent": self.replies,
+            "blank": ("",) * turn,
+            "foreign": self.foreign.calculations[:turn],
+        }[self.message]
+        seat = self.turns[turn]
+        question = self._question(turn, self.story, earlier)
+        return {seat: ask_with_examples(self._role(turn), self.examples[turn], question)}
+
+    def _role(self, turn: int) -> str:
+        if self.team != "relay":
+            return SOLVER_ROLE if self.team == "single" else TURNS_ROLE
+        if turn == 0:
+            return FIRST_ROLE
+        return LAST_ROLE if turn == len(self.turns) - 1 else MIDDLE_ROLE
+
+    def _question(self, turn: int, story: RelayStory, earlier: Sequence[str]) -> str:
+        """Returns what is asked in a turn, after the `earlier` replies."""
+        if self.team == "relay":
+            return f"Your colleague says: {earlier[-1]}\n{story.parts[turn]}" if turn else story.parts[0]
+        return f"{story.text}\nSo far: {', '.join(earlier)}" if turn else story.text
+
+    def _worked_reply(self, turn: int, story: RelayStory) -> str:
+        """Returns the right reply of a turn: the calculation of its part and the result; for `single`, all of them."""
+        return ", ".join(story.calculations) if self.team == "single" else story.calculations[turn]
+
+    def _example_turns(self, turn: int, stories: Sequence[RelayStory]) -> list[dict[str, str]]:
+        """Returns stories with right messages and answers as turns of a conversation."""
+        turns = []
+        for story in stories:
+            question = self._question(turn, story, story.calculations[:turn])
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": self._worked_reply(turn, story)})
+        return turns
 
 
-def relay_story(seed: int, limit: int, split: Split, signs: Sequence[Signs] = get_args(Signs)) -> RelayStory:
-    """Returns the story of `split` for `seed`: numbers from 2 to `limit`, all results positive.
+def all_signs(parts: int) -> tuple[str, ...]:
+    """Returns what the parts of a story may do: "++", "+-", "-+" and "--" for two. Up to no part there are three more
+    "-" than "+", since few such stories have positive results."""
+    every = ("".join(signs) for signs in product("+-", repeat=parts))
+    return tuple(
+        signs for signs in every if all(signs[:n].count("-") - signs[:n].count("+") < 3 for n in range(parts + 1))
+    )
 
-    Its split depends on the two calculations, not on topic, names and things. Raises ValueError if there are too few.
+
+@lru_cache(maxsize=16_384)  # tree search resets the same seed many times
+def relay_story(seed: int, limit: int, split: Split, signs: tuple[str, ...] = all_signs(2)) -> RelayStory:
+    """Returns the story of `split` for `seed`, with a part for each sign: numbers from 2 to `limit`, all results
+    positive.
+
+    Its split depends on the calculations, not on topic, names and things. Raises ValueError if there are too few.
     """
     rng = random.Random(f"relay {seed}")
     drawn = (_draw_story(rng, limit, rng.choice(signs)) for _ in range(MAX_DRAWS))
@@ -178,19 +252,58 @@ def relay_story(seed: int, limit: int, split: Split, signs: Sequence[Signs] = ge
     return first_of_split(drawn, split, lambda story: story.split, lacking)
 
 
-def _draw_story(rng: random.Random, limit: int, signs: Signs) -> RelayStory:
-    opening, rest, question = rng.choice(STORIES)
-    sign, then = signs
-    middle = end = 0
-    while middle < 1 or end < 1:
-        a, b, c = (rng.randint(2, limit) for _ in range(3))
-        middle = a + b if sign == "+" else a - b
-        end = middle + c if then == "+" else middle - c
+def _draw_story(rng: random.Random, limit: int, signs: str) -> RelayStory:
+    opening, later, question = rng.choice(STORIES)
+    numbers = _draw_numbers(rng, limit, signs)
+    totals = running_totals(numbers, signs)
     name, other = rng.sample(NAMES, 2)
     words = {"name": name, "other": other, "things": rng.choice(THINGS), "animals": rng.choice(ANIMALS)}
-    first, second = (text.format(**words, a=a, b=b, c=c) for text in (opening[sign], f"{rest[then]} {question}"))
-    keys = _calculation_key(a, sign, b), _calculation_key(middle, then, c)
-    return RelayStory(first, second, f"{a} {sign} {b} = {middle}", f"{middle} {then} {c} = {end}", keys)
+    parts = []
+    calculations = []
+    for part, (sign, number) in enumerate(zip(signs, numbers[1:], strict=True)):
+        text = later[sign] if part else opening[sign]
+        parts.append(text.format(**words, a=numbers[0], b=number))
+        calculations.append(f"{totals[part]} {sign} {number} = {totals[part + 1]}")
+    parts[-1] += f" {question.format(**words)}"
+    return RelayStory(tuple(parts), tuple(calculations), _keys(numbers, signs))
+
+
+def _draw_numbers(rng: random.Random, limit: int, signs: str) -> list[int]:
+    """Returns the first number of a story and that of each part; all totals are positive.
+
+    A number after the third is drawn until its calculation is held out as the first is, or is not, as far as there is
+    such a number: else few long stories would belong to a split.
+    """
+    numbers: list[int] = []
+    totals = [0]
+    while min(totals) < 1:
+        numbers = [rng.randint(2, limit) for _ in range(3)]
+        for part in range(2, len(signs)):
+            for _ in range(MAX_TRIES):
+                drawn = [*numbers, rng.randint(2, limit)]
+                first, *_, last = _keys(drawn, signs[: part + 1])
+                if is_held_out(first) == is_held_out(last):
+                    break
+            numbers = drawn
+        totals = running_totals(numbers, signs)
+    return numbers
+
+
+def running_totals(numbers: Sequence[int], signs: str) -> list[int]:
+    """Returns the first number, and the total after each further one is added or taken away."""
+    signed = [number if sign == "+" else -number for sign, number in zip(signs, numbers[1:], strict=True)]
+    return list(accumulate(signed, initial=numbers[0]))
+
+
+def _keys(numbers: Sequence[int], signs: str) -> tuple[str, ...]:
+    """Returns the calculations as texts, the smaller number of a sum first."""
+    calculations = zip(running_totals(numbers, signs), signs, numbers[1:], strict=False)  # the last total has no sign
+    return tuple(f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}" for a, sign, b in calculations)
+
+
+def is_held_out(key: str) -> bool:
+    """True if a calculation is in stories of the splits dev and test only."""
+    return hash_share(f"relay {key}") < HELD_OUT
 
 
 def _calculation_key(a: int, sign: str, b: int) -> str:
@@ -198,34 +311,11 @@ def _calculation_key(a: int, sign: str, b: int) -> str:
     return f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}"
 
 
-def seat_question(seat: Seat, story: RelayStory, message: str) -> str:
-    """Returns the text that a seat is asked: its part of the story, for `second` after the message."""
-    if seat == FIRST:
-        return story.opening
-    if seat == SOLVER:
-        return f"{story.opening} {story.rest}"
-    return f"Your colleague says: {sent_message(message)}\n{story.rest}"
-
-
 def sent_message(reply: str) -> str:
-    """Returns the part of the first seat's reply that the second observes, in one line."""
+    """Returns the part of a seat's reply that the next one observes, in one line."""
     return " ".join(reply.split())[:MAX_MESSAGE_CHARS]
-
-
-def worked_reply(seat: Seat, story: RelayStory) -> str:
-    """Returns the right reply of a seat: its calculation and the result; for the single seat, both."""
-    return {FIRST: story.middle, SECOND: story.end, SOLVER: f"{story.middle}, {story.end}"}[seat]
 
 
 def right_result(calculation: str) -> str:
     """Returns the result of a calculation such as "23 + 14 = 37"."""
     return calculation.rpartition("= ")[2]
-
-
-def example_turns(seat: Seat, stories: list[RelayStory]) -> list[dict[str, str]]:
-    """Returns stories with right messages and answers as turns of a conversation."""
-    turns = []
-    for story in stories:
-        turns.append({"role": "user", "content": seat_question(seat, story, story.middle)})
-        turns.append({"role": "assistant", "content": worked_reply(seat, story)})
-    return turns

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.core.chat import TOOL_CALL_PATTERN, ToolCall, parse_tool_call, render_tool_call
 from palestra.core.types import Seat, Step
-from palestra.environments.math.relay import LARGEST_LIMIT, relay_story
+from palestra.environments.math.relay import LARGEST_LIMIT, relay_story, right_result
 from palestra.environments.tools.builtin_tools import built_in_tools
 from palestra.environments.tools.synthetic_world import PLACE_NAMES, place_names, places_in
 from palestra.environments.tools.tasks import is_correct
@@ -186,11 +186,12 @@ def draw_question(kind: QuestionKind, seed: int, limit: int, split: Split) -> Qu
 def _sum_question(seed: int, limit: int, split: Split) -> Question:
     """Returns a story of three numbers; the wrong call has another second sign."""
     story = relay_story(seed, limit, split)
-    first, (_, sign, last) = story.middle.partition(" = ")[0], story.end.partition(" = ")[0].split()
+    first = story.calculations[0].partition(" = ")[0]
+    _, sign, last = story.calculations[1].partition(" = ")[0].split()
     wrong = "-" if sign == "+" else "+"
     calls = (ToolCall("calculator", {"expression": f"{first} {each} {last}"}) for each in (sign, wrong))
-    answer = story.end.rpartition(" = ")[2]
-    return Question("sum", f"{story.opening} {story.rest}", answer, PlaceLibrary(seed), *calls)
+    answer = right_result(story.calculations[-1])
+    return Question("sum", story.text, answer, PlaceLibrary(seed), *calls)
 
 
 def _lookup_question(seed: int, split: Split) -> Question:
