@@ -99,6 +99,29 @@ def test_files_of_problems_repeat_their_rows(tmp_path):
     assert make_env("math").instance_of(7) == 7
 
 
+def test_rows_drawn_at_random_are_instances(tmp_path):
+    """Seeds that draw the same secret, topic, thing or question have one instance, and others have others."""
+    topic = '{{"topic": "Motion {0}.", "pro": ["p{0}", "q{0}"], "con": ["c{0}"]}}\n'
+    (tmp_path / "topics.jsonl").write_text("".join(topic.format(n) for n in range(3)))
+    debate = {"topics": str(tmp_path / "topics.jsonl"), "split": "all"}
+    shown = {
+        "guess_number": lambda env: env.secret,
+        "twenty_questions": lambda env: env.secret,
+        "describe_guess": lambda env: env.instance.thing,
+        "debate": lambda env: env.topic.text,
+        "tools": lambda env: (env.task.question, str(env.task.files)),
+    }
+    options = {"debate": debate, "tools": {"kinds": ["lookup"]}}
+    for name, drawn in shown.items():
+        env = make_env(name, **options.get(name, {}))
+        keys = {}
+        for seed in range(300):
+            env.reset(seed)
+            keys.setdefault(drawn(env), set()).add(env.instance_of(seed))
+        assert all(len(own) == 1 for own in keys.values()), name
+        assert len(set.union(*keys.values())) == len(keys) < 300, name
+
+
 def test_different_instances_are_not_mentioned():
     env = PromptEnv(ROWS, lambda row, answer: 1.0, range(len(ROWS)))
     assert len({env.instance_of(i) for i in range(20)}) == 20 and env.instance_of(23) == env.instance_of(3)
