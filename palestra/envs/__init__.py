@@ -6,13 +6,13 @@ The options of an env are the keyword arguments of its `__init__`: their names, 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.core.config.key_hints import hint, nearest
 from palestra.core.config.own_types import init_options
 from palestra.core.config.user_modules import entry_point_paths, explain_import_error, import_object
 from palestra.envs.base import Env
@@ -142,7 +142,7 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)
-        raise ValueError(f'unknown env "{type}"{_nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
+        raise ValueError(f'unknown env "{type}"{nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
     try:
         cls = import_object(path)
     except (ImportError, AttributeError) as error:
@@ -180,10 +180,6 @@ def _complaint(
     env = cls.name or cls.__name__
     known = list(model.model_fields)
     if kind == "extra_forbidden":
-        return f'env "{env}" has no option "{name}"{_nearest(name, known)}; options: {", ".join(known)}'
+        meant = hint("", name, known, lambda _: ())
+        return f'env "{env}" has no option "{name}"{meant}; options: {", ".join(known)}'
     return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f'; did you mean "{close[0]}"?' if close else ""
