@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -15,9 +16,10 @@ from pydantic import BaseModel, ValidationError
 from palestra.core.config.key_hints import hint, nearest
 from palestra.core.config.own_types import init_options
 from palestra.core.config.user_modules import entry_point_paths, explain_import_error, import_object
+from palestra.core.user_functions import check_overrides
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
-from palestra.envs.local import LOCAL_PREFIX, find_local_env
+from palestra.envs.local import LOCAL_PREFIX, EnvClass, find_local_env
 from palestra.envs.vector_base import VectorEnv
 from palestra.envs.vector_check import check_vector_env
 
@@ -135,7 +137,7 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
     if type.startswith(LOCAL_PREFIX):
-        return find_local_env(type)
+        return _check_class(find_local_env(type))
     named = TEXT_ENVS | VECTOR_ENVS
     if type not in named:
         named = known_envs()  # slow: scans all installed packages
@@ -151,6 +153,13 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {reason}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env or VectorEnv')
+    return _check_class(cls)
+
+
+@cache
+def _check_class(cls: EnvClass) -> EnvClass:
+    """Returns an env's class. Raises ValueError if a method cannot be called as an env's."""
+    check_overrides(cls, f'env "{cls.name or cls.__name__}": {cls.__name__}', may_be_coroutines=issubclass(cls, Env))
     return cls
 
 

@@ -68,7 +68,7 @@ def test_seats_that_earn_are_shown_beside_the_team():
 def test_repeated_instances_count_once(tmp_path):
     """100 episodes of two prompts, of which one is always solved."""
     rows = [{"prompt": f"size 4 you r{n % 4} c{n // 4} goal r2 c1"} for n in range(16)]
-    held = sorted({row["prompt"] for row in pl.Prompts(rows, None).rows["test"]})
+    held = sorted({row["prompt"] for row in pl.Prompts(rows, lambda row, answer: 0.0).rows["test"]})
     assert len(held) == 2
 
     def reward(row, answer):

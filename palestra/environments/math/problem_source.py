@@ -134,7 +134,8 @@ class ProblemSource:
     def problem(self, seed: int) -> Problem:
         """Returns the problem of the split for `seed`."""
         if self.path is not None:
-            return load_problems(self.path, self.columns, self.split)[self.instance_of(seed)]
+            problems = load_problems(self.path, self.columns, self.split)
+            return problems[seed % len(problems)]
         assert self.split != "all"
         if self.reasoning is not None:
             return reasoning_problem(seed, tuple(self.reasoning), self.split)
