@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
 from palestra.core.config.descriptions import KeyDescription, class_docstring, describe_keys, nested_models, type_name
+from palestra.core.config.key_hints import nearest
 from palestra.envs import env_options, known_envs, load_env_class
 from palestra.populations.build.language import LanguagePopulationConfig
 from palestra.text.algorithms.presets import TEXT_PRESETS
@@ -91,7 +90,7 @@ def find_sections(name: str, key: str | None = None) -> list[Section]:
     if with_key := [section for section in chosen if section.keys]:
         return with_key
     known = list(dict.fromkeys(one.key for section in sections for one in section.keys))
-    raise ValueError(f'{name} has no key "{key}"{_nearest(key, known)}; its keys: {", ".join(known)}')
+    raise ValueError(f'{name} has no key "{key}"{nearest(key, known)}; its keys: {", ".join(known)}')
 
 
 def _sections(name: str) -> list[Section]:
@@ -107,13 +106,8 @@ def _sections(name: str) -> list[Section]:
     if name in known_envs() or ":" in name:
         return [_section(f"env, type: {name}", env_options(load_env_class(name)))]
     known = sorted({key for one in models for key in one.names} | set(known_envs()))
-    raise ValueError(f'no config has "{name}"{_nearest(name, known)}; `palestra config` lists the names')
+    raise ValueError(f'no config has "{name}"{nearest(name, known)}; `palestra config` lists the names')
 
 
 def _section(title: str, model: type[BaseModel]) -> Section:
     return Section(title, class_docstring(model), describe_keys(model))
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f": did you mean {near[0]}?" if near else ""

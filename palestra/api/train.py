@@ -20,7 +20,7 @@ from palestra.core.failures import RunFailed
 from palestra.envs import is_vector_config
 from palestra.envs.local import env_type
 from palestra.evaluation.report.run_report import explain_no_update
-from palestra.runs.loop import Callback
+from palestra.runs.loop import Callback, check_callbacks
 
 
 def train(
@@ -54,6 +54,7 @@ def train(
 
     Raises ValueError for a mistake in the config, and RunFailed if the run failed.
     """
+    check_callbacks(callbacks)
     named = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals}
     changes = {key: value for key, value in named.items() if value is not None} | settings
     if resume is not None:

@@ -36,7 +36,7 @@ UsageError: Any = typer.BadParameter.__base__  # of the copy of Click that typer
 
 
 class CommandWithHints(TyperCommand):
-    """A command that, if it has `--set`, names it for an unknown option `--steps` and an argument `steps=10`."""
+    """A command that, if it has `--set`, names it for an unknown option `--lr` and an argument `steps=10`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

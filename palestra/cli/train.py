@@ -29,6 +29,10 @@ def train(
         typer.Argument(help="a YAML config, whose keys `palestra config` describes; not needed with --resume"),
     ] = None,
     settings: Settings = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="length of the run: training steps of language agents, env steps of networks"),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(help="resume this run from its last checkpoint; a mirror URL is downloaded to --root first"),
@@ -75,12 +79,12 @@ def train(
     Examples:
 
         palestra train configs/demo.yaml
-        palestra train configs/demo.yaml --set steps=20 --set policies.planner.lr=3e-4
+        palestra train configs/demo.yaml --steps 20 --set policies.planner.lr=3e-4
         palestra train configs/demo.yaml --engine http://127.0.0.1:8000
         palestra train configs/demo.yaml --backend ray --workers 4 --address auto
         palestra train configs/populations/kuhn_psro.yaml --workers 2
         palestra train --resume runs/demo
-        palestra train --resume runs/demo --set steps=200    # with more steps than it had
+        palestra train --resume runs/demo --steps 200    # with more steps than it had
         palestra train configs/demo.yaml --mirror s3://bucket/runs
         palestra train --resume s3://bucket/runs/demo    # on another machine
         palestra train configs/demo.yaml --name demo --auto-resume    # starts the run, or resumes it
@@ -99,7 +103,9 @@ def train(
         check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
         path, found_mirror = _find_run_to_resume(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
-        tree = _config_tree(config, path, changes)  # a file that cannot be read is refused before torch is loaded
+        tree = _config_tree(
+            config, path, changes, steps
+        )  # a file that cannot be read is refused before torch is loaded
 
         from palestra.api.run import place_tree, resumed_tree, run_request, run_to_resume
         from palestra.core.config import dump
@@ -111,7 +117,9 @@ def train(
                 tree, [f"backend.{key}={value}" for key, value in places if value], mirror or found_mirror
             )
 
-        request = run_request(with_places(tree), resume=path, name=name, root=root, stored=tree if changes else None)
+        request = run_request(
+            with_places(tree), resume=path, name=name, root=root, stored=tree if changes or steps else None
+        )
         if auto_resume and not resume:
             _bring_mirrored(request)
             request = replace(request, exact_name=True)
@@ -162,18 +170,28 @@ def _bring_mirrored(request: LaunchRequest) -> None:
         fetch_and_print(store.url, request.root)
 
 
-def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
-    """Config tree of a new run, or of a resumed one, which `settings` may extend. Raises ValueError if both or neither
-    is named."""
+def _config_tree(path: Path | None, resume: Path | None, settings: list[str], steps: int | None) -> dict[str, Any]:
+    """Config tree of a new run, or of a resumed one, which `settings` and `steps` may extend. Raises ValueError if both
+    or neither is named."""
     from palestra.core.config import load, override
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to resume one")
-    if path:
-        return override(load(path), settings)
-    from palestra.api.run import resumed_tree
 
-    return resumed_tree(resume, settings)  # type: ignore[arg-type]
+    def read(settings: list[str]) -> dict[str, Any]:
+        if path:
+            return override(load(path), settings)
+        from palestra.api.run import resumed_tree
+
+        return resumed_tree(resume, settings)  # type: ignore[arg-type]
+
+    tree = read(settings)
+    if steps is None:
+        return tree
+    from palestra.envs import is_vector_config
+
+    key = "env_steps" if is_vector_config(tree) and "population" not in tree else "steps"
+    return read([*settings, f"{key}={steps}"])
 
 
 def _train(request: LaunchRequest) -> None:

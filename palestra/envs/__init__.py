@@ -6,18 +6,20 @@ The options of an env are the keyword arguments of its `__init__`: their names, 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.core.config.key_hints import hint, nearest
 from palestra.core.config.own_types import init_options
 from palestra.core.config.user_modules import entry_point_paths, explain_import_error, import_object
+from palestra.core.user_functions import check_overrides
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
-from palestra.envs.local import LOCAL_PREFIX, find_local_env
+from palestra.envs.local import LOCAL_PREFIX, EnvClass, find_local_env
 from palestra.envs.vector_base import VectorEnv
 from palestra.envs.vector_check import check_vector_env
 
@@ -135,14 +137,14 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
     if type.startswith(LOCAL_PREFIX):
-        return find_local_env(type)
+        return _check_class(find_local_env(type))
     named = TEXT_ENVS | VECTOR_ENVS
     if type not in named:
         named = known_envs()  # slow: scans all installed packages
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)
-        raise ValueError(f'unknown env "{type}"{_nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
+        raise ValueError(f'unknown env "{type}"{nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
     try:
         cls = import_object(path)
     except (ImportError, AttributeError) as error:
@@ -151,6 +153,13 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {reason}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env or VectorEnv')
+    return _check_class(cls)
+
+
+@cache
+def _check_class(cls: EnvClass) -> EnvClass:
+    """Returns an env's class. Raises ValueError if a method cannot be called as an env's."""
+    check_overrides(cls, f'env "{cls.name or cls.__name__}": {cls.__name__}', may_be_coroutines=issubclass(cls, Env))
     return cls
 
 
@@ -180,10 +189,6 @@ def _complaint(
     env = cls.name or cls.__name__
     known = list(model.model_fields)
     if kind == "extra_forbidden":
-        return f'env "{env}" has no option "{name}"{_nearest(name, known)}; options: {", ".join(known)}'
+        meant = hint("", name, known, lambda _: ())
+        return f'env "{env}" has no option "{name}"{meant}; options: {", ".join(known)}'
     return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f'; did you mean "{close[0]}"?' if close else ""

@@ -66,8 +66,9 @@ class Env(ABC):
         return copy.deepcopy(self, {id(value): _same_state(value) for value in _generators(self)})
 
     def instance_of(self, seed: int) -> Any:
-        """Returns what identifies the instance of `seed`, by default the seed: equal values stand for one instance,
-        which then counts once in the intervals of evaluations."""
+        """Returns what identifies the instance of `seed`, a number, a text or a tuple of such, by default the seed:
+        equal values stand for one instance, which then counts once in the intervals of evaluations. Called after
+        `reset`."""
         return seed
 
     def rules_for(self, seat: Seat) -> str:

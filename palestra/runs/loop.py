@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from palestra.core.tracing import end_shared_span, shared_span, span
 from palestra.core.types import Episode, Metrics
+from palestra.core.user_functions import check_overrides
 from palestra.parallel.process_group import ProcessGroup
 from palestra.runs import Checkpoint
 from palestra.runs.replays import GameReplay, ReplayHeader
@@ -45,6 +46,22 @@ class Callback:
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Called after evaluation `name`, played after step `step` (-1: before training)."""
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises ValueError unless `callbacks` are objects of classes of `Callback`, whose hooks are called and take what
+    they are called with."""
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        if not isinstance(callback, Callback) or callback is callbacks:
+            raise ValueError(
+                f"callbacks must be a list of objects of classes of palestra.Callback, with {', '.join(hooks)}, and "
+                f"one is {callback!r:.60}"
+            )
+        name = type(callback).__name__
+        if unknown := [hook for hook in dir(callback) if hook.startswith("on_") and hook not in hooks]:
+            raise ValueError(f"callback {name} has {unknown[0]}, which is never called: there are {', '.join(hooks)}")
+        check_overrides(type(callback), f"callback {name}")
 
 
 @dataclass(kw_only=True)

@@ -165,7 +165,7 @@ def test_config_survives_dump_and_parse():
         (["oracle.type=nett"], "did you mean net"),
         (["oracle.type=language"], "set oracle.type to net or exact"),
         (["env.type=kuhn"], 'unknown env "kuhn"'),
-        (["env.num_env=3"], 'did you mean "num_envs"'),
+        (["env.num_env=3"], "did you mean num_envs"),
         (["env={type: pong}"], "no rules here, so best responses cannot be computed"),
         (["env={type: pong, num_envs: 2}", "oracle={type: net}"], "set population.nash_conv_every: 0"),
         (["env={type: openspiel, game: 'goofspiel(num_cards=3)'}"], 'game: "turn_based_simultaneous_game(game=goofsp'),

@@ -252,7 +252,7 @@ def test_invalid_arguments_are_refused_with_the_fix(base, tmp_path):
         ({}, "nothing to train"),
         ({"env": 3}, "give a name, a config"),
         ({"env": lambda: 3}, "returned a int"),
-        ({"env": "sokobam"}, 'did you mean "sokoban"'),
+        ({"env": "sokobam"}, "did you mean sokoban"),
         ({"env": "helpers.toys:Whisper", "policies": speech(base), "stpes": 3}, "did you mean steps"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -125,13 +125,14 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
         (["train", "--resume", "RUN", "--set", "seed=3"], "may change: --set steps=N. Start a new one"),
         (["train", "--resume", "RUN", "--engine", "http://a"], "engine=http://a: a resumed run keeps its config"),
         (["train", "--resume", "RUN", "--set", "steps=2"], "steps=2: the run has steps=3, and can only be made"),
+        (["train", "--resume", "RUN", "--steps", "2"], "steps=2: the run has steps=3, and can only be made"),
         (["train", "--resume", "RUN", "--set", "steps=many"], "steps=many: the run has steps=3"),
         (["train", "CONFIG", "--set", "steps"], "write key=value"),
         (["train", "CONFIG", "--name", "a/b"], "plain folder name"),
         (["eval", "nowhere"], "there is no run, config or env nowhere: `palestra runs` lists the runs"),
         (["eval", "RUN", "--checkpoint", "2"], "no checkpoint after 2 steps; it has: 3"),
         (["eval", "RUN", "--env", "split"], "write key=value"),
-        (["eval", "RUN", "--env", "splt=test"], 'has no option "splt"; did you mean "split"'),
+        (["eval", "RUN", "--env", "splt=test"], 'has no option "splt": did you mean split'),
         (["eval", "RUN", "--seats", "guide=nobody"], 'no policy "nobody"'),
         (["eval", "RUN", "--seats", "gide=walker"], 'no seat "gide"'),
     ],
@@ -145,12 +146,24 @@ def test_errors_name_the_fix(base, run, tmp_path, monkeypatch, arguments, messag
 
 
 @pytest.mark.parametrize(
-    ("words", "setting"), [(["--steps", "10"], "--set steps=..."), (["steps=10"], "--set steps=10"), (["more"], "more")]
+    ("config", "key"), [("configs/demo.yaml", "steps"), ("configs/games/spread_mappo.yaml", "env_steps")]
+)
+def test_steps_is_the_length_of_a_run(config, key):
+    """Also after another setting of it, of language agents and of networks; a population counts iterations."""
+    dry = invoke("train", config, "--set", f"{key}=5", "--steps", "7", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert parse(dry.stdout)[key] == 7
+    assert "unknown key steps" in refused("train", "configs/populations/kuhn_psro.yaml", "--steps", "7")
+    assert invoke("train", config, "--steps", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"), [(["--lr", "1"], "--set lr=..."), (["steps=10"], "--set steps=10"), (["more"], "more")]
 )
 def test_unknown_options_of_a_command_with_settings_name_the_setting(words, setting):
     done = invoke("train", "configs/demo.yaml", *words, env={"COLUMNS": "200"})
     assert done.exit_code == 2 and setting in done.stderr
-    assert ("a setting of the config is changed with" in done.stderr) == ("steps" in setting)
+    assert ("a setting of the config is changed with" in done.stderr) == ("set" in setting)
 
 
 def test_help_is_a_command_too():

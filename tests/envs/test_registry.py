@@ -24,8 +24,11 @@ def test_options_are_coerced_and_defaults_left_out():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sokobn", {}, 'unknown env "sokobn"; did you mean "sokoban".*plan_path.*sokoban'),
-        ("sokoban", {"sise": 4}, 'no option "sise"; did you mean "size"'),
+        ("sokobn", {}, 'unknown env "sokobn": did you mean sokoban.*plan_path.*sokoban'),
+        ("sokoban", {"sise": 4}, 'no option "sise": did you mean size'),
+        ("gymnasium", {"game": "CartPole-v1"}, 'no option "game": did you mean id'),
+        ("pettingzoo", {"id": "mpe2.simple_v3"}, 'no option "id": did you mean env'),
+        ("openspiel", {"env": "kuhn_poker"}, 'no option "env": did you mean game'),
         ("sokoban", {"size": "big"}, 'option "size" of env "sokoban": input should be a valid integer'),
         ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),
         ("sokoban", {"size": 99}, "size=99 is out of range: give 3 to 12"),

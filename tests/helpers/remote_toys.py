@@ -40,6 +40,30 @@ class Count(Env):
         return f"{seat} says {self.said} {rng.random()}"
 
 
+class Rows(Env):
+    """Asks for one of `rows` numbers, drawn at random; identifies it by `form`. Row `broken` fails at reset."""
+
+    name = "rows"
+    seats = ("a",)
+    blocking = True
+
+    def __init__(self, *, rows: int = 3, form: str = "number", broken: int = -1, split: str = "train") -> None:
+        self.rows, self.form, self.broken = rows, form, broken
+
+    def instance_of(self, seed: int) -> object:
+        row = random.Random(seed).randrange(self.rows)
+        return {"number": row, "tuple": ("row", row), "list": [row], "object": object()}[self.form]
+
+    def reset(self, seed: int) -> Step:
+        self.row = random.Random(seed).randrange(self.rows)
+        if self.row == self.broken:
+            raise ValueError(f"row {self.row} is broken")
+        return Step({"a": f"size 4 you r0 c{self.row} goal r2 c1"})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        return Step({}, team_reward=float(len(actions["a"])), info={"success": self.row == 1})
+
+
 class Waits(Count):
     """Blocks for the number of seconds given by the action."""
 

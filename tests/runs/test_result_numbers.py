@@ -68,7 +68,7 @@ def test_seats_that_earn_are_shown_beside_the_team():
 def test_repeated_instances_count_once(tmp_path):
     """100 episodes of two prompts, of which one is always solved."""
     rows = [{"prompt": f"size 4 you r{n % 4} c{n // 4} goal r2 c1"} for n in range(16)]
-    held = sorted({row["prompt"] for row in pl.Prompts(rows, None).rows["test"]})
+    held = sorted({row["prompt"] for row in pl.Prompts(rows, lambda row, answer: 0.0).rows["test"]})
     assert len(held) == 2
 
     def reward(row, answer):
@@ -97,6 +97,29 @@ def test_files_of_problems_repeat_their_rows(tmp_path):
     math = make_env("math", path=str(questions), split="all")
     assert [math.instance_of(seed) for seed in range(5)] == [0, 1, 2, 0, 1]
     assert make_env("math").instance_of(7) == 7
+
+
+def test_rows_drawn_at_random_are_instances(tmp_path):
+    """Seeds that draw the same secret, topic, thing or question have one instance, and others have others."""
+    topic = '{{"topic": "Motion {0}.", "pro": ["p{0}", "q{0}"], "con": ["c{0}"]}}\n'
+    (tmp_path / "topics.jsonl").write_text("".join(topic.format(n) for n in range(3)))
+    debate = {"topics": str(tmp_path / "topics.jsonl"), "split": "all"}
+    shown = {
+        "guess_number": lambda env: env.secret,
+        "twenty_questions": lambda env: env.secret,
+        "describe_guess": lambda env: env.instance.thing,
+        "debate": lambda env: env.topic.text,
+        "tools": lambda env: (env.task.question, str(env.task.files)),
+    }
+    options = {"debate": debate, "tools": {"kinds": ["lookup"]}}
+    for name, drawn in shown.items():
+        env = make_env(name, **options.get(name, {}))
+        keys = {}
+        for seed in range(300):
+            env.reset(seed)
+            keys.setdefault(drawn(env), set()).add(env.instance_of(seed))
+        assert all(len(own) == 1 for own in keys.values()), name
+        assert len(set.union(*keys.values())) == len(keys) < 300, name
 
 
 def test_different_instances_are_not_mentioned():

@@ -224,8 +224,8 @@ def test_nonfinite_loss_stops_the_run_with_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env": {"type": "simple_spred"}}, 'did you mean "simple_spread"'),
-        ({"env": {"type": "simple_spread", "num_env": 4}}, 'no option "num_env"; did you mean "num_envs"?'),
+        ({"env": {"type": "simple_spred"}}, "did you mean simple_spread"),
+        ({"env": {"type": "simple_spread", "num_env": 4}}, 'no option "num_env": did you mean num_envs?'),
         ({"policies": {"a": {"type": "random"}}}, "no policy is trained"),
         ({"policies": {"a": {"type": "net"}, "b": {"type": "random"}}}, 'seat "agent_0" has no policy'),
         ({"seats": {"adversary_*": "agent"}}, 'seats names "adversary_*"'),

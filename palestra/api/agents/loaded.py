@@ -12,9 +12,8 @@ import numpy as np
 from palestra.api.agents.serve import ServedAgent
 from palestra.api.agents.trained_agent import TrainedAgent, find_agents
 from palestra.api.trained_run import call_outside_loop
-from palestra.core.chat import Chat
 from palestra.core.config import Tree, validate
-from palestra.core.http.calls import SAMPLING_KEYS, ChatCall
+from palestra.core.http.calls import SAMPLING_KEYS, ChatCall, parse_conversation
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.envs.adapters.gymnasium import without_action_mask
@@ -78,9 +77,10 @@ class LanguageAgent:
             raise ValueError(f"act takes no setting {min(unknown)!r}: it takes {', '.join(sorted(SAMPLING_KEYS))}")
         if not messages:
             raise ValueError(f"there is nothing that {self.name} could answer: give a text, or messages")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        chat = parse_conversation([dict(turn) if isinstance(turn, Mapping) else turn for turn in turns])
         settings = {"seed": int(self._seeds.integers(2**63)), **self._settings, **sampling}
-        call = ChatCall(self.name, Chat(tuple(turns), ()), settings)
+        call = ChatCall(self.name, chat, settings)
         return call_outside_loop(lambda: asyncio.run(self._served.answer(call))).text
 
 

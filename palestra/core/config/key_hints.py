@@ -83,6 +83,9 @@ NAMES_ELSEWHERE = {
     "report_to": "sinks",
 }
 
+# The key of an env's name, in Gymnasium, PettingZoo and OpenSpiel.
+ENV_NAME_KEYS = ("id", "env", "game")
+
 
 def hint(path: str, key: str, known: Sequence[str], places: Callable[[str], Iterable[str]]) -> str:
     """Returns ": did you mean ...?" for an unknown key, or "".
@@ -91,10 +94,10 @@ def hint(path: str, key: str, known: Sequence[str], places: Callable[[str], Iter
     config may have a key. Another library's name comes first, then a key of a place below or another place, then the
     nearest spelling.
     """
-    meant = NAMES_ELSEWHERE.get(key, key)
-    if meant in known:
-        return f": did you mean {meant}?"
-    elsewhere = list(dict.fromkeys(places(meant)))
+    meant = [NAMES_ELSEWHERE.get(key, key), *(ENV_NAME_KEYS if key in ENV_NAME_KEYS else ())]
+    if there := [name for name in meant if name in known]:
+        return f": did you mean {there[0]}?"
+    elsewhere = list(dict.fromkeys(places(meant[0])))
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     shown = (below or elsewhere)[:MAX_PLACES]
     return f": did you mean {' or '.join(shown)}?" if shown else nearest(key, known)

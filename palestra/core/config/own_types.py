@@ -14,6 +14,7 @@ from pydantic_core import core_schema
 from palestra.core.config.model import StrictModel, validate
 from palestra.core.config.presets import Preset, expand_preset
 from palestra.core.config.user_modules import entry_point_paths, import_path, load_object
+from palestra.core.user_functions import check_overrides
 
 Class = type[Any]
 
@@ -79,6 +80,7 @@ class OwnTypes:
         """Returns the config of the class at `path`. Raises ValueError if it is of another kind."""
         cls = load_object(path, self.what)
         if isinstance(cls, type) and issubclass(cls, self.base):
+            check_overrides(cls, path)
             return validate(cls, tree)
         if self.config is not None:
             return validate(self.config, tree)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, to_template_message
+from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
@@ -190,6 +190,8 @@ def _check_message(message: Json, where: str) -> None:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     content = message.get("content")
+    if content is None and not message.get("tool_calls") and not thought_of(message):
+        raise ValueError(f"{where}: the message has no content: give a text, which may be empty")
     for part in content if isinstance(content, list) else ():
         _check_part(part, ("type", "text", "cache_control"), f"{where}.content")
     for call in message.get("tool_calls") or ():

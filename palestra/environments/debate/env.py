@@ -102,6 +102,13 @@ class Debate(Env):
 
     # ---- env interface
 
+    def instance_of(self, seed: int) -> int | tuple[str, ...]:
+        """Returns a file's topic and its facts, which seeds order differently; of a drill, its seed."""
+        if self.source == "drills":
+            return seed
+        topic = self._topic(seed)
+        return (topic.text, *sorted(fact.text for fact in topic.facts))
+
     def reset(self, seed: int) -> Step:
         self.topic = self._topic(seed)
         self.rule_judge = RuleJudge(self.topic, self.rounds, self.mode, self.weights)

@@ -76,6 +76,10 @@ class DescribeGuess(Env):
         self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
         self._next: Seat | None = None
 
+    def instance_of(self, seed: int) -> str:
+        """Returns the thing."""
+        return draw_instance(seed, self.choices, self.split).thing
+
     def reset(self, seed: int) -> Step:
         self.instance = draw_instance(seed, self.choices, self.split)
         self.description = ""

@@ -122,8 +122,12 @@ class GuessingGame(Env):
 
     # ---- env interface
 
+    def instance_of(self, seed: int) -> str:
+        """Returns the secret among its candidates."""
+        return self.canonical_text(self._draw(seed))
+
     def reset(self, seed: int) -> Step:
-        self.secret: Secret = random.Random(seed).choice(self.drawn)
+        self.secret = self._draw(seed)
         self.history: tuple[AnsweredQuestion, ...] = ()
         self.candidates = self.secrets  # consistent with the true answers
         self.pending_question: Any = None  # the question waiting for an answer
@@ -150,6 +154,9 @@ class GuessingGame(Env):
             # after a lie no secret may be left
             reply = self.format_question(self.best_question(possible or self.secrets, rng))
         return reply if self.rendering == "compact" else f"#### {reply}"
+
+    def _draw(self, seed: int) -> Secret:
+        return random.Random(seed).choice(self.drawn)
 
     # ---- one answer
 

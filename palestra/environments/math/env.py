@@ -90,7 +90,7 @@ class Math(Env):
 
     # ---- env interface
 
-    def instance_of(self, seed: int) -> int:
+    def instance_of(self, seed: int) -> int | tuple[str, int]:
         return self.source.instance_of(seed)
 
     def reset(self, seed: int) -> Step:

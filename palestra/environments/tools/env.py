@@ -144,7 +144,6 @@ class Tools(Env):
         self.reward = reward
         self.is_compact = rendering == "compact"
         self.world = open_task_source(task_source, kinds, documents, tasks, split)
-        self._is_of_file = tasks is not None
         offered = built_in if built_in is not None else TOOLS_BY_WORLD[task_source]
         check_tools_suffice(offered, self.world.kinds)
         ours = built_in_tools(tuple(offered), max_results, self.is_compact, call_time_limit_s, unsafe)
@@ -161,8 +160,9 @@ class Tools(Env):
     # ---- env interface
 
     def instance_of(self, seed: int) -> int | str:
-        """Returns the question of a task from a file; of a generated one, its seed."""
-        return self.world.task(seed).question if self._is_of_file else seed
+        """Returns what identifies a task; of one with documents of its own, its seed."""
+        task = self.world.task(seed)
+        return task.split_key if task.library is None else seed
 
     def reset(self, seed: int) -> Step:
         self.task = self.world.task(seed)

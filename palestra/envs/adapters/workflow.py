@@ -26,6 +26,7 @@ from palestra.core.config import load_object
 from palestra.core.http.calls import CallRefused, ChatCall, ChatReply
 from palestra.core.http.chat_server import ChatSession
 from palestra.core.types import Answer, Seat, Step
+from palestra.core.user_functions import check_function
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import Terms, terms_info, total_rewards
 from palestra.envs.support.options import check_range
@@ -320,8 +321,7 @@ def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward
 
 def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
     program = load_object(function, "function")
-    if not callable(program):
-        raise ValueError(f"function: {function} is not a function")
+    check_function(program, f"function: {function}", "play")
     return program
 
 

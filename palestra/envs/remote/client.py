@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import random
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, Self
@@ -76,18 +77,26 @@ class RemoteEnv(Env):
         self._connection: EnvConnection | None = None
         self._session = 0
         self._seed: pb.Value | None = None
+        self._instance: Any = None
         self._actions: list[pb.Pairs] = []  # all actions since the reset; `_step_digests` are the digests of all steps
         self._step_digests: list[bytes] = []
 
     async def reset(self, seed: int) -> Step:
         self._leave()
         self._seed = encode_value(seed)
+        self._instance = None
         self._actions = []
         self._step_digests = []
         step = await self._open_session([], "")
         counters["env_sessions"] += 1
         self._note(done=1)
         return self._noted(step)
+
+    def instance_of(self, seed: int) -> Any:
+        """Returns what the server's env identified the seed's instance by when `reset` opened it. Before that, and with
+        a server that does not say it, the seed."""
+        is_open = self._seed is not None and read_value(self._seed) == seed
+        return self._instance if is_open and self._instance is not None else seed
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
         encoded = encode_mapping(actions)
@@ -106,6 +115,7 @@ class RemoteEnv(Env):
         """
         twin = type(self)(self.spec)
         twin._seed = self._seed
+        twin._instance = self._instance
         twin._actions = [*self._actions]
         twin._step_digests = [*self._step_digests]
         if self._connection and not self._connection.lost_reason:
@@ -175,6 +185,7 @@ class RemoteEnv(Env):
             if reply.fault.why == pb.Fault.DRAINING:
                 connection.draining = True
                 continue
+            self._take_instance(reply, connection.address)
             if reply.HasField("fault"):
                 raise _raised(reply.fault, connection.address)
             self._compare(reply.opened.steps, why)
@@ -183,6 +194,16 @@ class RemoteEnv(Env):
             f"env {self._name} lost its server {MAX_LOST_SERVERS} times in a row, {len(actions)} joint steps into an "
             f"instance. That step may bring servers down, or take longer than the deadline: {why}"
         )
+
+    def _take_instance(self, reply: pb.Reply, address: str) -> None:
+        if reply.HasField("instance"):
+            self._instance = read_value(reply.instance)
+        elif reply.HasField("opened"):
+            warnings.warn(
+                f"the env server at {address} is older and does not say which instance a seed gives: intervals count "
+                "seeds. Start it with this version of palestra",
+                stacklevel=2,
+            )
 
     def _note(self, why: str = "", **figures: float) -> None:
         if self._connection:

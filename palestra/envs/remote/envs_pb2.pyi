@@ -187,20 +187,22 @@ class Fault(_message.Message):
     def __init__(self, why: _Optional[_Union[Fault.Why, str]] = ..., error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "step", "said", "done", "fault")
+    __slots__ = ("id", "opened", "step", "said", "done", "fault", "instance")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAID_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     id: int
     opened: Opened
     step: Step
     said: Said
     done: Close
     fault: Fault
-    def __init__(self, id: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., done: _Optional[_Union[Close, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+    instance: Value
+    def __init__(self, id: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., done: _Optional[_Union[Close, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., instance: _Optional[_Union[Value, _Mapping]] = ...) -> None: ...
 
 class Replies(_message.Message):
     __slots__ = ("replies", "load", "draining", "hello")

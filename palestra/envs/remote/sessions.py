@@ -153,8 +153,10 @@ class EnvSessions:
         self.clients.add(client)
         self.num_open += 1
         env = session.ready_env
-        if request.open.actions or env.blocking or inspect.iscoroutinefunction(env.reset):
-            return session.add_task(self._played(env, seed, request.open.actions, reply.opened.steps))
+        waits = env.blocking or any(map(inspect.iscoroutinefunction, (env.reset, env.instance_of)))
+        if request.open.actions or waits:
+            return session.add_task(self._played(env, seed, request.open.actions, reply))
+        write_value(reply.instance, env.instance_of(seed))
         return self._then(env.reset(seed), lambda step: write_step(reply.opened.steps.add(), step))
 
     def _step(self, client: ClientSessions, request: pb.Request, reply: pb.Reply) -> Unfinished:
@@ -266,8 +268,10 @@ class EnvSessions:
             ) from None
         return result
 
-    async def _played(self, env: Env, seed: int, actions: Iterable[pb.Pairs], steps: Any) -> None:
-        """Resets the env, replays `actions`, and writes all their steps."""
+    async def _played(self, env: Env, seed: int, actions: Iterable[pb.Pairs], reply: pb.Reply) -> None:
+        """Resets the env, replays `actions`, and writes the seed's instance and all steps."""
+        write_value(reply.instance, await self._waited(self._called(env, env.instance_of, seed)))
+        steps = reply.opened.steps
         write_step(steps.add(), await self._waited(self._called(env, env.reset, seed)))
         for action in actions:
             write_step(steps.add(), await self._waited(self._called(env, env.step, read_mapping(action))))

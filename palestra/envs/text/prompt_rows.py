@@ -16,6 +16,7 @@ from palestra.core.chat import Chat
 from palestra.core.plain_values import check_text
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat, Step
+from palestra.core.user_functions import check_function
 from palestra.envs.base import NO_REWARD_KEY, Env
 from palestra.envs.step_values import number
 
@@ -107,6 +108,7 @@ class Prompts:
     """
 
     def __init__(self, rows: Sequence[Row], reward: RewardFunction) -> None:
+        check_function(reward, "reward, a function of one answer and no batch as in TRL,", "row", "answer")
         self.reward = reward
         if not rows:
             raise ValueError("rows: there are no prompts; give a list of {'prompt': ..., ...}")

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from palestra.core.chat import Json
 from palestra.core.config import StrictModel, load_object
+from palestra.core.user_functions import check_function
 
 CountTokens = Callable[[Sequence[Json]], int]
 Compressor = Callable[[Sequence[Json], int, CountTokens], Sequence[Json] | Awaitable[Sequence[Json]]]
@@ -56,8 +57,7 @@ def load_compressor(path: str) -> Compressor:
     if path in COMPRESSORS:
         return COMPRESSORS[path]
     function: Compressor = load_object(path, f"context.compress: not one of {', '.join(COMPRESSORS)}, and the function")
-    if not callable(function):
-        raise ValueError(f"context.compress: {path} is a {type(function).__name__}, not a function")
+    check_function(function, f"context.compress: {path}", "messages", "limit", "count_tokens")
     return function
 
 

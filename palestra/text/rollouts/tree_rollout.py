@@ -161,8 +161,10 @@ class EpisodeRunner:
         try:
             env = growth.register_env(self.make_env())
             episode.picture = env.picture
-            episode.instance = env.instance_of(spec.instance)
-            first = require_step(await _call(env, env.reset, spec.instance), "reset")
+            try:
+                first = require_step(await _call(env, env.reset, spec.instance), "reset")
+            finally:  # an env on another machine knows it from here on
+                episode.instance = await _instance_of(env, spec.instance)
             await growth.start(env, growth.checked(env, first))
         except NoReward as error:
             growth.lose((), error)
@@ -412,6 +414,19 @@ async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _instance_of(env: Env, seed: int) -> Any:
+    """Returns what identifies the instance of `seed`. Raises ValueError if it cannot be compared by its hash."""
+    instance = await _call(env, env.instance_of, seed)
+    try:
+        hash(instance)
+    except TypeError:
+        raise ValueError(
+            f'instance_of of env "{_name(env)}" returned a {type(instance).__name__} for seed {seed}: return a number, '
+            "a text, or a tuple of such"
+        ) from None
+    return instance
 
 
 async def _call(env: Env, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -104,7 +104,7 @@ def _tools(value: Any, place: str) -> tuple[Json, ...]:
     """Returns the tools of a row, which may be written as JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value else value or []
-        return parse_conversation([{"role": "user"}], tools).tools
+        return parse_conversation([{"role": "user", "content": ""}], tools).tools
     except ValueError as error:
         raise ValueError(f"{place} has tools that are no list of functions: {error}") from None
 
@@ -123,7 +123,7 @@ def _messages(value: Any, place: str) -> list[Json]:
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f'{place} holds {str(value)[:60]!r}: give text, or a list of {{"role": ..., "content": ...}}')
     try:
-        parse_conversation([_without_weight(message) for message in value] or [{"role": "user"}])
+        parse_conversation([_without_weight(message) for message in value] or [{"role": "user", "content": ""}])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     for message in value:

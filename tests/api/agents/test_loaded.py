@@ -157,6 +157,14 @@ def test_sampling_is_by_seed_and_settings_are_those_of_chat_completions(team):
         agent.act([])
     with pytest.raises(ValueError, match="act takes no setting 'temprature'"):
         agent.act("say 0 or 1", temprature=0)
+    for wrong, why in (
+        ({"role": "user"}, r"messages\.0: the message has no content"),
+        ({"content": "say 0 or 1"}, "each with a role"),
+        ("say 0 or 1", "each with a role"),
+        ({"role": "user", "content": "say 0 or 1", "colour": "red"}, "has the field 'colour', which is not used"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            agent.act([wrong])
 
 
 def test_it_acts_inside_a_running_loop(team):

@@ -144,7 +144,7 @@ def test_blocking_env_does_not_block_others(server):
 def test_invalid_env_options_are_refused_at_construction(server):
     for env, message in [
         (at(server, "sokoban"), '"sokoban" is not served here: math, debate'),
-        (at(server, tow=3), 'no option "tow"; did you mean "to"'),
+        (at(server, tow=3), 'no option "tow": did you mean to'),
         (at(server) | {"at": "nowhere.txt"}, "at: nowhere.txt is neither the address"),
         (at(server) | {"at": ["localhost"]}, "'localhost', which is not an address"),
         (at(server) | {"at": {"servers": [server.address], "server_timeut": 3}}, "did you mean server_timeout"),

@@ -132,14 +132,17 @@ class GridGame(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns an answer from a solution: a planner's is its next parts, an executor carries out its plan, and any
         mover that has no feasible plan walks on to the solution. A lost puzzle is played at random."""
-        solution = self.solution(self.state)
-        if seat == "planner" and solution:
-            answer = self.write_plan(solution[: self.plan_parts])
-        else:
-            moves = self.moves_of(self.state, self.plan) if seat == "executor" and self.plan else []
-            moves = moves or self.moves_of(self.state, solution) or [rng.randrange(4)]
-            answer = " ".join(DIRECTIONS[direction] for direction in moves[: self.moves])
+        answer = self._expert_answer(seat, rng)
         return answer if self.rendering == "compact" else f"#### {answer}"
+
+    def _expert_answer(self, seat: Seat, rng: random.Random) -> str:
+        moves = self.moves_of(self.state, self.plan) if seat == "executor" and self.plan else []
+        if not moves:  # a solution is searched for only then
+            solution = self.solution(self.state)
+            if seat == "planner" and solution:
+                return self.write_plan(solution[: self.plan_parts])
+            moves = self.moves_of(self.state, solution) or [rng.randrange(4)]
+        return " ".join(DIRECTIONS[direction] for direction in moves[: self.moves])
 
     # ---- one answer
 

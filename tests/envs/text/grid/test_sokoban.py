@@ -233,6 +233,22 @@ def test_expert_solves_by_plans_that_it_carries_out(boxes, bar):
     assert sum(wins) / len(wins) >= bar  # the rest takes more moves than four turns have
 
 
+def test_expert_that_carries_out_a_plan_searches_no_solution():
+    class Searched(Sokoban):
+        searches = 0
+
+        def solution(self, state):
+            self.searches += 1
+            return super().solution(state)
+
+    env = Searched()
+    env.reset(3)
+    env.step({"planner": env.expert("planner", Random(0))})
+    assert env.searches == 1
+    env.expert("executor", Random(0))
+    assert env.searches == 1
+
+
 @pytest.mark.parametrize("team", ["alternating", "single"])
 def test_expert_of_other_teams_says_words_in_the_ascii_rendering(team):
     env = Sokoban(team=team, rendering="ascii")
