@@ -35,7 +35,7 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     rewards = {seat: _reward(reward, env, f'seat "{seat}"') for seat, reward in step.rewards.items()}
     info: dict[str, Any] = {}
     for key, value in step.info.items():
-        info |= _stored(env, f"info[{key!r}]", {key: value})
+        info |= _check_storable(env, f"info[{key!r}]", {key: value})
     if terms:
         info[REWARD_TERMS_KEY] = {
             seat: {name: _reward(value, env, f'seat "{seat}" ({name})') for name, value in own.items()}
@@ -100,7 +100,7 @@ def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
                 f'env "{env}" shows seat "{seat}" {_short(seen)}, which no prompt can show as it is meant: return a '
                 "text, or for messages Chat(tuple(messages)) of palestra.core.chat"
             )
-        _stored(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
+        _check_storable(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
         if isinstance(seen, Chat) and seen.messages:
             try:
                 parse_conversation(list(seen.messages), list(seen.tools))
@@ -144,7 +144,7 @@ def _reward(value: Any, env: str, payee: str) -> float:
     return reward
 
 
-def _stored(env: str, where: str, value: Any) -> Any:
+def _check_storable(env: str, where: str, value: Any) -> Any:
     try:
         return plain_value(value)
     except ValueError as error:

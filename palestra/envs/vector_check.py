@@ -48,7 +48,7 @@ class _Check:
             self.fail(f"was asked for {self.num_envs} games and has {env.num_envs}", "take `num_envs` from the caller")
         frames, actions = self.play(env)
         self.replay(env, frames, actions, "after a second reset", "reset must set every array")
-        self.saved(env, frames, actions)
+        self.check_save(env, frames, actions)
         env.close()
         twin = self.make(self.num_envs)
         self.replay(twin, frames, actions, "in a second instance", "draw all randomness from the seeds, share nothing")
@@ -74,7 +74,7 @@ class _Check:
         for number, (action, vector_step) in enumerate(zip(actions, frames[1:], strict=True), 1):
             self.same(env.step(action.copy()), vector_step, f"step {number} {where}", fix)
 
-    def saved(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
+    def check_save(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
         half = len(actions) // 2
         env.reset(self.seeds)
         for action in actions[:half]:

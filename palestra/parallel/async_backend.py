@@ -86,7 +86,7 @@ class AsyncBackend:
         backend: Backend | None = None
         try:
             backend = self._open_backend()
-            while self._heard(backend):
+            while self._execute_calls(backend):
                 if done := backend.wait(POLL_INTERVAL_S):
                     with self._lock:
                         waiting = self._open.pop(done.task.name)
@@ -97,7 +97,7 @@ class AsyncBackend:
             if backend is not None:
                 backend.close()
 
-    def _heard(self, backend: Backend) -> bool:
+    def _execute_calls(self, backend: Backend) -> bool:
         """Executes queued calls; blocks for one if no task is pending. Returns False on the request to close."""
         while not (self._open and self._wishes.empty()):
             wish = self._wishes.get()

@@ -98,7 +98,7 @@ class RolloutBackendConfig(BackendConfig):
     more."""
 
     @model_validator(mode="after")
-    def _placed(self) -> Self:
+    def _check_placement(self) -> Self:
         if unknown := sorted(set(self.placement) - {"train", "play"}):
             raise ValueError(f"placement.{unknown[0]} is unknown; valid keys are train and play")
         if self.type == "inline" and self.workers > 1:

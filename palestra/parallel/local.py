@@ -85,7 +85,7 @@ class LocalBackend:
             raise ValueError(f"workers is {workers}: at least one is needed to do the tasks")
         self.workers = workers
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
-        self._job = (_pickled(make_worker), threads, self._scratch)
+        self._job = (_pickle_factory(make_worker), threads, self._scratch)
         self._waiting = TaskQueue()
         self._members = MemberFolders()
         self._stillborn = 0  # workers in a row that died before they were ready
@@ -181,7 +181,7 @@ def _release(pool: list[_Process], scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _pickled(make: WorkerFactory) -> bytes:
+def _pickle_factory(make: WorkerFactory) -> bytes:
     try:
         return pickle.dumps(make)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -81,7 +81,7 @@ def open_group(name: str) -> Path | None:
         for folder in (parent, group):
             if _problem(folder, "cgroup.subtree_control"):
                 (folder / "cgroup.subtree_control").write_text("+memory +pids", encoding="ascii")
-        with entered(make_run(group, "trial", ResourceLimits())):
+        with entered_cgroup(make_run(group, "trial", ResourceLimits())):
             pass
         remove(group / "trial")
     except OSError as error:
@@ -110,7 +110,7 @@ def make_run(group: Path, name: str, limits: ResourceLimits) -> Path:
 
 
 @contextlib.contextmanager
-def entered(folder: Path, proc: Path = PROC) -> Iterator[None]:
+def entered_cgroup(folder: Path, proc: Path = PROC) -> Iterator[None]:
     """Moves this process into a run's cgroup and back: processes that it starts meanwhile begin and stay there.
 
     Raises OSError if the kernel did not move it, as where `folder` is no cgroup.

@@ -49,7 +49,7 @@ def supervise(requester: socket.socket, folder: Path, *, mounts: bool, group: Pa
 def _run(request: RunRequest, folder: Path, asker: socket.socket, *, mounts: bool, limited: Path | None) -> RunResult:
     measure = workdir.mount_exceeds_limit if mounts else workdir.exceeds_limit
     over = partial(measure, folder, request.limits.disk)
-    with cgroup.entered(limited) if limited else contextlib.nullcontext():
+    with cgroup.entered_cgroup(limited) if limited else contextlib.nullcontext():
         program, orders = BACKENDS[request.backend].start(request, folder, mounts=mounts)
     watch = ProcessMonitor(request.limits, over, program, asker)
     watch.run_until_end(orders + request.stdin.encode("utf-8", "surrogatepass"))

@@ -87,7 +87,7 @@ def test_kernel_kills_are_reported_and_removal_kills_first(tmp_path: Path) -> No
 def test_folder_that_no_process_can_enter_is_detected(proc: Path, tmp_path: Path) -> None:
     """Writes to a tree of plain files succeed, but move no process."""
     folder = cgroup.make_run(tmp_path / "cgroup", "17", ResourceLimits())
-    with pytest.raises(OSError, match="not a cgroup that a process can enter"), cgroup.entered(folder, proc):
+    with pytest.raises(OSError, match="not a cgroup that a process can enter"), cgroup.entered_cgroup(folder, proc):
         pytest.fail("entered")
     assert (folder / "cgroup.procs").read_text() == "0"
     assert (tmp_path / "cgroup" / OWN / "cgroup.procs").read_text() == "0"  # and back
@@ -121,7 +121,7 @@ TWO_LEFT_BEHIND = """
 import os, subprocess, sys, time
 from pathlib import Path
 from palestra.sandbox import cgroup
-with cgroup.entered(Path(sys.argv[1])):
+with cgroup.entered_cgroup(Path(sys.argv[1])):
     if os.fork() == 0:
         os.setsid()
         os.fork()

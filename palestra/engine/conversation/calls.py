@@ -148,7 +148,7 @@ class ElementCalls(MarkedCalls):
         arguments: Json = {}
         end = found.end()
         while element := self.element.match(text, end):
-            arguments[element["key"]] = _typed(element["value"], types.get(element["key"]))
+            arguments[element["key"]] = _parse_value(element["value"], types.get(element["key"]))
             end = element.end()
         if not self.close.match(text, end):
             raise ValueError("the call does not end")
@@ -208,7 +208,7 @@ def _types(schema: Any) -> Iterator[str]:
         yield from _types(choice)
 
 
-def _typed(text: str, types: set[str] | None) -> Any:
+def _parse_value(text: str, types: set[str] | None) -> Any:
     """Returns an element's text as a value of one of `types`; text stays text where the schema allows it."""
     if types and "string" in types:
         return text

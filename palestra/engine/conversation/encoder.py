@@ -117,12 +117,12 @@ class ChatEncoder:
             message["reasoning_content"] = answer.thought
         keys = _cache_key(earlier.messages), _cache_key(earlier.tools), _cache_key([message]), _cache_key(new)
         between, whole = self._next(*keys)
-        joined = self._joined(answer.prompt_ids, answer.token_ids, between)
+        joined = self._join_turns(answer.prompt_ids, answer.token_ids, between)
         if whole is None or self.tokenizer.decode(joined, skip_special_tokens=False) == whole:
             return joined
         return self.encode_text(whole)
 
-    def _joined(self, earlier: np.ndarray, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
+    def _join_turns(self, earlier: np.ndarray, answer: np.ndarray, between: np.ndarray) -> np.ndarray:
         """Returns an earlier prompt, an answer, and what follows, with the special tokens that end the answer once."""
         for sampled in (answer, answer[:-1]):
             last = int(sampled[-1]) if len(sampled) else None
@@ -177,7 +177,7 @@ class ChatEncoder:
         if not self.renderer.has_template:
             lines = (f"\n{message['content']}" for message in map(to_template_message, added))
             return self.encode_text("".join(lines)), None
-        marked = self._marked(answers[0])
+        marked = self._mark_answer(answers[0])
         is_kept = True
         start, _, between = self.renderer.render([*before, marked, *added], offered).partition(TEXT_MARK)
         if "tool_calls" in marked or self.drops_thoughts:
@@ -196,7 +196,7 @@ class ChatEncoder:
         thought = self.renderer.harmless(answer.get("reasoning_content", ""))
         return thought in start and start.startswith(self.renderer.render(before, tools))
 
-    def _marked(self, answer: Json) -> Json:
+    def _mark_answer(self, answer: Json) -> Json:
         """Returns an answer with a mark in place of its content, or of its last call's arguments."""
         thought = answer.get("reasoning_content", "") if self.renderer.form.thought_key else ""
         said = {"role": "assistant", "content": TEXT_MARK, "reasoning_content": thought}
@@ -305,11 +305,11 @@ class ChatEncoder:
             message = parsed
         end = form.call_end if "tool_calls" in message else form.end
         prompt = self.renderer.render(messages, tools)
-        body = self._finished(messages, tools, message, thought, prompt)
+        body = self._render_answer(messages, tools, message, thought, prompt)
         specials = body[len(self.renderer.without_specials(body)) :]
         return body[: len(body) - len(specials)] + (specials.partition(end)[0] if end and end in specials else ""), end
 
-    def _finished(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
+    def _render_answer(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
         """Returns what the template writes after `prompt` as the answer `message` with a thought."""
         thinking = message | {"reasoning_content": thought} if thought else message
         whole = self.renderer.render([*messages, thinking], tools, generate=False)

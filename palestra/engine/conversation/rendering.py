@@ -166,7 +166,7 @@ class Renderer:
         if most > 1 and not self.form.has_many_calls:
             raise TemplateRefusal(f"the chat template of the base takes one call an answer, and this one has {most}")
         try:
-            return self.apply(self.formed(messages, self.form), self.harmless(list(tools)), generate=generate)
+            return self.apply(self.in_form(messages, self.form), self.harmless(list(tools)), generate=generate)
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefusal(f"the chat template of the base does not take messages of {roles}: {error}") from None
@@ -190,13 +190,13 @@ class Renderer:
         )
         return text
 
-    def formed(self, messages: Sequence[Json], form: MessageForm) -> list[Json]:
+    def in_form(self, messages: Sequence[Json], form: MessageForm) -> list[Json]:
         """Returns the messages in the template's form."""
         numbers: dict[str, str] = {}
-        found = [_formed(message, form, numbers) for message in messages]
+        found = [_in_form(message, form, numbers) for message in messages]
         if not form.has_system and found and found[0]["role"] == "system":
             found = _merged_system(found)
-        return found if form.repeats_roles else _joined(found)
+        return found if form.repeats_roles else _merge_neighbours(found)
 
     def harmless(self, value: Any) -> Any:
         """Returns a message, or a part of one, with the special tokens in its texts broken by a space."""
@@ -209,7 +209,7 @@ class Renderer:
         return {key: self.harmless(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _formed(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:
+def _in_form(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:
     """Returns one message in the template's form; `numbers` are the short ids of calls so far."""
     formed = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
     thought = message.get("reasoning_content")
@@ -249,7 +249,7 @@ def _merged_system(messages: list[Json]) -> list[Json]:
     return [{"role": "user", "content": system["content"]}, *rest]
 
 
-def _joined(messages: list[Json]) -> list[Json]:
+def _merge_neighbours(messages: list[Json]) -> list[Json]:
     """Returns the messages with neighbours of the same role, user or system, joined."""
     joined: list[Json] = []
     for message in messages:
@@ -266,8 +266,8 @@ def find_form(renderer: Renderer) -> MessageForm:
     marked = {"role": "user", "content": TEXT_MARK}
     has_parts = not _shows(renderer, [marked]) and _shows(renderer, [marked | {"content": parts}])
     form = MessageForm(has_parts=has_parts)
-    form = replace(form, has_system=_shows(renderer, renderer.formed([marked | {"role": "system"}, ASKED], form)))
-    form = replace(form, repeats_roles=_shows(renderer, renderer.formed([ASKED, marked], form)))
+    form = replace(form, has_system=_shows(renderer, renderer.in_form([marked | {"role": "system"}, ASKED], form)))
+    form = replace(form, repeats_roles=_shows(renderer, renderer.in_form([ASKED, marked], form)))
     form = next(_call_forms(renderer, form), form)
     return replace(form, thought_key=_thought_key(renderer, form))
 
@@ -292,8 +292,8 @@ def _with_calls(renderer: Renderer, form: MessageForm, *arguments: Json) -> str 
     them."""
     message = probe_call(*arguments)
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message["tool_calls"]]
-    answered = renderer.attempt(renderer.formed([ASKED, message, *results], form), [probe_tool()])
-    return answered and renderer.attempt(renderer.formed([ASKED, message], form), [probe_tool()], generate=False)
+    answered = renderer.attempt(renderer.in_form([ASKED, message, *results], form), [probe_tool()])
+    return answered and renderer.attempt(renderer.in_form([ASKED, message], form), [probe_tool()], generate=False)
 
 
 def _thought_key(renderer: Renderer, form: MessageForm) -> str | None:
@@ -302,7 +302,7 @@ def _thought_key(renderer: Renderer, form: MessageForm) -> str | None:
     called = probe_call({FIRST_KEY: "1", LAST_KEY: "2"})
     for key in THOUGHT_KEYS:
         for message, tools in ((text, []), (called, [probe_tool()])):
-            asked = renderer.formed([ASKED, message], form)
+            asked = renderer.in_form([ASKED, message], form)
             thinking = [*asked[:-1], asked[-1] | {key: THOUGHT_MARK}]
             if (message is text or form.has_calls) and _shows(renderer, thinking, tools, THOUGHT_MARK):
                 return key

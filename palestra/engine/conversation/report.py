@@ -72,7 +72,7 @@ def check_conversations(tokenizer: Any, options: dict[str, Any] | None = None) -
         "thought and call": lambda found: _turn(found, _calls(1), thought=THOUGHT),
         "two calls": lambda found: _turn(found, _calls(2)),
     }
-    return [_tried(name, probe, encoder) for name, probe in probes.items()]
+    return [_find(name, probe, encoder) for name, probe in probes.items()]
 
 
 def conversation_notes(base: str, tokenizer: Any, options: dict[str, Any] | None = None) -> list[str]:
@@ -84,7 +84,7 @@ def conversation_notes(base: str, tokenizer: Any, options: dict[str, Any] | None
     return [f"conversations of {base}: {told} (palestra info --base {base} shows all of it)"]
 
 
-def _tried(name: str, probe: Callable[[ChatEncoder], str], encoder: ChatEncoder) -> Finding:
+def _find(name: str, probe: Callable[[ChatEncoder], str], encoder: ChatEncoder) -> Finding:
     try:
         note = probe(encoder)
     except _Absent as absent:

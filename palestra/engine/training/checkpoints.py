@@ -53,7 +53,7 @@ def save_training_state(folder: Path, trainer: TrainingState) -> None:
     """Writes the trained weights (adapter or full model, critic), the reference if it is not the base, and the
     optimizer state. `load_training_state` restores exactly this state. All ranks must call it; rank 0 writes."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {} if trainer.adapter else _gathered(trainer.engine.model.state_dict(keep_vars=True), trainer)
+    weights = {} if trainer.adapter else _gather_state(trainer.engine.model.state_dict(keep_vars=True), trainer)
     slots = _optimizer_state(trainer)
     if not trainer.group.is_rank_zero:
         return
@@ -87,7 +87,7 @@ def _write_weights(folder: Path, trainer: TrainingState, weights: dict[str, Tens
         trainer.engine.tokenizer.save_pretrained(folder)
 
 
-def _gathered(state: dict[str, Tensor], trainer: TrainingState) -> dict[str, Tensor]:
+def _gather_state(state: dict[str, Tensor], trainer: TrainingState) -> dict[str, Tensor]:
     """Returns `state` with full tensors in the CPU memory of rank 0, and empty tensors on other ranks. Tied tensors
     stay one tensor."""
     if not trainer.engine.sharded_params:

@@ -164,28 +164,28 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=logp_M.device)
 
-    def joined(field: str) -> Tensor:
+    def field_values(field: str) -> Tensor:
         return tensor(np.concatenate([getattr(s, field) for s in samples]))
 
-    def given(field: str) -> Tensor | None:
-        return None if any(getattr(s, field) is None for s in samples) else joined(field)
+    def optional_values(field: str) -> Tensor | None:
+        return None if any(getattr(s, field) is None for s in samples) else field_values(field)
 
-    sampler_logp_M = old_logp_M = joined("logprobs")
+    sampler_logp_M = old_logp_M = field_values("logprobs")
     if samples[0].old_logprobs is not None:
         is_current = isinstance(samples[0].old_logprobs, str)
-        old_logp_M = logp_M.detach() if is_current else joined("old_logprobs")
+        old_logp_M = logp_M.detach() if is_current else field_values("old_logprobs")
     return LossInputs(
         logp_M,
         entropy_M,
         old_logp_M,
-        given("reference_logprobs"),
-        joined("advantages"),
+        optional_values("reference_logprobs"),
+        field_values("advantages"),
         tensor(_spread(pack.token_weights, samples) * np.concatenate([is_sampled(s) for s in samples])),
         tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
         tensor(np.repeat(_numbers(samples), lengths), torch.long),
         value_M,
-        given("values"),
-        given("returns"),
+        optional_values("values"),
+        optional_values("returns"),
         None if samples[0].old_logprobs is None else sampler_logp_M,
     )
 

@@ -280,14 +280,14 @@ def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Eng
         use_rslora=bool(about.get("use_rslora")),
         use_dora=bool(about.get("use_dora")),
         lora_dropout=about.get("lora_dropout") or 0.0,
-        rank_pattern=_used(about.get("rank_pattern"), names),
-        alpha_pattern=_used(about.get("alpha_pattern"), names),
+        rank_pattern=_matching_patterns(about.get("rank_pattern"), names),
+        alpha_pattern=_matching_patterns(about.get("alpha_pattern"), names),
         target_parameters=list(experts),
         modules_to_save=saved,
     )
 
 
-def _used(patterns: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:
+def _matching_patterns(patterns: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:
     """Returns the patterns that match an adapted layer; PEFT ignores the others."""
     known = (patterns or {}).items()
     return {key: value for key, value in known if any(matches_pattern(key, name) for name in names)}

@@ -50,10 +50,10 @@ class SharedStep:
             name, create=name is None, size=sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
         )
         self._used = 0
-        self.vector_step: VectorStep | None = vector_step.map_arrays(self._placed)
-        self.actions: np.ndarray | None = self._placed(actions)
+        self.vector_step: VectorStep | None = vector_step.map_arrays(self._allocate)
+        self.actions: np.ndarray | None = self._allocate(actions)
 
-    def _placed(self, array: np.ndarray) -> np.ndarray:
+    def _allocate(self, array: np.ndarray) -> np.ndarray:
         """Returns an array of the same shape and dtype in the next free part of the memory."""
         placed = np.ndarray(array.shape, array.dtype, self.shared_memory.buf, self._used)
         self._used += -(-array.nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
@@ -189,7 +189,7 @@ class SubprocVectorEnv(VectorEnv):
         self._memory: list[SharedStep] = []
         self._release = weakref.finalize(self, _release, self._workers, self._memory)
         with _closed_on_error(self):
-            self._workers += [_Worker(_pickled(make), part, num_envs, timeout_s) for part in parts]
+            self._workers += [_Worker(_pickle_factory(make), part, num_envs, timeout_s) for part in parts]
             specs = [self._receive_spec(worker) for worker in self._workers]
             self.spec = specs[0]
             self._memory.append(SharedStep(self.spec, num_envs))
@@ -343,7 +343,7 @@ def _closed_on_error(env: SubprocVectorEnv) -> Iterator[None]:
         raise
 
 
-def _pickled(make: MakeSingleEnv) -> bytes:
+def _pickle_factory(make: MakeSingleEnv) -> bytes:
     try:
         return pickle.dumps(make)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -102,7 +102,7 @@ class BargainingRules(Rules[BargainingState]):
         return np.concatenate([np.eye(2, dtype=np.float32)[player], worths.ravel(), moves.ravel()])
 
     def info_state_text(self, state: BargainingState, player: int) -> str:
-        pool = ", ".join(_counted(count, item) for count, item in zip(self.counts, ITEMS, strict=False))
+        pool = ", ".join(_count_words(count, item) for count, item in zip(self.counts, ITEMS, strict=False))
         worth = "not known yet"
         if state.valuation >= 0:
             worths = zip(ITEMS, self.valuations[state.valuation][player], strict=False)
@@ -126,5 +126,5 @@ def _deals(counts: tuple[int, ...], total: int) -> list[tuple[ItemValues, ItemVa
     ]
 
 
-def _counted(count: int, item: str) -> str:
+def _count_words(count: int, item: str) -> str:
     return f"{count} {item}" + ("s" if count > 1 else "")

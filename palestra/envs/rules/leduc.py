@@ -47,12 +47,12 @@ class LeducRules(Rules[LeducState]):
         if len(state.cards) < 2:
             return CHANCE
         if len(state.cards) == 2:
-            if _folded(state.first_round):
+            if _ends_in_fold(state.first_round):
                 return TERMINAL
             return CHANCE if _round_closed(state.first_round) else len(state.first_round) % 2
         return (
             TERMINAL
-            if _folded(state.second_round) or _round_closed(state.second_round)
+            if _ends_in_fold(state.second_round) or _round_closed(state.second_round)
             else len(state.second_round) % 2
         )
 
@@ -75,7 +75,7 @@ class LeducRules(Rules[LeducState]):
         first, second = (card // 2 for card in state.cards[:2])
         stakes = _stakes(state)
         moves = state.second_round if len(state.cards) > 2 else state.first_round
-        if _folded(moves):
+        if _ends_in_fold(moves):
             winner = len(moves) % 2
         elif first == second:
             return 0.0, 0.0
@@ -99,8 +99,8 @@ class LeducRules(Rules[LeducState]):
         return view
 
     def info_state_text(self, state: LeducState, player: int) -> str:
-        card = _named(state.cards[player]) if player < len(state.cards) else "nothing"
-        public = f" The table shows {_named(state.cards[2])}." if len(state.cards) > 2 else ""
+        card = _card_name(state.cards[player]) if player < len(state.cards) else "nothing"
+        public = f" The table shows {_card_name(state.cards[2])}." if len(state.cards) > 2 else ""
         first, second = (self._moves_text(moves) for moves in (state.first_round, state.second_round))
         later = f" Then: {second}." if public else ""
         return f"You are player {player}. You hold {card}. Moves: {first}.{public}{later}"
@@ -111,7 +111,7 @@ class LeducRules(Rules[LeducState]):
         return " ".join(self.action_names[action] for action in moves if action != FOLD) or "none"
 
 
-def _folded(moves: tuple[int, ...]) -> bool:
+def _ends_in_fold(moves: tuple[int, ...]) -> bool:
     return bool(moves) and moves[-1] == FOLD
 
 
@@ -129,5 +129,5 @@ def _stakes(state: LeducState) -> list[int]:
     return stakes
 
 
-def _named(card: int) -> str:
+def _card_name(card: int) -> str:
     return RANKS[card // 2] + SUITS[card % 2]

@@ -56,9 +56,9 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
     def next_state(self, state: LiarsDiceState, action: int) -> LiarsDiceState:
         first, second = state.dice
         if len(first) < self.dice:
-            return LiarsDiceState((_sorted(first, action), second))
+            return LiarsDiceState((_add_die(first, action), second))
         if len(second) < self.dice:
-            return LiarsDiceState((first, _sorted(second, action)))
+            return LiarsDiceState((first, _add_die(second, action)))
         return LiarsDiceState(state.dice, (*state.bids, action))
 
     def returns(self, state: LiarsDiceState) -> tuple[float, ...]:
@@ -84,5 +84,5 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
         return f"You are player {player}. Your dice: {dice}. Bids: {bids}."
 
 
-def _sorted(dice: tuple[int, ...], face: int) -> tuple[int, ...]:
+def _add_die(dice: tuple[int, ...], face: int) -> tuple[int, ...]:
     return tuple(sorted((*dice, face)))

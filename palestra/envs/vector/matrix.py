@@ -159,7 +159,7 @@ class _Tabular(NativeEnv):
         self.state_size = state
         self.observation_shapes = ((view,), (view,))
         self.action_spaces = (Discrete(choices[0]), Discrete(choices[1]))
-        self.vector_step = empty_step(num_envs, 2, (view,), num_actions=_padded(choices), state_size=state)
+        self.vector_step = empty_step(num_envs, 2, (view,), num_actions=_mask_length(choices), state_size=state)
         if self.vector_step.action_mask is not None:
             self.vector_step.action_mask[:] = np.arange(max(choices)) < np.array(choices)[:, None]
         self.internal_state = {"rng": np.zeros((num_envs, RNG_WORDS), np.uint64), "place": np.zeros(num_envs, np.int64)}
@@ -252,7 +252,7 @@ class MStepGame(_Tabular):
         _step_m(self._table, self.steps, actions.astype(np.int32, copy=False))
 
 
-def _padded(choices: tuple[int, int]) -> int | None:
+def _mask_length(choices: tuple[int, int]) -> int | None:
     """Returns the length of the action mask; None if both seats have equally many actions."""
     return None if choices[0] == choices[1] else max(choices)
 

@@ -145,7 +145,7 @@ class SimpleSpread(_Particles):
             )
         self.local_ratio = float(local_ratio)
         spec = WorldSpec(
-            seats=_numbered("agent", agents),
+            seats=_seat_names("agent", agents),
             observation_sizes=(6 * agents,) * agents,
             num_landmarks=agents,
             accel=(5.0,) * agents,
@@ -183,7 +183,7 @@ class SimpleAdversary(_Particles):
     ) -> None:
         _at_least("agents", agents, 1)
         spec = WorldSpec(
-            seats=("adversary_0", *_numbered("agent", agents)),
+            seats=("adversary_0", *_seat_names("agent", agents)),
             observation_sizes=(4 * agents,) + (4 * agents + 2,) * agents,
             num_landmarks=agents,
             accel=(5.0,) * (agents + 1),
@@ -223,7 +223,7 @@ class SimpleTag(_Particles):
         _at_least("num_obstacles", num_obstacles, 0)
         width = 4 + 2 * num_obstacles + 2 * (num_adversaries + num_good - 1)
         spec = WorldSpec(
-            seats=_numbered("adversary", num_adversaries) + _numbered("agent", num_good),
+            seats=_seat_names("adversary", num_adversaries) + _seat_names("agent", num_good),
             observation_sizes=(width + 2 * num_good,) * num_adversaries + (width + 2 * num_good - 2,) * num_good,
             num_landmarks=num_obstacles,
             accel=(3.0,) * num_adversaries + (4.0,) * num_good,
@@ -286,7 +286,7 @@ def _tag_entities(obstacles: int, hunters: int, good: int) -> tuple[Entities, ..
     )
 
 
-def _numbered(role: str, count: int) -> tuple[Seat, ...]:
+def _seat_names(role: str, count: int) -> tuple[Seat, ...]:
     return tuple(f"{role}_{i}" for i in range(count))
 
 

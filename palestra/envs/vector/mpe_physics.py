@@ -116,14 +116,14 @@ def apply_physics(world: World, actions_BND: np.ndarray, continuous: bool) -> No
     force = world.force
     for b in range(len(world.pos)):
         for i in range(len(force)):
-            x, y = _pushed(actions_BND, b, i, continuous)
+            x, y = _push(actions_BND, b, i, continuous)
             force[i, 0], force[i, 1] = x * world.accel[i], y * world.accel[i]
         _collide(world.pos, force, world.radius, b)
         _drift(world.pos, world.vel, force, world.max_speed, b)
 
 
 @jit
-def _pushed(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
+def _push(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
     """Returns the push (x, y) of an action: nothing, left, right, down, up."""
     if continuous:
         # The differences are rounded to float32, as mpe2's are.

@@ -99,7 +99,7 @@ class _RayWorkerHandle:
             self.unused.append(content)
 
 
-def _stored(content: str, files: FileBundle) -> Package:
+def _store(content: str, files: FileBundle) -> Package:
     """Puts files into the object store."""
     size = num_bytes(files)
     traffic.update(puts=1, put_bytes=size)
@@ -250,7 +250,7 @@ class RayBackend:
             if package is None:
                 files = pack_folder(folder)
                 content = content_hash(files)
-                package = self._stored.get(content) or _stored(content, files)
+                package = self._stored.get(content) or _store(content, files)
             self._stored.setdefault(package.content, package)
             self._contents[name] = package.content
             self._users[package.content] += 1
@@ -260,7 +260,7 @@ class RayBackend:
         """Puts the files of a task's members whose contents were lost with a node, from their folders."""
         for content, folder in {self._contents[name]: self._members[name] for name in task.members}.items():
             if content in lost:
-                self._stored[content] = _stored(content, pack_folder(folder))
+                self._stored[content] = _store(content, pack_folder(folder))
 
     def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
@@ -287,12 +287,12 @@ class RayBackend:
             result, seconds = answer
             worker_stats.count(WORKER_KIND, worker.where, done=1, seconds=seconds)
             worker.group.queue.finish(task)
-            return self._done(task, result, seconds, files, output)
+            return self._task_result(task, result, seconds, files, output)
         elif answer:  # the reply to `make`; the reply to `greet` is None
             worker.where, worker.node = answer
         return None
 
-    def _done(
+    def _task_result(
         self, task: Task, result: Result, seconds: float, files: FileBundle, output: ray.ObjectRef | None
     ) -> TaskResult:
         size = num_bytes(files)

@@ -99,7 +99,7 @@ class RunStore:
         self.renames = self.url.partition("://")[0] in RENAMING_STORES
 
     @cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _file_system(self) -> tuple[Any, str]:
         """The fsspec file system, and the path of the copy in it."""
         fs, root = url_to_fs(self.url)
         return fs, root.rstrip("/")
@@ -116,7 +116,7 @@ class RunStore:
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """Returns a file; None if it is missing. Raises DamagedFile if it has more than `max_bytes` bytes."""
         with explain_store_errors(self.url):
-            fs, root = self._opened
+            fs, root = self._file_system
             try:
                 self._check_kind(name, fs.info(f"{root}/{name}"))
                 data: bytes = fs.cat_file(f"{root}/{name}", start=0, end=max_bytes + 1)
@@ -132,7 +132,7 @@ class RunStore:
         with open(path, "wb") as file:
             for start in range(0, num_bytes, BLOCK_BYTES):
                 with explain_store_errors(self.url):
-                    fs, root = self._opened
+                    fs, root = self._file_system
                     try:
                         data = fs.cat_file(f"{root}/{name}", start=start, end=min(start + BLOCK_BYTES, num_bytes))
                     except FileNotFoundError:
@@ -144,7 +144,7 @@ class RunStore:
     def put(self, name: str, source: bytes | Path) -> None:
         """Writes a file, which appears whole."""
         with explain_store_errors(self.url):
-            fs, root = self._opened
+            fs, root = self._file_system
             folder, _, last = f"{root}/{name}".rpartition("/")
             target = f"{folder}/{last}"
             written = f"{folder}/{TEMPORARY_PREFIX}{last}" if self.renames else target
@@ -160,7 +160,7 @@ class RunStore:
     def delete(self, names: Iterable[str]) -> None:
         """Deletes files, and the folders that are then empty. Those that are missing are skipped."""
         with explain_store_errors(self.url):
-            fs, root = self._opened
+            fs, root = self._file_system
             for name in names:
                 with suppress(FileNotFoundError):
                     fs.rm_file(f"{root}/{name}")  # not `rm`, which expands * and ? in names
@@ -211,7 +211,7 @@ class RunStore:
             raise DamagedFile(f"{self.url}/{name} is neither a file nor a folder: no run has that")
 
     def _ls(self, folder: str) -> list[Mapping[str, Any]]:
-        fs, root = self._opened
+        fs, root = self._file_system
         fs.invalidate_cache()
         path = f"{root}/{folder}".rstrip("/")
         try:

@@ -55,7 +55,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     eval_runners = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
     runners = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
     engines = engines or build_engines(config)
-    used = set().union(*(_used(part, names) for part, names in zip(parts, seats, strict=True)))
+    used = set().union(*(_playing_policies(part, names) for part, names in zip(parts, seats, strict=True)))
     used |= {name for names in eval_seats.values() for name in names.values()}
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
@@ -218,7 +218,7 @@ def _build_eval(
     )
 
 
-def _used(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
+def _playing_policies(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
     """Names of the policies that play in a stage, teachers included."""
     teachers = teachers_of(part)
     return {*seats.values(), *(teachers[name] for name in seats.values() if name in teachers)}
@@ -295,7 +295,7 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
     """Raises ValueError if a policy of `trained` keeps sampling masks in a stage whose loss is not of the sampled
     distribution."""
     for part in parts:
-        for name, sampling in _truncated(part, trained):
+        for name, sampling in _truncated_sampling(part, trained):
             if sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
                 raise ValueError(
                     f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
@@ -347,7 +347,7 @@ def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str])
         f"biased: {name} samples with {_cuts(sampling)}, and its gradient is taken as if from all tokens: set "
         f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
         for part in played
-        for name, sampling in _truncated(part, trained)
+        for name, sampling in _truncated_sampling(part, trained)
         if not sampling.keep_sampling_mask
     ]
     biased += [
@@ -361,7 +361,7 @@ def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str])
     return list(dict.fromkeys(biased))
 
 
-def _truncated(part: TextConfig, trained: Collection[str]) -> Iterator[tuple[str, SamplingConfig]]:
+def _truncated_sampling(part: TextConfig, trained: Collection[str]) -> Iterator[tuple[str, SamplingConfig]]:
     for name, policy in part.policies.items():
         if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained and policy.sampling.is_truncated:
             yield name, policy.sampling

@@ -90,7 +90,7 @@ class Engines:
 
     def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a separate copy of the base, sampled in this process."""
-        engine = self._loaded(config)
+        engine = self._load_engine(config)
         engine.tokenizer = with_chat_template(engine.tokenizer, config.chat_template)
         self._note(config, engine)
         cache_bytes = budget_bytes(self.kv_cache_gib)
@@ -122,11 +122,11 @@ class Engines:
             max_num_seqs=self.max_num_seqs,
             kv_cache_gib=self.kv_cache_gib,
         )
-        engine = self._loaded(config)  # sampler processes start at the same time
+        engine = self._load_engine(config)  # sampler processes start at the same time
         self._samplers.append(opening.wait_ready())
         return engine, self._samplers[-1]
 
-    def _loaded(self, config: LMPolicyConfig) -> Engine:
+    def _load_engine(self, config: LMPolicyConfig) -> Engine:
         """Loads a base. With `dtype: auto`, a full policy is loaded in float32, since all its weights are trained."""
         device = resolve_device(self.device)
         train = isinstance(config, FullPolicyConfig)

@@ -217,23 +217,23 @@ def _changes(config: TextConfig, fits: Callable[[TextConfig], bool], free: int) 
     learners = {name: p for name, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
     values: dict[str, list[str]] = {}  # the values tried for each key, the mildest first
 
-    def fitted(changes: Mapping[str, str]) -> bool:
+    def fits_with(changes: Mapping[str, str]) -> bool:
         return fits(validate(TextConfig, override(tree, [f"{key}={value}" for key, value in changes.items()])))
 
-    if fitted({}):
+    if fits_with({}):
         return []
     chosen: dict[str, str] = {}
     for key, value in _candidates(config, learners, free):
         values.setdefault(key, []).append(value)
         chosen[key] = value
-        if fitted(chosen):
+        if fits_with(chosen):
             break
     else:
         return None
     for key, tried in values.items():
         others = {other: value for other, value in chosen.items() if other != key}
         options = [others, *({**chosen, key: value} for value in tried)]
-        chosen = next(option for option in options if fitted(option))  # the last one tried fits
+        chosen = next(option for option in options if fits_with(option))  # the last one tried fits
     return [f"{key}={value}" for key, value in chosen.items()]
 
 

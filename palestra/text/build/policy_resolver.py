@@ -39,17 +39,17 @@ class PolicyResolver:
         """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
         self.engines.clear_caches()
         playing = {name: policy for name, policy in self.in_flight.items() if name not in teachers}
-        return {seat: playing.get(name) or self._now(name, teachers) for seat, name in seats.items()}
+        return {seat: playing.get(name) or self._current_policy(name, teachers) for seat, name in seats.items()}
 
     def eval_policies(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
         """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
         teachers."""
         self.engines.clear_caches()
-        return {seat: _examined(self._now(name, {}), sampling) for seat, name in seats.items()}
+        return {seat: _with_eval_sampling(self._current_policy(name, {}), sampling) for seat, name in seats.items()}
 
     def current_policy(self, name: str) -> Policy:
         """Returns policy `name` at its current weights."""
-        return self._now(name, {})
+        return self._current_policy(name, {})
 
     def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
         """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
@@ -70,12 +70,12 @@ class PolicyResolver:
             **config.prompt_options,
         )
 
-    def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
+    def _current_policy(self, name: str, teachers: Mapping[str, str]) -> Policy:
         """Policy `name` at its current weights."""
         if name not in self.learners:
             return self.fixed[name]
         policy = self.learners[name].policy()
-        return DemonstrationPolicy(policy, self._now(teachers[name], {})) if name in teachers else policy
+        return DemonstrationPolicy(policy, self._current_policy(teachers[name], {})) if name in teachers else policy
 
 
 def stage_resolver(part: TextConfig, config: TextConfig, resolver: PolicyResolver) -> PolicyResolver:
@@ -100,7 +100,7 @@ def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Pol
     return engines.build_frozen_policy(name, config)
 
 
-def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
+def _with_eval_sampling(policy: Policy, changes: dict[str, Any]) -> Policy:
     """Returns the policy with the sampling of evaluations, which never record sampling masks."""
     if not isinstance(policy, LanguagePolicy):
         return policy

@@ -40,8 +40,8 @@ class RolloutWorker:
         for member, folder in members.items():
             self._take(member, folder, task.settings)
         start = time.process_time()
-        episodes = asyncio.run(self._played(task))
-        (out / EPISODES_FILE).write_bytes(_pickled(episodes))
+        episodes = asyncio.run(self._play(task))
+        (out / EPISODES_FILE).write_bytes(_pickle_episodes(episodes))
         return EpisodesResult(
             episodes=len(episodes),
             cpu_s=time.process_time() - start,
@@ -58,7 +58,7 @@ class RolloutWorker:
             learner.load_exported(folder, int(version))
             self.members[name] = member
 
-    async def _played(self, task: EpisodesTask) -> list[Episode]:
+    async def _play(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):
             evaluation = self.evals[task.evaluation]
             policies = evaluation.seat_policies()
@@ -77,7 +77,7 @@ def rollout_config(config: TextConfig) -> tuple[dict[int, int], TextConfig]:
     return {number: place for place, number in enumerate(plays)}, config.model_copy(update={**alone, "stages": stages})
 
 
-def _pickled(episodes: Sequence[Episode]) -> bytes:
+def _pickle_episodes(episodes: Sequence[Episode]) -> bytes:
     try:
         return pickle.dumps(episodes)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

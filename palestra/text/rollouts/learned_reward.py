@@ -46,16 +46,20 @@ class LearnedRewardSource:
         episodes = await self.source.play(numbers, branching, state, on_episode)
         valid = [episode for episode in episodes if episode.error is None]
         nodes = [(episode, node) for episode in valid for node in episode.valid_nodes]
-        answers = {id(answer): answer for _, node in nodes for answer in self._scored(node).values()}
-        scores = dict(zip(answers, await self.score(list(answers.values())) if answers else [], strict=True))
+        answers: dict[int, Answer] = {}
+        for _, node in nodes:
+            answers.update((id(answer), answer) for answer in self._learner_answers(node).values())
+        values = await self.score(list(answers.values())) if answers else []
+        scores = dict(zip(answers, values, strict=True))
         for episode, node in nodes:
-            self._reward(episode, node, {seat: scores[id(answer)] for seat, answer in self._scored(node).items()})
+            node_answers = self._learner_answers(node)
+            self._reward(episode, node, {seat: scores[id(answer)] for seat, answer in node_answers.items()})
         return episodes
 
     def observe(self, episodes: Sequence[Episode], state: AlgorithmState) -> Metrics:
         return self.source.observe(episodes, state)
 
-    def _scored(self, node: Node) -> dict[str, Answer]:
+    def _learner_answers(self, node: Node) -> dict[str, Answer]:
         """Returns the answers of the learners that have tokens, by seat."""
         own = {seat: a for seat, a in node.answers.items() if self._learns(a.policy)}
         return {seat: answer for seat, answer in own.items() if len(answer.token_ids)}

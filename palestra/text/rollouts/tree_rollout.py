@@ -165,7 +165,7 @@ class EpisodeRunner:
                 first = require_step(await _call(env, env.reset, spec.instance), "reset")
             finally:  # an env on another machine knows it from here on
                 episode.instance = await _instance_of(env, spec.instance)
-            await growth.start(env, growth.checked(env, first))
+            await growth.start(env, growth.check_step(env, first))
         except NoReward as error:
             growth.lose((), error)
         except Exception as error:  # the rollout boundary: failures are recorded, not raised
@@ -316,7 +316,7 @@ class _TreeRollout:
             self.lose(path, env)
             return env
         try:
-            step = self.checked(env, await _advance(env, joint))
+            step = self.check_step(env, await _advance(env, joint))
         except Exception as error:
             paid = None if isinstance(error, NoReward) else self.spec.failed_reward
             node, child = self._add_node(branch, path, joint, Step({}, team_reward=paid or 0.0), env)
@@ -328,7 +328,7 @@ class _TreeRollout:
             return node, child
         return self._add_node(branch, path, joint, step, env)
 
-    def checked(self, env: Env, step: Step) -> Step:
+    def check_step(self, env: Env, step: Step) -> Step:
         """Returns a step as it is played on and stored. Raises ValueError for what an env must not give, and
         `NoReward`."""
         seats = {**dict.fromkeys(env.seats), **self.spec.policies}
@@ -339,7 +339,7 @@ class _TreeRollout:
 
     async def _ask(self, branch: Branch, seat: Seat, k: int) -> list[Answer]:
         if seat not in self.spec.policies:
-            raise ValueError(_unplayed(branch.env, self.episode.env, seat))
+            raise ValueError(_missing_policy_error(branch.env, self.episode.env, seat))
         expert = getattr(branch.env, "expert", None)
         query = Query(
             role=branch.env.roles.get(seat, ""),
@@ -383,7 +383,7 @@ def _name(env: Env) -> str:
     return env.name or type(env).__name__
 
 
-def _unplayed(env: Env, name: str, seat: Seat) -> str:
+def _missing_policy_error(env: Env, name: str, seat: Seat) -> str:
     if seat in env.seats:
         return f'env "{name}" asks seat "{seat}", which has no policy: add one'
     return (

@@ -52,16 +52,16 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
 
 def unused_columns(rows: Sequence[Row]) -> list[str]:
     """Returns the columns of a table that no answer of at least one row with a value depends on."""
-    return sorted({name for row in rows for name in _given(row) if name not in _form(row)})
+    return sorted({name for row in rows for name in _given_names(row) if name not in _form(row)})
 
 
-def _given(row: Row) -> set[str]:
+def _given_names(row: Row) -> set[str]:
     return {name for name, value in row.items() if value is not None}
 
 
 def _form(row: Row) -> tuple[str, ...]:
     """Returns the columns of a row's form; none if it has no form."""
-    given = _given(row)
+    given = _given_names(row)
     return next((needed + more for needed, more in FORMS if given.issuperset(needed)), ())
 
 
@@ -69,11 +69,11 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
     """Returns the prompt of a row, and each continuation with whether it is a success."""
     form = _form(row)
     prompt = _prompt(row.get("prompt"), place)
-    success = _label(row["label"], place) if "label" in form and "label" in _given(row) else True
+    success = _label(row["label"], place) if "label" in form and "label" in _given_names(row) else True
     if "chosen" in form:
         good = _messages(row["chosen"], place)
         bad = _messages(row["rejected"], place)
-        if "prompt" not in _given(row):
+        if "prompt" not in _given_names(row):
             prompt = [one for one, _ in takewhile(lambda pair: _equal(*pair), zip(good, bad, strict=False))]
             good = good[len(prompt) :]
             bad = bad[len(prompt) :]

@@ -65,7 +65,7 @@ class SamplerProcessesConfig(RemoteSamplerConfig):
     """CPU threads of each process."""
 
     @model_validator(mode="after")
-    def _placed(self) -> Self:
+    def _check_gpus(self) -> Self:
         if self.gpus and len(self.gpus) != self.count:
             raise ValueError(
                 f"count: {self.count} processes and gpus: {self.gpus} do not go together: name one device for each "

@@ -93,7 +93,7 @@ def _gaps(
 ) -> np.ndarray:
     """Returns the absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
     pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
-    ours = _scored(engine, adapter, pairs, claim.sampling.temperature or 1.0)
+    ours = _training_logprobs(engine, adapter, pairs, claim.sampling.temperature or 1.0)
     theirs = [answer.logprobs for _, answer in pairs]
     return np.abs(np.concatenate(ours) - np.concatenate(theirs))
 
@@ -117,7 +117,7 @@ def _disagreement(server: SamplerServer, engine: Engine, claim: SampledPolicy, g
     )
 
 
-def _scored(
+def _training_logprobs(
     engine: Engine, adapter: Adapter | None, pairs: Sequence[tuple[np.ndarray, Completion]], temperature: float
 ) -> list[np.ndarray]:
     """Returns the log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""

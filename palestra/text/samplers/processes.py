@@ -72,7 +72,7 @@ class SamplerProcess:
                 if self.is_stopped:
                     raise ValueError("the sampler processes have been ended")
                 assert self.process is not None
-                if self.process.poll() is None and (self.url or self._heard()):
+                if self.process.poll() is None and (self.url or self._read_url()):
                     assert self.url is not None
                     return self.url
                 self.stop()
@@ -82,7 +82,7 @@ class SamplerProcess:
                 self.start()
             raise ValueError(f"a sampler process does not start ({exit_reason(code)}): {self._complaint()}")
 
-    def _heard(self) -> bool:
+    def _read_url(self) -> bool:
         """Waits for the first output line or the end of the process; returns True if the line has the URL."""
         assert self.process is not None and self.process.stdout is not None
         line = self.process.stdout.readline().decode().strip()

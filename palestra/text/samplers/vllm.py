@@ -110,7 +110,7 @@ class VllmSampler(SamplerProtocol):
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
         self._watched: set[str] = set()  # adapters that are unloaded with their snapshots
-        self._http = self.loop_thread.run(_opened(timeouts, key))
+        self._http = self.loop_thread.run(_open_session(timeouts, key))
         self.loop_thread.on_close = self._http.close
         self.close = weakref.finalize(self, _close, self.loop_thread, adapter_store)
 
@@ -140,10 +140,10 @@ class VllmSampler(SamplerProtocol):
         Raises ValueError if the server refuses a request or is unreachable.
         """
 
-        async def asked() -> list[list[Completion]]:
+        async def generate_all() -> list[list[Completion]]:
             return await asyncio.gather(*(self._ask(server, request) for request in requests))
 
-        return self.loop_thread.run(self._patiently(server, asked))
+        return self.loop_thread.run(self._patiently(server, generate_all))
 
     def clear_cache(self) -> None:
         """Raises the error of a lasting server failure; frees nothing, since unused adapters are unloaded on their own.
@@ -330,13 +330,13 @@ class VllmSampler(SamplerProtocol):
         raise request_error(message)
 
 
-async def _opened(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
+async def _open_session(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
     http = _aiohttp()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = http.TCPConnector(limit=MAX_CONNECTIONS)
     timeout = http.ClientTimeout(total=timeouts.request_timeout_s, sock_connect=10)
     session: aiohttp.ClientSession = http.ClientSession(
-        headers=headers, connector=connector, timeout=timeout, json_serialize=_dumped
+        headers=headers, connector=connector, timeout=timeout, json_serialize=_compact_json
     )
     return session
 
@@ -355,7 +355,7 @@ def _close(aside: LoopThread, exchange: AdapterStore) -> None:
     exchange.close()
 
 
-def _dumped(value: Any) -> str:
+def _compact_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 

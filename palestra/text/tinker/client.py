@@ -104,7 +104,7 @@ class RemoteEngines:
         adapter = None
         path = getattr(config, "path", None)
         if path:
-            adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
+            adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._upload_adapter(Path(path))), name)
         encoder = config.encoder(self._tokenizer(config))
         sampler = self._sampler(config.base)
         return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, **config.prompt_options)
@@ -119,7 +119,7 @@ class RemoteEngines:
         """Returns lines on where conversations of the bases differ from their chat templates."""
         return list(dict.fromkeys(self._lines))
 
-    def _kept(self, folder: Path) -> str:
+    def _upload_adapter(self, folder: Path) -> str:
         """Uploads the adapter in `folder` and returns its path on the server."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:

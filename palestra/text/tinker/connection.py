@@ -52,7 +52,7 @@ class ServiceConnection:
         self.url = url.rstrip("/")
         self.key = key or os.environ.get("TINKER_API_KEY") or os.environ.get("MINT_API_KEY") or "tml-anyone"
         self.loop_thread = LoopThread("palestra connection")
-        self._http = self.run(self._opened())
+        self._http = self.run(self._open_session())
         self._retry_policy = FIRST_RETRY
         self.loop_thread.on_close = self._http.close
         try:
@@ -65,7 +65,7 @@ class ServiceConnection:
         self._palestra: bool | None = None
         self._numbers = {"model": 0, "sampler": 0}
 
-    async def _opened(self) -> aiohttp.ClientSession:
+    async def _open_session(self) -> aiohttp.ClientSession:
         # a request takes a tenth of the time of httpx, and a rollout makes thousands
         connector = aiohttp.TCPConnector(limit=64)
         timeout = aiohttp.ClientTimeout(total=60)

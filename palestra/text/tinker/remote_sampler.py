@@ -72,12 +72,12 @@ class RemoteSampler(SamplerProtocol):
         Like official clients it samples one token, which is discarded; the base must have a position left for it.
         """
 
-        async def asked() -> list[HttpReply]:
+        async def score() -> list[HttpReply]:
             fields: dict[str, Any] = {"num_samples": 1, "sampling_params": {"max_tokens": 1}, "prompt_logprobs": True}
             bodies = [self._body(self.base_sampler_id, ids, **fields) for ids in prompts]
             return list(await asyncio.gather(*(self.connection.call("asample", **body) for body in bodies)))
 
-        found = [pb.SampleResponse.FromString(reply.content) for reply in self.connection.run(asked())]
+        found = [pb.SampleResponse.FromString(reply.content) for reply in self.connection.run(score())]
         return [tensors.decode_values(response.prompt_logprobs, pb.DTYPE_FLOAT32) for response in found]
 
     def _body(self, sampler: str, ids: np.ndarray, **fields: Any) -> dict[str, Any]:

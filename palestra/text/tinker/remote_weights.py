@@ -132,13 +132,13 @@ class RemoteWeights(Weights):
             data = [to_datum(sample, weights=-slope) for sample, slope in zip(samples, slopes, strict=True)]
             self._pass(CROSS_ENTROPY, data)
             return _means(metrics, scale)
-        outputs = self._pass(words, self._data(words, self._corrected(pack, options)))
+        outputs = self._pass(words, self._data(words, self._correct_samples(pack, options)))
         _, metrics = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
         for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
             metrics[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
         return _means(metrics, scale)
 
-    def _corrected(self, pack: MicroBatch, options: Mapping[str, Any]) -> MicroBatch:
+    def _correct_samples(self, pack: MicroBatch, options: Mapping[str, Any]) -> MicroBatch:
         """Returns the batch as losses without a correction read it: `logprobs` are those before the update (from a
         forward pass where they are the current ones), and advantages are multiplied by importance weights."""
         if pack.samples[0].old_logprobs is None:
@@ -176,11 +176,11 @@ class RemoteWeights(Weights):
         """Returns the log-probabilities, float32 [T], of each sample's answer tokens under the current weights, or
         under the reference (see `RemoteSampler.likelihoods`)."""
         if reference:
-            return self._referred(samples)
+            return self._reference_logprobs(samples)
         data = [to_datum(sample, weights=np.ones(len(sample.token_ids))) for sample in samples]
         return answer_logprobs(self._pass(CROSS_ENTROPY, data, forward_only=True), samples)
 
-    def _referred(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def _reference_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         if self._reference is None:
             source = {"model_path": self.reference_path} if self.reference_path else {"base_model": self.config.base}
             self._reference = RemoteSampler(self.connection, create_sampler(self.connection, **source))
@@ -222,8 +222,8 @@ class RemoteWeights(Weights):
 
     def start_stage(self) -> None:
         """Resets the optimizer and makes the current weights the reference."""
-        self._ask("load_weights", path=self._kept("save_weights"), optimizer=False)
-        self.reference_path = self._kept("save_weights_for_sampler")
+        self._ask("load_weights", path=self._save("save_weights"), optimizer=False)
+        self.reference_path = self._save("save_weights_for_sampler")
         self._reference = None
 
     def snapshot(self, name: str) -> RemoteSnapshot:
@@ -233,7 +233,7 @@ class RemoteWeights(Weights):
 
     def save(self, folder: Path) -> None:
         """Saves the weights on the server and downloads a copy to `folder`, with the server path in `remote.json`."""
-        path = self._kept("save_weights")
+        path = self._save("save_weights")
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
         reply = self.connection.run(
             self.connection.get(f"/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive")
@@ -256,7 +256,7 @@ class RemoteWeights(Weights):
         self.reference_path = kept.get("reference")
         self._reference = None
 
-    def _kept(self, verb: str) -> str:
+    def _save(self, verb: str) -> str:
         """Saves the current weights with call `verb` and returns their path on the server."""
         return str(self._ask(verb, path=f"seq-{self.last_seq + 1:08d}")["path"])
 

@@ -131,7 +131,7 @@ class EpisodeDispatcher:
         worker_stats.merge(done.result.worker_stats)
         self.wall_s = self.wall_s + done.seconds
         self.cpu_s = self.cpu_s + done.result.cpu_s
-        return await asyncio.to_thread(_taken, done.folder)
+        return await asyncio.to_thread(_take_episodes, done.folder)
 
     def _names(self) -> dict[str, str]:
         return {name: f"{name}@{learner.version}" for name, learner in self.learners.items()}
@@ -254,7 +254,7 @@ def episodes_per_slice(episodes: int, slices: int) -> int:
     return math.ceil(episodes / slices)
 
 
-def _taken(folder: Path) -> list[Episode]:
+def _take_episodes(folder: Path) -> list[Episode]:
     episodes: list[Episode] = pickle.loads((folder / EPISODES_FILE).read_bytes())
     shutil.rmtree(folder)
     return episodes

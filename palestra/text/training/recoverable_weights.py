@@ -68,20 +68,20 @@ class WeightHost:
         `known` are not sent."""
         weights = self.weights[name]
         if call.method in ("save", "export"):
-            return _written(getattr(weights, call.method), known), None
+            return _sent_files(getattr(weights, call.method), known), None
         if call.method == "load":
             self._load(weights, *call.arguments)
             return None, None
         with span(call.method, policy=name):
             result = getattr(weights, call.method)(*call.arguments, **call.options)
-        return result, _written(weights.save, known) if copy else None
+        return result, _sent_files(weights.save, known) if copy else None
 
     def _load(self, weights: Weights, files: FileBundle) -> None:
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
             weights.load(unpack_folder(files, Path(folder)))
 
 
-def _written(write: Callable[[Path], None], known: Collection[str]) -> SentFiles:
+def _sent_files(write: Callable[[Path], None], known: Collection[str]) -> SentFiles:
     with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
         write(Path(folder))
         files = pack_folder(Path(folder))
@@ -118,11 +118,11 @@ class RecoveryLog:
     steps: int = 0
     contents: dict[str, tuple[str, np.ndarray]] = field(default_factory=dict)
 
-    def known(self) -> set[str]:
+    def file_digests(self) -> set[str]:
         """Returns the hashes of the files that are here."""
         return {digest for digest, _ in self.contents.values()}
 
-    def received(self, sent: SentFiles) -> FileBundle:
+    def receive(self, sent: SentFiles) -> FileBundle:
         """Returns the files that were received, together with those that were not sent because they are here."""
         here = {digest: data for digest, data in self.contents.values()}
         new = {name: here[file.digest] if file.data is None else file.data for name, file in sent.items()}
@@ -163,7 +163,7 @@ class RecoverableWeights:
     def start(self) -> None:
         """Starts the process, unless it runs."""
         with self._lock:
-            self._started()
+            self._open_holder()
 
     def call(self, name: str, call: WeightsCall) -> Any:
         """Returns the result of a call to the weights of learner `name`."""
@@ -189,26 +189,26 @@ class RecoverableWeights:
             self._whole = False
 
     def _send_call(self, name: str, call: WeightsCall) -> Any:
-        holder = self._mended()
+        holder = self._rebuild_holder()
         past = self._pasts.setdefault(name, RecoveryLog())
         due = call.method == "start_stage" or (call.method == "optim_step" and past.steps + 1 >= self.copy_every)
-        result, sent = holder.call("do", name, call, due, past.known())
+        result, sent = holder.call("do", name, call, due, past.file_digests())
         if call.method in ("save", "export"):
-            result = past.received(result)
-        copy = past.received(sent) if sent is not None else None
+            result = past.receive(result)
+        copy = past.receive(sent) if sent is not None else None
         past.record(call, call.arguments[0] if call.method == "load" else result if call.method == "save" else copy)
         return result
 
-    def _started(self) -> ProcessHandle:
+    def _open_holder(self) -> ProcessHandle:
         if self._holder is None:
             self._holder = self._open()
             self._holder.start()
             self._whole = True
         return self._holder
 
-    def _mended(self) -> ProcessHandle:
+    def _rebuild_holder(self) -> ProcessHandle:
         """Returns the handle; rebuilds the host's state first, if its process was lost."""
-        holder = self._started()
+        holder = self._open_holder()
         if not self._whole:
             holder.start()
             for name, past in self._pasts.items():

@@ -249,7 +249,7 @@ def _build_eval(
             "leave these options out"
         )
     if moved := [
-        seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
+        seat for seat, policy in named.items() if not _is_fixed(config, policy) and training_seats[seat] != policy
     ]:
         raise ValueError(
             f"evals.{name}.seats moves a trained policy to {moved[0]}, which only `palestra eval --seats` can do: "
@@ -276,7 +276,7 @@ def make_fixed_players(
     config: VectorConfig, env: VectorEnv, named: dict[Seat, str], device: torch.device = CPU
 ) -> list[VectorPolicy]:
     """Returns the players of the seats whose policies are not trained."""
-    fixed = {seat: name for seat, name in named.items() if _fixed(config, name)}
+    fixed = {seat: name for seat, name in named.items() if _is_fixed(config, name)}
 
     def folder_of(name: str) -> Path | None:
         policy = config.policies[name]
@@ -330,7 +330,7 @@ def member_folder(path: str) -> Path:
     return kept[-1].verify().path / kept[-1].names[name]
 
 
-def _fixed(config: VectorConfig, name: str) -> bool:
+def _is_fixed(config: VectorConfig, name: str) -> bool:
     return not isinstance(config.policies[name], TrainedNetConfig)
 
 

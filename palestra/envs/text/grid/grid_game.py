@@ -126,8 +126,8 @@ class GridGame(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         answer = self._answer(actions)
         if self.seats[self._acting] == "planner":
-            return self._planned(answer)
-        return self._moved(answer)
+            return self._read_plan(answer)
+        return self._move(answer)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns an answer from a solution: a planner's is its next parts, an executor carries out its plan, and any
@@ -154,7 +154,7 @@ class GridGame(Env):
             raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
         return actions[seat]
 
-    def _planned(self, answer: Any) -> Step:
+    def _read_plan(self, answer: Any) -> Step:
         self.plan = self.parse_plan(answer)
         self._message = str(answer)[-MAX_QUOTE_CHARS:]
         self._acting = 1
@@ -169,7 +169,7 @@ class GridGame(Env):
             return {"solved": SOLVED_REWARD * self.is_solved(after)}
         return {FORM_TERM: 0.0, "progress": self._gain(self.state, after)}
 
-    def _moved(self, answer: Any) -> Step:
+    def _move(self, answer: Any) -> Step:
         seat = self.seats[self._acting]
         before = self.state
         moves = parse_moves(answer, self.moves)
