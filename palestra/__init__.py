@@ -84,7 +84,7 @@ _MODULES = {
     "populations.build.build": ["ExactOracle", "NetOracle"],
     "populations.workers.lm_oracle": ["LanguageOracle"],
     "envs": ["Env", "VectorEnv", "check_env", "make_env"],
-    "envs.text.prompt_rows": ["Prompts"],
+    "envs.text.chain": ["Chain", "Prompts"],
     "evaluation.game_policy": ["GamePolicy"],
     "runs.loop": ["Callback"],
     "core.types": ["Step"],

@@ -49,6 +49,7 @@ TEXT_ENVS: dict[str, str] = {
     "debate": "palestra.environments.debate.env:Debate",
     "tools": "palestra.environments.tools.env:Tools",
     "workflow": "palestra.envs.adapters.workflow:Workflow",
+    "chain": "palestra.envs.text.chain:ChainOfFile",
     "sudoku": "palestra.environments.sudoku.env:Sudoku",
     "guess_number": "palestra.environments.guessing.env:GuessNumber",
     "twenty_questions": "palestra.environments.guessing.twenty_questions:TwentyQuestions",

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from palestra.core.types import Seat, Step
-from palestra.envs.reward_terms import REWARD_TERMS_KEY, check_terms
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY, check_terms
 from palestra.envs.step_values import checked_step
 
 ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs; asyncio's default pool is too small
@@ -37,7 +37,8 @@ class Env(ABC):
     `replaces_state = True` promises that `step` replaces what it changes and never mutates it: a fork then shares
     state. `picture` names the form of text observations that the dashboard can draw: "grid" (a world of cells, compact
     or drawn), "board" or "sudoku"; observations of other forms ("") are shown as text. `takes_answers = True`: actions
-    may be a policy's whole `Answer` instead of its text. Methods may also be coroutines.
+    may be a policy's whole `Answer` instead of its text. `is_paid_at_end = True`: only the last of several steps is
+    rewarded, so that a run which compares the answers of one step is refused. Methods may also be coroutines.
     """
 
     name: ClassVar[str] = ""
@@ -45,6 +46,7 @@ class Env(ABC):
     blocking: ClassVar[bool] = False
     replaces_state: ClassVar[bool] = False
     takes_answers: ClassVar[bool] = False
+    is_paid_at_end: bool = False
     seats: tuple[Seat, ...]
     roles: Mapping[Seat, str] = {}
 
@@ -219,7 +221,7 @@ class _Check:
             checked_step(step, env.name or type(env).__name__, env.seats)
         except ValueError as error:
             self.fail(str(error), "correct what the step holds")
-        if REWARD_TERMS_KEY in step.info:
+        if step.info.keys() & {REWARD_TERMS_KEY, TEAM_TERMS_KEY}:
             check_terms(step)
         return step
 

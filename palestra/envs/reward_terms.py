@@ -13,6 +13,7 @@ from typing import Any
 from palestra.core.types import Seat, Step
 
 REWARD_TERMS_KEY = "reward_terms"  # key in a step's info
+TEAM_TERMS_KEY = "team_reward_terms"  # likewise of the team's reward, by term
 MAX_ROUNDING = 1e-6  # by which the sum of terms may differ from the reward
 FORM_TERM = "form"
 OUTCOME_TERM = "outcome"  # the result of a game, paid at its end
@@ -40,8 +41,14 @@ def terms_gained(now: Terms, before: Terms) -> dict[str, float]:
 
 
 def check_terms(step: Step) -> None:
-    """Raises ValueError if the terms of a seat's reward do not sum to its reward in this step."""
+    """Raises ValueError if the terms of a seat's reward, or of the team's, do not sum to its reward in this step."""
     terms = step.info.get(REWARD_TERMS_KEY, {})
+    team = step.info.get(TEAM_TERMS_KEY)
+    if team is not None and abs(step.team_reward - sum(team.values())) > MAX_ROUNDING:
+        raise ValueError(
+            f'the team earns {step.team_reward:g}, and its terms are {team}: correct info["{TEAM_TERMS_KEY}"], or '
+            "leave it out"
+        )
     for seat in {**step.rewards, **terms}:
         reward = step.rewards.get(seat, 0.0)
         named = terms.get(seat, {})

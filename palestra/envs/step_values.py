@@ -16,7 +16,7 @@ from palestra.core.chat import Chat
 from palestra.core.http.calls import parse_conversation
 from palestra.core.plain_values import plain_value
 from palestra.core.types import Seat, Step
-from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 
 SUCCESS_KEY = "success"  # key in the info of an episode's last step
 
@@ -41,6 +41,8 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
             seat: {name: _reward(value, env, f'seat "{seat}" ({name})') for name, value in own.items()}
             for seat, own in terms.items()
         }
+    if team := info.get(TEAM_TERMS_KEY):
+        info[TEAM_TERMS_KEY] = {name: _reward(value, env, f"the team ({name})") for name, value in team.items()}
     _check_success(info.get(SUCCESS_KEY), env, known)
     check_observations(step.observations, env)
     step = replace(step, rewards=rewards, team_reward=_reward(step.team_reward, env, "the team"), info=info)

@@ -6,7 +6,6 @@ from helpers.command_line import palestra as command
 import palestra as pl
 from palestra.core.types import Episode, Node
 from palestra.envs import make_env
-from palestra.envs.text.prompt_rows import PromptEnv
 from palestra.evaluation.report.run_charts import run_charts
 from palestra.evaluation.report.run_report import summary_table
 from palestra.evaluation.report.tables import eval_table
@@ -68,7 +67,7 @@ def test_seats_that_earn_are_shown_beside_the_team():
 def test_repeated_instances_count_once(tmp_path):
     """100 episodes of two prompts, of which one is always solved."""
     rows = [{"prompt": f"size 4 you r{n % 4} c{n // 4} goal r2 c1"} for n in range(16)]
-    held = sorted({row["prompt"] for row in pl.Prompts(rows, lambda row, answer: 0.0).rows["test"]})
+    held = sorted({row["prompt"] for row in pl.Prompts(rows, reward=lambda row, answer: 0.0).rows["test"]})
     assert len(held) == 2
 
     def reward(row, answer):
@@ -123,7 +122,7 @@ def test_rows_drawn_at_random_are_instances(tmp_path):
 
 
 def test_different_instances_are_not_mentioned():
-    env = PromptEnv(ROWS, lambda row, answer: 1.0, range(len(ROWS)))
+    env = pl.Prompts([{"prompt": str(n)} for n in range(200)], lambda row, answer: 1.0)("test")
     assert len({env.instance_of(i) for i in range(20)}) == 20 and env.instance_of(23) == env.instance_of(3)
     node = Node(0, None, 0, {}, {}, team_reward=1.0, done=True)
     episodes = [Episode("e", i, {"a": "p"}, [node], instance=i) for i in range(3)]

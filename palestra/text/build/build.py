@@ -49,6 +49,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     read = [file for files in records for file in files]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
+    for part in parts:
+        check_paid_steps(part)
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = {seat: name for names in seats for seat, name in names.items()}
     eval_seats = {name: _eval_seats(config, name) for name in config.evals}
@@ -110,6 +112,20 @@ def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearne
     if config.in_flight_updates == "none":
         return {}
     return {name: InFlightPolicy(learner.policy, config.in_flight_updates) for name, learner in learners.items()}
+
+
+def check_paid_steps(part: TextConfig) -> None:
+    """Raises ValueError if a stage compares the answers of one step in an env that pays at the end of an episode."""
+    branching = part.algorithm.branching
+    if part.data or branching.branch_at == "root" or branching.continue_from == "all":
+        return
+    for env in part.named_envs.values():
+        if make_env(**env).is_paid_at_end:
+            raise ValueError(
+                f'env "{env["type"]}" pays after its last turn, and branch_at: turn compares answers by what their own '
+                "turn pays, so that only the last seat would learn: set algorithm.branch_at: root, or continue_from: "
+                "all with a small group_size"
+            )
 
 
 def with_max_length(part: TextConfig, playing: Collection[str]) -> TextConfig:

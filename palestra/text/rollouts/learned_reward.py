@@ -9,7 +9,7 @@ from pydantic import Field
 
 from palestra.core.config import StrictModel
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node
-from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.sources import ENV_TERM, LEARNED_TERM, EpisodeCallback, EpisodeSource
 from palestra.text.rollouts.tree_rollout import Branching
@@ -78,6 +78,8 @@ class LearnedRewardSource:
             node.rewards[seat] = env * node.rewards.get(seat, 0.0) + sum(more.values())
         node.team_reward *= env
         node.info = node.info | {REWARD_TERMS_KEY: terms}
+        if team := node.info.get(TEAM_TERMS_KEY):
+            node.info[TEAM_TERMS_KEY] = {name: env * value for name, value in team.items()}
 
     def _learns(self, policy: str) -> bool:
         return member_name(policy) in self.learners

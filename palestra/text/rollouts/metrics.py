@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.types import NO_REWARD, Answer, Episode, Metrics, Node
-from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 from palestra.runs.headline import TEAM_SUCCESS
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
@@ -159,10 +159,10 @@ def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
 
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
-    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
-    reward (envs/reward_terms.py). An answer shared by siblings counts once, with the mean of their rewards. Rewards
-    that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based game, are
-    added to the seat's earlier answer, as a mean over siblings."""
+    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local and
+    the team's reward (envs/reward_terms.py). An answer shared by siblings counts once, with the mean of their rewards.
+    Rewards that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based
+    game, are added to the seat's earlier answer, as a mean over siblings."""
     valid = [episode for episode in episodes if episode.error is None]
     turns = [
         (node, seat, answer)
@@ -176,6 +176,7 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     steps = [(node, seat, share) for (node, seat, _), share in zip(turns, shares, strict=True)]
     steps += [step for episode in valid for step in _steps_of_others(episode, policy)]
     terms = [(node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}), share) for node, seat, share in steps]
+    terms += [(node.info.get(TEAM_TERMS_KEY, {}), share) for node, _, share in steps]
     names = dict.fromkeys(name for own, _ in terms for name in own)
     count = len(times) or 1
     return {f"reward/{name}": sum(own.get(name, 0.0) * share for own, share in terms) / count for name in names} | {

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from palestra.core.config import StrictModel
 from palestra.core.types import Episode, Step
-from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 
 
 class FadingWeight(StrictModel):
@@ -36,18 +36,23 @@ def weights_at(weights: RewardWeights, step: int) -> dict[str, float]:
 
 
 def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
-    """Returns an env's step with each named term of a seat's reward times its weight; terms without a weight, and the
-    team's reward, do not change."""
+    """Returns an env's step with each named term of a seat's reward, or of the team's, times its weight; terms without
+    a weight, and rewards without terms, do not change."""
     terms = step.info.get(REWARD_TERMS_KEY, {})
-    if not weights or not terms:
+    team = step.info.get(TEAM_TERMS_KEY, {})
+    if not weights or not (terms or team):
         return step
+    weighted_team = {name: weights.get(name, 1.0) * value for name, value in team.items()}
     weighted = {seat: {name: weights.get(name, 1.0) * x for name, x in own.items()} for seat, own in terms.items()}
     change = {seat: sum(weighted[seat].values()) - sum(own.values()) for seat, own in terms.items()}
     rewards = {seat: step.rewards.get(seat, 0.0) + change.get(seat, 0.0) for seat in {**step.rewards, **change}}
-    return replace(step, rewards=rewards, info=step.info | {REWARD_TERMS_KEY: weighted})
+    info = step.info | {REWARD_TERMS_KEY: weighted} | ({TEAM_TERMS_KEY: weighted_team} if team else {})
+    team_reward = step.team_reward + sum(weighted_team.values()) - sum(team.values())
+    return replace(step, rewards=rewards, team_reward=team_reward, info=info)
 
 
 def seen_terms(episodes: Iterable[Episode]) -> set[str]:
     """Returns the names of all terms in the rewards of episodes."""
-    infos = (node.info.get(REWARD_TERMS_KEY, {}) for episode in episodes for node in episode.valid_nodes)
-    return {name for terms in infos for own in terms.values() for name in own}
+    infos = [node.info for episode in episodes for node in episode.valid_nodes]
+    own = {name for info in infos for terms in info.get(REWARD_TERMS_KEY, {}).values() for name in terms}
+    return own | {name for info in infos for name in info.get(TEAM_TERMS_KEY, {})}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from palestra.core.types import Episode, Node
-from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 
 MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its heading
 
@@ -49,7 +49,7 @@ def _came(node: Node) -> Iterator[str]:
     if paid or team:
         yield f"-> {', '.join(f'{who} {value:+g}' for who, value in (team | paid).items())}"
     if node.done:
-        info = {key: value for key, value in node.info.items() if key != REWARD_TERMS_KEY}
+        info = {key: value for key, value in node.info.items() if key not in (REWARD_TERMS_KEY, TEAM_TERMS_KEY)}
         yield f"the end{', cut off' if node.truncated else ''}: {json.dumps(info, default=str)}"
 
 

@@ -184,7 +184,7 @@ def test_every_text_of_a_prompt_is_shown_and_every_field_reaches_the_reward(rows
             env = prompts(split)
             for seed in range(3):
                 shown += str(env.reset(seed).observations["agent"])
-                step = env.step({"agent": "x"})
+                step = asyncio.run(env.step({"agent": "x"}))
                 assert isinstance(step, Step) and step.team_reward == 1.0
     assert all(row in paid for row in rows)
     assert all(word in shown for place, word in leaves(rows) if "prompt" in place)

@@ -7,7 +7,6 @@ import pytest
 
 import palestra as pl
 from palestra.core.sample_weights import WeightedMeans
-from palestra.envs.text.prompt_rows import PromptEnv
 
 ANSWERS = ("up", "up up up up up up up up", "r1 c0", "left")
 OF_STEPS = ("updates", "grad_norm", "critic_grad_norm")  # of the optimizer
@@ -44,7 +43,7 @@ def test_metrics_do_not_depend_on_the_batches(algorithm, tmp_path):
     def metrics(batch_size):
         return last_line(
             pl.train(
-                env=lambda: PromptEnv(ROWS, is_over, range(len(ROWS))),
+                env=pl.Prompts(ROWS, is_over),
                 policies={"default": lora(batch_size)},
                 algorithm=algorithm,
                 steps=1,

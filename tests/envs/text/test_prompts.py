@@ -120,7 +120,7 @@ def test_a_policy_reads_the_messages_as_its_template_renders_them(tmp_path):
     ("prompt", "message"),
     [
         (None, "row 0 has no prompt"),
-        ([], "row 0 has no prompt"),
+        ([], "row 0, prompt: .* is neither a text nor a list of messages"),
         ([{"role": "user"}], "has role and content"),
         ([{"role": "user", "content": "hi", "weight": 0}], "has role and content, both text"),
         ([{"role": "tool", "content": "3"}, {"role": "user", "content": "hi"}], "role 'tool'"),
@@ -187,3 +187,17 @@ def test_a_resumed_run_sees_the_same_rows_and_loses_the_same_answers(options, tm
     assert len(asked) == 24 and set(asked.values()) == {1}  # each of the rows once
     team = whole.metrics[whole.metrics["policy"] == "team"]
     assert team["failed"].sum() == 0 and team["failed_branches"].sum() > 4 and team["no_reward_branches"].sum() > 4
+
+
+def test_a_prompt_is_a_template_over_any_columns():
+    rows = [{"n": n, "agent": "a column"} for n in range(12)]
+    prompts = pl.Prompts(rows, {"even": lambda row, answer: row["n"] % 2 == 0}, prompt="Is {n} even? {agent}")
+    row = prompts.rows["test"][0]
+    env = prompts("test")
+    assert env.reset(0).observations == {"agent": f"Is {row['n']} even? a column"}
+    step = asyncio.run(env.step({"agent": "yes"}))
+    assert step.info == {"success": row["n"] % 2 == 0, "team_reward_terms": {"even": float(row["n"] % 2 == 0)}}
+    with pytest.raises(ValueError, match="row 0 has no prompt, which the prompt of agent shows; there are n, agent"):
+        pl.Prompts(rows, lambda row, answer: 0.0)
+    with pytest.raises(ValueError, match=r"takes \(row\): write def reward\(row, answer\), or TRL's form"):
+        pl.Prompts(ROWS, lambda row: 0.0)
