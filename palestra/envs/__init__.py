@@ -191,5 +191,5 @@ def _complaint(
     known = list(model.model_fields)
     if kind == "extra_forbidden":
         meant = hint("", name, known, lambda _: ())
-        return f'env "{env}" has no option "{name}"{meant}; options: {", ".join(known)}'
+        return f'env "{env}" has no option "{name}"{meant} (options: {", ".join(known)})'
     return f'option "{name}" of env "{env}": {message[0].lower()}{message[1:]}'

@@ -65,10 +65,6 @@ def seedful(self, seed, options=None):
     return Step({"a": "say a"})
 
 
-def words(completions, **more):
-    return [1.0] * len(completions)
-
-
 CASES = {
     "a function": ({"callbacks": [print]}, "must be a list of objects of classes of palestra.Callback, with on_step"),
     "no list": ({"callbacks": Short()}, "must be a list of objects"),
@@ -95,7 +91,6 @@ def test_what_does_not_fit_is_refused_before_the_run(name, tmp_path):
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (words, "no batch as in TRL, takes (completions, **more), and is called with (row, answer)"),
         (lambda answer: 1.0, "takes (answer), and is called with (row, answer)"),
         (3, "must be a function of (row, answer), and is 3"),
         (None, "must be a function of (row, answer), and is None"),

@@ -12,6 +12,7 @@ import numpy as np
 
 from palestra.core.config import load_object
 from palestra.core.types import Seat
+from palestra.core.user_functions import check_function
 from palestra.envs.step_values import number
 
 Row = Mapping[str, Any]
@@ -98,22 +99,15 @@ def read_functions(given: Any, argument: str, names: Collection[str], what: str 
 
 def _read_function(name: str, given: Any, argument: str, known: Collection[str], what: str) -> RewardFunction:
     function = load_object(given, what) if isinstance(given, str) else given
-    if not callable(function):
-        raise ValueError(f"{what} is {given!r:.60}, and not a function: write def {what}(row, {argument})")
     name = name or getattr(function, "__name__", type(function).__name__)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions of C have none
-        return RewardFunction(name, function, what, None)
-    if COMPLETIONS in signature.parameters:
-        return RewardFunction(name, function, what, _asked_names(name, signature, known, what))
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ValueError(
-            f'the {what} function "{name}" takes {signature}: write def {what}(row, {argument}), or TRL\'s form, '
-            f"def {what}(completions, **columns)"
-        ) from None
+    if callable(function):
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions of C have none
+            return RewardFunction(name, function, what, None)
+        if COMPLETIONS in signature.parameters:
+            return RewardFunction(name, function, what, _asked_names(name, signature, known, what))
+    check_function(function, f'the {what} function "{name}"', "row", argument)
     return RewardFunction(name, function, what, None)
 
 

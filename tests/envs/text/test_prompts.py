@@ -199,5 +199,5 @@ def test_a_prompt_is_a_template_over_any_columns():
     assert step.info == {"success": row["n"] % 2 == 0, "team_reward_terms": {"even": float(row["n"] % 2 == 0)}}
     with pytest.raises(ValueError, match="row 0 has no prompt, which the prompt of agent shows; there are n, agent"):
         pl.Prompts(rows, lambda row, answer: 0.0)
-    with pytest.raises(ValueError, match=r"takes \(row\): write def reward\(row, answer\), or TRL's form"):
+    with pytest.raises(ValueError, match=r"takes \(row\), and is called with \(row, answer\)"):
         pl.Prompts(ROWS, lambda row: 0.0)
