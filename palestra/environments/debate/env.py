@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from palestra.core.types import Seat, Step
 from palestra.environments.debate.argument_parser import parse_argument
-from palestra.environments.debate.arguments import SIDES, STANCES, Argument, Fact, Point, Side, Topic
+from palestra.environments.debate.arguments import SIDES, STANCES, Argument, Fact, Point, Side, Topic, unanswered_points
 from palestra.environments.debate.judge_endpoint import EndpointJudge, score_debate
 from palestra.environments.debate.judges import (
     DebateMode,
@@ -304,7 +304,7 @@ def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
 def _find_unanswered_point(ours: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
     """Returns the first unanswered point of the other side, facts before other points; None without one."""
     points = list(chain.from_iterable(a.points for a in others))
-    still = [point for point in points if not any(a.addresses(point) for a in ours)]
+    still = unanswered_points(points, ours)
     facts = [point for point in still if point.id]
     return next(iter([*facts, *still]), None)
 
