@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -105,7 +106,7 @@ def _sections(name: str) -> list[Section]:
         return [_section(one.title, one.model) for one in matching]
     if name in known_envs() or ":" in name:
         return [_section(f"env, type: {name}", env_options(load_env_class(name)))]
-    known = sorted({key for one in models for key in one.names} | set(known_envs()))
+    known = sorted(set(chain.from_iterable(one.names for one in models)) | set(known_envs()))
     raise ValueError(f'no config has "{name}"{nearest(name, known)}; `palestra config` lists the names')
 
 

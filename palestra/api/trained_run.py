@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -223,9 +224,7 @@ def _frame(lines: list[Tree]) -> Any:
 def lines_to_table(lines: list[Tree]) -> pa.Table:
     """Returns log lines as a table with the union of their keys; nested keys are joined: "returns.planner"."""
     rows = [{key: value for key, value in flatten_tree(line).items() if value != {}} for line in lines]
-    return pa.table(
-        {key: _column([row.get(key) for row in rows]) for key in dict.fromkeys(k for row in rows for k in row)}
-    )
+    return pa.table({key: _column([row.get(key) for row in rows]) for key in dict.fromkeys(chain.from_iterable(rows))})
 
 
 def _column(values: list[Any]) -> pa.Array:

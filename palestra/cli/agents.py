@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -108,7 +109,7 @@ def serve_agent(
         key = read_api_key(key_env, key_file)
         if member and len(where) > 1:
             raise ValueError("--member names agents of one run: give that run alone")
-        agents = [agent for path in where for agent in find_agents(path, member or [], checkpoint)]
+        agents = list(chain.from_iterable(find_agents(path, member or [], checkpoint) for path in where))
         loaded = load_agents(agents, device)
     with user_errors():  # what fails while it serves is no damage of what was loaded
         from palestra.api.agents.serve import serve_agents

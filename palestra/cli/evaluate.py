@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,7 +148,7 @@ def evaluate(
                 ]
         if record:
             _record(what, record, checkpoint, results)
-    for episode in [episode for scored in results for episode in scored.episodes[:show]]:
+    for episode in chain.from_iterable(scored.episodes[:show] for scored in results):
         print_line(f"{transcript(episode)}\n")
     if as_json:
         lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in results]
@@ -163,7 +164,7 @@ def evaluate(
     with user_errors():
         from palestra.core.failures import check_not_all_failed
 
-        check_not_all_failed([episode for scored in results for episode in scored.episodes], "eval")
+        check_not_all_failed(list(chain.from_iterable(scored.episodes for scored in results)), "eval")
 
 
 def _best_responses(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -234,7 +235,7 @@ class Episode:
         """Mean success by seat of the finished chosen trajectories, for seats of which some reports it; the others
         count as 0. Empty if the episode failed."""
         ends = [] if self.error is not None else [node.seat_success for node in self.leaves() if node.chosen]
-        seats = dict.fromkeys(seat for end in ends for seat in end)
+        seats = dict.fromkeys(chain.from_iterable(ends))
         return {seat: float(np.mean([end.get(seat, 0.0) for end in ends])) for seat in seats}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
     it, newest first."""
     checkpoints = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
-    names = dict.fromkeys([*configs, *(name for checkpoint in checkpoints for name in checkpoint.names)])
+    names = dict.fromkeys([*configs, *chain.from_iterable(checkpoint.names for checkpoint in checkpoints)])
     seats = {str(seat): str(policy) for seat, policy in (run.config.get("seats") or {}).items()}
     return [
         {

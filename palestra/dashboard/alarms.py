@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -142,7 +143,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
     """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
     (key -> [T]), `evals` those of each evaluation."""
     rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
-    return [alarm for rule in rules for alarm in rule(policies, team, evals)] + list(failing_episodes(team))
+    return [*chain.from_iterable(rule(policies, team, evals) for rule in rules), *failing_episodes(team)]
 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:

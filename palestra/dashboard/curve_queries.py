@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]
         # Evaluations are few, and each is a mean of many episodes: smoothing would only blur them.
         window = 1 if metric.startswith("evals/") else query.window
         for group in _groups(runs, query.seeds):
-            for name in dict.fromkeys(name for run in group for name in log_of_metric(run, metric).names()):
+            for name in dict.fromkeys(chain.from_iterable(log_of_metric(run, metric).names() for run in group)):
                 each = [(run, curve(run, metric, name, query.x)) for run in group]
                 each = [(run, one) for run, one in each if len(one[0])]
                 if each:

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def run_kind(config: Tree) -> str:
 
 def file_stamp(path: Path) -> tuple[int, ...]:
     """Returns modification times (ns) and sizes of the run's logs: it changes when a log does."""
-    return tuple(stat for log in LOG_FILES for stat in _stat(path / log))
+    return tuple(chain.from_iterable(_stat(path / log) for log in LOG_FILES))
 
 
 def _stat(path: Path) -> tuple[int, int]:
@@ -217,7 +218,7 @@ def experiment_config(config: Tree) -> dict[str, Any]:
 def config_differences(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
     """Returns the keys in which configs differ, each with its value in every config (None if absent)."""
     flats = [flatten_tree(config) for config in configs.values()]
-    keys = dict.fromkeys(key for tree in flats for key in tree)
+    keys = dict.fromkeys(chain.from_iterable(flats))
     rows = [(key, [tree.get(key) for tree in flats]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 

@@ -21,7 +21,7 @@ from palestra.engine.cache.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
 from palestra.engine.forward.linear import packed_bytes
 from palestra.engine.forward.logits import MAX_DRAWN_LOGITS, MAX_DRAWN_LOGITS_GPU, MAX_LOGITS
 from palestra.engine.lora.adapters import find_linear_layers, target_names
-from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.config import LoraConfig, names_of_targets
 from palestra.engine.lora.variants import stacked_parameters
 
 FLOAT32 = 4
@@ -93,11 +93,10 @@ def adapter_params(shape: ModelShape, config: LoraConfig) -> int:
     modules = {name: inputs * outputs for name, (inputs, outputs) in shape.linears.items()}
     modules[shape.embedding] = shape.vocab * shape.width
     saved = sum(size for name, size in modules.items() if name.endswith(tuple(config.modules_to_save)))
-    experts = sum(
-        config.rank_of(name) * size[0] * sum(size[1:])
-        for name, size in shape.experts.items()
-        if any(name.endswith("." + target) for target in config.target_parameters)
-    )
+    experts = 0
+    for name in names_of_targets(shape.experts, config.target_parameters):
+        count, *sizes = shape.experts[name]
+        experts += config.rank_of(name) * count * sum(sizes)
     return pairs + magnitudes + saved + experts
 
 
@@ -157,5 +156,7 @@ class MemoryPart:
 
 def peak_bytes(parts: Sequence[MemoryPart]) -> int:
     """Returns the peak memory of a run in bytes: the parts without a phase, and the larger of its two phases."""
-    phases = [sum(part.bytes for part in parts if part.phase == phase) for phase in ("", "sampling", "training")]
-    return phases[0] + max(phases[1:])
+    sizes = {"": 0, "sampling": 0, "training": 0}
+    for part in parts:
+        sizes[part.phase] += part.bytes
+    return sizes[""] + max(sizes["sampling"], sizes["training"])

@@ -74,12 +74,13 @@ def _mean_returns(
     """Returns the mean return and its standard error, by seat. Each batch and each `part` has its own env seeds:
     otherwise players without randomness would have equal means in all batches, and an error of 0."""
     each = -(-episodes // BATCHES)
-    played = []
+    means: dict[Seat, list[float]] = {seat: [] for seat in env.seats}
     for batch in range(part * BATCHES, (part + 1) * BATCHES):
         own_seed = derive_seed(seed, "eval", batch)
-        played.append(play_eval(env, players, each, own_seed, first_env_seed=batch * env.num_envs))
-    by_seat = [[metrics["returns"][seat] for metrics in played] for seat in env.seats]
-    return [(statistics.fmean(means), statistics.stdev(means) / math.sqrt(BATCHES)) for means in by_seat]
+        metrics = play_eval(env, players, each, own_seed, first_env_seed=batch * env.num_envs)
+        for seat, values in means.items():
+            values.append(metrics["returns"][seat])
+    return [(statistics.fmean(values), statistics.stdev(values) / math.sqrt(BATCHES)) for values in means.values()]
 
 
 def _train_response(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> VectorPolicy:
@@ -108,9 +109,13 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
     nets = [policy for policy in base.policies.values() if isinstance(policy, TrainedNetConfig)]
     trained_config = base.policies.get(setup.policy_names[seat].rpartition(":")[2])
     net = trained_config if isinstance(trained_config, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
-    groups = {f"other_{seats[0]}": (name, seats) for name, seats in setup.groups(_others(setup, seat))}
-    others = {label: _frozen_tree(setup, seats[0], name) for label, (name, seats) in groups.items()}
-    places = {other: label for label, (_, seats) in groups.items() for other in seats} | {seat: RESPONSE}
+    others: dict[str, Tree] = {}
+    places: dict[Seat, str] = {}
+    for name, seats in setup.groups(_others(setup, seat)):
+        label = f"other_{seats[0]}"
+        others[label] = _frozen_tree(setup, seats[0], name)
+        places |= dict.fromkeys(seats, label)
+    places[seat] = RESPONSE
     algorithm = base.algorithm.model_dump(exclude_unset=True) if base.algorithm.type in ONE_LEARNER else {"type": "ppo"}
     return {
         "name": RESPONSE,

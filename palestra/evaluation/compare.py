@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,29 +72,33 @@ def compare_populations(
     folders = sides[0].folders | sides[1].folders
     exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
     counts = [games] if exact else [max(2, games // 2), max(2, games - games // 2)]
-    tasks = {
-        task.name: (task, half)
-        for half, count in enumerate(counts)
-        for player, some in cells.items()
-        for task in _tasks(some, f"{player}/{half}", count, folders)
-    }
+    tasks = []
+    halves: dict[str, int] = {}
+    for half, count in enumerate(counts):
+        for player, some in cells.items():
+            new_tasks = _tasks(some, f"{player}/{half}", count, folders)
+            halves |= {task.name: half for task in new_tasks}
+            tasks += new_tasks
     earned: list[dict[MemberProfile, PayoffCell]] = [{} for _ in counts]
     with open_workers(config, folders) as backend:
-        for number, done in enumerate(run_tasks(backend, [task for task, _ in tasks.values()]), 1):
-            earned[tasks[done.task.name][1]] |= dict(played_cells(done.task, done.result))
+        for number, done in enumerate(run_tasks(backend, tasks), 1):
+            earned[halves[done.task.name]] |= dict(played_cells(done.task, done.result))
             on_progress(number, len(tasks))
     returns: dict[Player, np.ndarray] = {}
     estimates = []
     for player, some in cells.items():
         at = seats.index(player)
         shape = (len(sides[0].members[player]), -1)
-        played = [[half[cell] for cell in some] for half in earned]
-        _check_constant_sum([cell for half in played for cell in half], ours)
+        played, tables, errors = [], [], []
+        for of_half in earned:
+            payoffs = [of_half[cell] for cell in some]
+            played.append(payoffs)
+            tables.append(np.reshape([(cell.mean[at] - cell.mean[1 - at]) / 2 for cell in payoffs], shape))
+            errors.append(np.reshape([cell.stderr[at] for cell in payoffs], shape))
+        _check_constant_sum(list(chain.from_iterable(played)), ours)
         merged = [one.merge(two) for one, two in zip(played[0], played[-1], strict=True)]
         returns[player] = np.array([cell.mean[at] for cell in merged]).reshape(shape)
-        tables = [np.array([(cell.mean[at] - cell.mean[1 - at]) / 2 for cell in half]) for half in played]
-        errors = [np.array([cell.stderr[at] for cell in half]) for half in played]
-        estimates.append(estimate_value([t.reshape(shape) for t in tables], [e.reshape(shape) for e in errors]))
+        estimates.append(estimate_value(tables, errors))
     values, stderrs = np.array(estimates).T
     return Comparison(float(values.mean()), float(np.sqrt(np.sum(stderrs**2)) / len(estimates)), returns)
 

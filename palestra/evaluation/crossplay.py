@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from palestra.core.config import load, override
@@ -37,7 +38,8 @@ def play_missing_cells(
     with Run.open(path) as run:
         record = read_record(path, players_by_seat(config))
         tasks = _missing_tasks(record, games)
-        folders = {name: path / MEMBERS_DIR / name for task in tasks for name in task.members}
+        names = chain.from_iterable(task.members for task in tasks)
+        folders = {name: path / MEMBERS_DIR / name for name in names}
         with open_workers(config, folders) as backend:
             for number, done in enumerate(run_tasks(backend, tasks), 1):
                 for members, cell in played_cells(done.task, done.result):
@@ -62,8 +64,8 @@ def open_workers(config: PopulationConfig, folders: Mapping[str, Path]) -> Itera
 def play_task(name: str, cells: Sequence[MemberProfile], games: int, stored: Collection[str]) -> PlayTask:
     """Returns the task of playing `games` games in each cell; `stored` are the members that have weights. Its name
     determines its seeds."""
-    members = tuple(dict.fromkeys(member for cell in cells for member in cell if member in stored))
-    return PlayTask(name, cells=tuple(cells), games_per_cell=games, members=members)
+    members = dict.fromkeys(member for member in chain.from_iterable(cells) if member in stored)
+    return PlayTask(name, cells=tuple(cells), games_per_cell=games, members=tuple(members))
 
 
 def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:

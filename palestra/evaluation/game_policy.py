@@ -65,10 +65,10 @@ class GamePolicy:
     def load(cls, path: str | Path) -> GamePolicy:
         """Reads what `save` wrote."""
         tree = read_json(Path(path), dict)
-        players = tuple(
-            {state: {int(action): p for action, p in row.items()} for state, row in player.items()}
-            for player in tree["players"]
-        )
+        players = tuple(tree["players"])
+        for policy in players:
+            for state, row in policy.items():
+                policy[state] = {int(action): p for action, p in row.items()}
         return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"], tree.get("mixtures", {}))
 
     def to_openspiel(self) -> Any:

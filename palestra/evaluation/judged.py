@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack
 
 from palestra.core.failures import RunFailed, describe_error
@@ -140,7 +141,7 @@ def summarise(
 
 def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -> str:
     """Returns the error message of a comparison without a readable pair."""
-    lost = [each for pair in judged for each in pair if each.verdict is None]
+    lost = [each for each in chain.from_iterable(judged) if each.verdict is None]
     failed = [each for each in lost if each.error]
     wrong = [each for each in lost if not each.error]
     causes = [f"failed replies: {len(failed)}, the first with {failed[0].error}"] if failed else []

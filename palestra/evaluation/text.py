@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import filter as matching_names
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import count
@@ -110,8 +111,7 @@ def open_text_eval(
     changes = dict(env)
     changed = with_split(config.env_config(changes.pop("base_env", None)), split) | changes
     env_seats = make_env(**changed).seats
-    in_env = {key for key in config.seats if any(fnmatchcase(seat, key) for seat in env_seats)}
-    trained = {key: name for key, name in config.seats.items() if key in in_env or not config.envs}
+    trained = {key: name for key, name in config.seats.items() if matching_names(env_seats, key) or not config.envs}
     named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
     names = assign_seats(named, target, seats, changed["type"])
     sampler = None if in_process else config.sampler

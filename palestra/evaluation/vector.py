@@ -115,8 +115,10 @@ def open_vector_eval(
 
 def common_eval_options(config: VectorConfig) -> dict[str, Any]:
     """Returns the env options that all evaluations of the config set to the same value."""
-    first, *others = [evaluation.env for evaluation in config.evals.values()] or [{}]
-    return {k: value for k, value in first.items() if all(k in other and other[k] == value for other in others)}
+    common, *others = [dict(evaluation.env) for evaluation in config.evals.values()] or [{}]
+    for other in others:
+        common = {key: value for key, value in common.items() if key in other and other[key] == value}
+    return common
 
 
 def collect_vector_episodes(
@@ -143,8 +145,10 @@ def collect_vector_episodes(
 
 def player_names(env: VectorEnv, players: list[VectorPolicy]) -> dict[Seat, str]:
     """Returns the versioned policy name at each seat."""
-    played = {number: player.names[0] for player in players for number in player.seats}
-    return {seat: played[number] for number, seat in enumerate(env.seats)}
+    names: dict[Seat, str] = {}
+    for player in players:
+        names |= {env.seats[number]: player.names[0] for number in player.seats}
+    return {seat: names[seat] for seat in env.seats}
 
 
 def load_player(

@@ -16,6 +16,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, sqrt
 
 import numpy as np
@@ -227,7 +228,7 @@ class PayoffTable:
         """
         if len(self.seats) != 2:
             raise ValueError(f"pairwise scores need a game with two seats; this one has {len(self.seats)}")
-        names = list(dict.fromkeys(name for player in self.members for name in self.members[player]))
+        names = list(dict.fromkeys(chain.from_iterable(self.members.values())))
         number = {name: place for place, name in enumerate(names)}
         points_MM = np.zeros((len(names), len(names)))
         for (one, other), cell in self.stored.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from pydantic import ConfigDict
@@ -114,7 +115,7 @@ class Opponents:
     def names(self) -> list[str]:
         """Returns the names of all opponents, without duplicates."""
         named = [lineup.members.values() for lineup in self.joint] or self.mixes.values()
-        return list(dict.fromkeys(name for names in named for name in names))
+        return list(dict.fromkeys(chain.from_iterable(named)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -90,6 +91,6 @@ class PolicyRunConfig(RunConfig):
 
     @model_validator(mode="after")
     def _policies_of_evals(self) -> Self:
-        if unknown := {name for one in self.evals.values() for name in one.seats.values()} - set(self.policies):
+        if unknown := set(chain.from_iterable(one.seats.values() for one in self.evals.values())) - set(self.policies):
             raise ValueError(f'an evaluation seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
         return self

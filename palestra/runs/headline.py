@@ -7,7 +7,7 @@ a search, not the policies alone. Networks sample actions in training, and may b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from palestra.runs.series import success_bounds
@@ -109,7 +109,7 @@ def success_keys(*lines: Tree) -> dict[str, str]:
     """Returns the keys of the success rates of lines of metrics with their titles: {"success": "success"}, or
     {"success.hunters": "success (hunters)", ...}."""
     keys = {"success": "success"} if any("success" in line for line in lines) else {}
-    names = dict.fromkeys(name for line in lines for name in _by_team(line, TEAM_SUCCESS))
+    names = dict.fromkeys(chain.from_iterable(_by_team(line, TEAM_SUCCESS) for line in lines))
     return keys | {f"{TEAM_SUCCESS}{name}": f"success ({name})" for name in names}
 
 

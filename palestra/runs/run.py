@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -369,7 +370,7 @@ def _remove_after(run: Path, step: int) -> None:
 
 def _remove_temporary(run: Path) -> None:
     """Removes unfinished files of a process that died."""
-    for leftover in [path for depth in ("", "*/", "*/*/") for path in run.glob(f"{depth}{TEMPORARY_PREFIX}*")]:
+    for leftover in list(chain.from_iterable(run.glob(f"{depth}{TEMPORARY_PREFIX}*") for depth in ("", "*/", "*/*/"))):
         remove_path(leftover)
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from palestra.sandbox import workdir
@@ -100,8 +101,8 @@ def _parents(paths: tuple[str, ...]) -> list[str]:
 
     Created explicitly: bwrap would make them accessible to the owner only.
     """
-    leading = {str(parent) for path in (*paths, *DEVICES) for parent in Path(path).parents}
-    return sorted(path for path in leading if path != "/" and not _inside(path, paths))
+    leading = set(chain.from_iterable(Path(path).parents for path in (*paths, *DEVICES)))
+    return sorted(path for path in map(str, leading) if path != "/" and not _inside(path, paths))
 
 
 def _inside(path: str, bound: tuple[str, ...]) -> bool:

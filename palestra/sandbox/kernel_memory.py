@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from palestra.sandbox.process_tree import PAGE_BYTES, ProcessInfo
 
@@ -35,10 +36,12 @@ class HeldResources:
 def measure_held_resources(processes: Iterable[ProcessInfo]) -> HeldResources:
     """Sums the resources of `processes`; a resource held by several counts once."""
     processes = list(processes)
-    open_files = {(one.st_dev, one.st_ino): one for process in processes for one in _open_files(process)}
+    files = chain.from_iterable(_open_files(process) for process in processes)
+    open_files = {(one.st_dev, one.st_ino): one for one in files}
     texts = [_mappings(process) for process in processes]
     unnamed = {one.st_ino: one for one in open_files.values() if stat.S_ISREG(one.st_mode) and one.st_nlink == 0}
-    mapped = {int(line.split()[4]) for text in texts if DELETED in text for line in text.split(b"\n") if _is_gone(line)}
+    lines = chain.from_iterable(text.split(b"\n") for text in texts if DELETED in text)
+    mapped = {int(line.split()[4]) for line in lines if _is_gone(line)}
     return HeldResources(
         kernel_bytes=sum(map(_buffer, open_files.values())) + MAPPING_BYTES * sum(map(_count, texts)),
         unnamed_file_bytes=sum(one.st_blocks * 512 for one in unnamed.values()),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -113,7 +114,7 @@ def interpreter() -> str:
 def readable_paths() -> tuple[str, ...]:
     """Returns the paths that a program may read: the interpreter, its library and the system's shared libraries."""
     bases = (sys.base_prefix, sys.base_exec_prefix)
-    libraries = [os.path.join(base, name) for base in bases for name in ("lib", "lib64")]
+    libraries = [os.path.join(base, name) for base, name in product(bases, ("lib", "lib64"))]
     paths = dict.fromkeys([interpreter(), *libraries, *SYSTEM_PATHS])
     return tuple(path for path in paths if os.path.exists(path))
 

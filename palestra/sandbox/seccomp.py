@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import struct
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from palestra.sandbox.syscalls import ALLOWED, CHECKED, FAKED
@@ -154,7 +155,7 @@ def _instructions(column: int, arch: int, refused: tuple[str, ...]) -> Iterator[
         )
     for name, (steps, otherwise) in ARGUMENT_RULES.items():
         if (number := CHECKED[name][column]) is not None and name not in refused:
-            body = [*(part for step in steps for part in _step(step)), instruction(RETURN, otherwise)]
+            body = [*chain.from_iterable(_step(step) for step in steps), instruction(RETURN, otherwise)]
             yield from (instruction(EQUAL, number, skip_if_false=len(body)), *body)
     for first, last in _ranges(numbers[column] for numbers in FAKED.values()):
         yield from (

@@ -6,6 +6,7 @@ The schema of each part stands beside the code that it configures; this module j
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -212,7 +213,7 @@ class TextConfig(PolicyRunConfig):
                 raise ValueError(
                     f'a stage changes policy "{unknown[0]}", but policies: names {", ".join(self.policies)}'
                 )
-            changed_keys = {key for changed in stage.policies.values() for key in changed}
+            changed_keys = set(chain.from_iterable(stage.policies.values()))
             if fixed := sorted((WEIGHT_KEYS | TRAINER_KEYS) & changed_keys):
                 raise ValueError(
                     f'a stage cannot change what a policy or its trainer is made of ("{fixed[0]}"): set it for the '

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -185,7 +186,7 @@ class VectorTrainer:
         """Writes the metrics since the last logged step to the run, for each policy and for all together. Returns them
         by policy."""
         env_steps = float((step + 1) * self.rollout_length * self.num_envs * self.ranks.world_size)
-        everywhere = [update for process in self.ranks.all_gather(updates) for update in process]
+        everywhere = list(chain.from_iterable(self.ranks.all_gather(updates)))
         metrics = training_metrics(everywhere, self.learner.names, self.seats, self.teams)
         lines = {name: {"env_steps": env_steps} | line for name, line in metrics.items()}
         for name, line in lines.items():

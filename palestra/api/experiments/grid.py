@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -83,7 +84,8 @@ class GridConfig(StrictModel):
     def keys(self) -> list[tuple[str, str, int]]:
         """Task, algorithm and seed of each cell, seed by seed, so that the first results cover all tasks and
         algorithms."""
-        return [(task, algorithm, seed) for seed in self.seeds for task in self.tasks for algorithm in self.algorithms]
+        cells = product(self.seeds, self.tasks, self.algorithms)
+        return [(task, algorithm, seed) for seed, task, algorithm in cells]
 
 
 class GridCell(NamedTuple):

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def _draw_estimates(axis: Any, name: str, scores: Mapping[str, Scores], *, with_
 
 
 def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
-    every = np.concatenate([by_task for tasks in scores.values() for by_task in tasks])
+    every = np.concatenate(list(chain.from_iterable(scores.values())))
     thresholds = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 201)
     for number, (name, by_task) in enumerate(scores.items()):
         colour, style = curve_style(number)

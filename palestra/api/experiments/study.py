@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class Search:
                     on_trial(self._tell(trial, reason))
                 else:
                     batch.append(trial)
-            cells = [cell for trial in batch for cell in self._cells(trial)]
+            cells = list(chain.from_iterable(self._cells(trial) for trial in batch))
             ended = run_cells(cells, self.root, workers, on_end, stop_requested)
             stopped = {result.cell.name for result in ended if result.status == "stopped"}
             begun = {result.cell.name for result in ended} | finished_cells(self.root)

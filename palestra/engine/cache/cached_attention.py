@@ -150,7 +150,9 @@ class PrefillPart(NamedTuple):
 
 def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.ndarray]:
     """Yields indices of `slots` that have queries, in groups of one pool and of similar shape."""
-    pools = {pool: number for number, pool in enumerate(dict.fromkeys(slot.pool for slot in slots))}
+    pools: dict[PagePool, int] = {}
+    for slot in slots:
+        pools.setdefault(slot.pool, len(pools))
     order = sorted(np.flatnonzero(asked_N).tolist(), key=lambda i: (pools[slots[i].pool], int(asked_N[i])))
     members: list[int] = []
     need = keys = 0
@@ -193,7 +195,8 @@ class DecodeLayout:
     def __init__(self, prompts: Sequence[CacheSlot], answers: Sequence[CacheSlot]) -> None:
         """`prompts` and `answers` are the two sequences of each row [R]; the new token is the last of the answer."""
         self.device = answers[0].pool.kv[0].device
-        prompt_R, answer_R = (np.array([slot.length for slot in slots]) for slots in (prompts, answers))
+        prompt_R = np.array([slot.length for slot in prompts])
+        answer_R = np.array([slot.length for slot in answers])
         self.position_R = prompt_R + answer_R - 1
         self.parts = [*_parts(answers, prompt_R), *_parts(prompts, np.zeros(len(prompts), np.int64))]
         self.pool = answers[0].pool

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -136,7 +137,7 @@ class PagePool:
     def move_in(self, slots: Sequence[CacheSlot]) -> None:
         """Moves `slots`, which are all in one other pool, to this pool. Raises CacheFull if there is no room."""
         source = slots[0].pool
-        old = [page for slot in slots for page in slot.pages]
+        old = list(chain.from_iterable(slot.pages for slot in slots))
         self.reserve(len(old))
         first = self.num_used
         counts = [len(slot.pages) for slot in slots]
@@ -165,7 +166,7 @@ class PagePool:
         self.kv = [kv.new_empty((2, 0, *kv.shape[2:])) for kv in self.kv]
 
     def _drop(self, slots: Sequence[CacheSlot]) -> None:
-        gone = {page for slot in slots for page in slot.pages}
+        gone = set(chain.from_iterable(slot.pages for slot in slots))
         size = self.num_used - len(gone)
         moved = [page for page in range(size, self.num_used) if page not in gone]
         if moved:

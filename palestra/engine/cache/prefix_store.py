@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -44,7 +45,8 @@ class PrefixStore:
     @property
     def bytes(self) -> int:
         """Memory in bytes."""
-        return sum(part.kv_L2hTD.nbytes for part in {part for parts in self._entries.values() for part in parts})
+        parts = set(chain.from_iterable(self._entries.values()))
+        return sum(part.kv_L2hTD.nbytes for part in parts)
 
     def put(self, owner: int, ids: np.ndarray, parts: Sequence[StoredPart]) -> None:
         """Stores the keys and values of the tokens `ids` [T], in parts. Entries longer than the capacity, or for which

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ def _span(mask_function: Callable[..., Tensor], local_size: int | None = None, *
 def _equal(mask_function: Callable[..., Tensor], span: KeySpan | None, device: Any) -> bool:
     """Returns whether a mask's predicate is the causal one over `span`, at a sample of positions."""
     size = span.size if span else 100
-    near = [p for edge in (0, size, 2 * size) for p in range(edge - 2, edge + 3) if p >= 0]
+    near = torch.tensor([edge + offset for edge, offset in product((0, size, 2 * size), range(-2, 3))])
     far = torch.randint(4 * size + 8, (MASK_POINTS,), generator=torch.Generator().manual_seed(0))
-    points = torch.cat([torch.tensor(near), far])
+    points = torch.cat([near[near >= 0], far])
     first = torch.as_tensor(span.first_key(points.numpy())) if span else torch.zeros_like(points)
     expected = (points <= points[:, None]) & (points >= first[:, None])
     at = points.to(device)
@@ -176,5 +177,5 @@ def longest_span(model: PreTrainedModel) -> int:
 def _own_parts(module: nn.Module) -> set[str]:
     """Returns the class names of parts of an attention module that may mix tokens, such as an indexer or a compressor
     of keys. Their effect shows only in sequences longer than what they select or join."""
-    children = [child for child in module.children() if not isinstance(child, nn.Linear | Conv1D)]
-    return {name for name in (type(child).__name__ for child in children) if not name.endswith(KNOWN_PARTS)}
+    kinds = {type(child) for child in module.children() if not isinstance(child, nn.Linear | Conv1D)}
+    return {kind.__name__ for kind in kinds if not kind.__name__.endswith(KNOWN_PARTS)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -260,7 +261,10 @@ def _training_logits(
     """Yields the number, positions and logits of each case, from one pass over a forest of each owner's sequences. With
     a single adapter, the head is a pass of its own, as in training of models that are not sharded."""
     owners = list(dict.fromkeys(case.owner for case in cases))
-    forests = [build_forest([case.tokens for case in cases if case.owner == owner]) for owner in owners]
+    tokens: dict[int | None, list[np.ndarray]] = {}
+    for case in cases:
+        tokens.setdefault(case.owner, []).append(case.tokens)
+    forests = [build_forest(sequences) for sequences in tokens.values()]
     joined = concat_forests(forests)
     keep = np.flatnonzero(joined.positions_S > 0)  # not all rows: the check covers the selection, too
     layout = TreeLayout(joined, engine.device)
@@ -309,8 +313,11 @@ def _kv_logits(engine: Engine, cases: Sequence[Case], stack: AdapterStack) -> It
 
 def _route(stack: AdapterStack, rows: Sequence[tuple[int | None, int]]) -> MultiAdapterRoute:
     """Returns the route of consecutive (owner, number of rows), the bare base last."""
-    owners = dict.fromkeys(owner for owner, _ in rows if owner is not None)
-    return MultiAdapterRoute(stack, [sum(n for of, n in rows if of == owner) for owner in owners])
+    counts = Counter[int]()
+    for owner, num_rows in rows:
+        if owner is not None:
+            counts[owner] += num_rows
+    return MultiAdapterRoute(stack, list(counts.values()))
 
 
 def _plain_logits(

@@ -194,7 +194,8 @@ def _mapping(value: Any) -> Json:
 
 def _parameter_types(name: str, tools: Sequence[Json]) -> dict[str, set[str]]:
     """Returns the types of a tool's parameters, by JSON schema."""
-    function: Json = next((f for f in (tool.get("function", tool) for tool in tools) if f.get("name") == name), {})
+    functions = [tool.get("function", tool) for tool in tools]
+    function: Json = next((each for each in functions if each.get("name") == name), {})
     properties = (function.get("parameters") or {}).get("properties") or {}
     return {key: set(_types(schema)) for key, schema in properties.items()}
 

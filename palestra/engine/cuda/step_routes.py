@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -81,20 +82,20 @@ def _as_one(parameters: Sequence[Tensor]) -> Tensor:
 def join_layers(calls: Iterable[Call]) -> dict[str, JoinedLayers]:
     """Joins the layers that were called one after another with the same tensor; returns the joined ones by the name of
     each layer."""
-    groups = [list(group) for _, group in itertools.groupby(calls, key=lambda call: id(call.x))]
-    joined = [
-        JoinedLayers({call.name: call.layer for call in group if isinstance(call.layer, nn.Linear)})
-        for group in groups
-        if len({call.name for call in group}) == len(group) > 1 and _fit_together([call.layer for call in group])
-    ]
-    return {name: layers for layers in joined for name in layers.names}
+    joined: dict[str, JoinedLayers] = {}
+    for _, group in itertools.groupby(calls, key=lambda call: id(call.x)):
+        named = [(call.name, call.layer) for call in group]
+        layers = dict(named)
+        if len(layers) == len(named) > 1 and _fit_together(layers):
+            joined |= dict.fromkeys(layers, JoinedLayers(layers))
+    return joined
 
 
-def _fit_together(layers: Sequence[nn.Module]) -> bool:
+def _fit_together(layers: Mapping[str, nn.Module]) -> TypeGuard[Mapping[str, nn.Linear]]:
     """True for plain frozen linear layers of one dtype, with a bias each or none."""
     kinds = {
         (layer.weight.dtype, layer.bias is None) if type(layer) is nn.Linear and _is_plain(layer) else None
-        for layer in layers
+        for layer in layers.values()
     }
     return len(kinds) == 1 and None not in kinds
 
@@ -146,7 +147,7 @@ class AdapterColumns:
             return
         n = len(stack.snapshots)
         used = stack.num_columns
-        torch._foreach_zero_([matrix for pair in self.pairs.values() for matrix in pair])
+        torch._foreach_zero_(list(chain.from_iterable(self.pairs.values())))
         targets = []
         sources = []
         for name, (a_iT, b_To) in self.pairs.items():

@@ -71,14 +71,15 @@ def build_forest(sequences: Sequence[np.ndarray]) -> Forest:
 
 def concat_forests(forests: Sequence[Forest]) -> Forest:
     """Concatenates forests; nothing is shared between them."""
-    starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
-    placed = list(zip(forests, starts, strict=False))
-    return Forest(
-        ids_S=np.concatenate([forest.ids_S for forest in forests]),
-        positions_S=np.concatenate([forest.positions_S for forest in forests]),
-        paths=[path + start for forest, start in placed for path in forest.paths],
-        segments=[(cut, path + start) for forest, start in placed for cut, path in forest.segments],
-    )
+    paths: list[np.ndarray] = []
+    segments: list[tuple[int, np.ndarray]] = []
+    start = 0
+    for forest in forests:
+        paths += [path + start for path in forest.paths]
+        segments += [(cut, path + start) for cut, path in forest.segments]
+        start += len(forest.ids_S)
+    ids_S = np.concatenate([forest.ids_S for forest in forests])
+    return Forest(ids_S, np.concatenate([forest.positions_S for forest in forests]), paths, segments)
 
 
 def padded_forest(forest: Forest, size: int) -> Forest:

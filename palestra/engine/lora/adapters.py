@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from palestra.core.accel.malloc import check_fits_memory
 from palestra.engine.forward.decoder import decoder_of
 from palestra.engine.forward.linear import linear
-from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.config import LoraConfig, names_of_targets
 from palestra.engine.lora.variants import Extras, dora_gain, new_extras
 
 _ids = itertools.count(1)
@@ -133,13 +134,15 @@ class Adapter:
 
     def parameters(self) -> list[Tensor]:
         """Returns all tensors A and B, in layer order, then those of other kinds."""
-        return [w for pair in self.weights.values() for w in pair] + self.extras.parameters()
+        return [*chain.from_iterable(self.weights.values()), *self.extras.parameters()]
 
     def shapes(self) -> list[tuple[str, float, list[tuple[int, ...]]]]:
         """Returns name, scale and shapes of all weights: equal for adapters that can have each other's weights."""
         extras = self.extras
-        pairs = [(n, self.scale_of(n), [tuple(w.shape) for w in p]) for n, p in (self.weights | extras.experts).items()]
-        return pairs + [(n, 1.0, [tuple(w.shape)]) for n, w in (*extras.magnitudes.items(), *extras.modules.items())]
+        pairs = (self.weights | extras.experts).items()
+        others = (*extras.magnitudes.items(), *extras.modules.items())
+        shapes = [(name, self.scale_of(name), [tuple(a.shape), tuple(b.shape)]) for name, (a, b) in pairs]
+        return shapes + [(name, 1.0, [tuple(weight.shape)]) for name, weight in others]
 
     def with_separate_grads(self) -> Adapter:
         """Returns an adapter that shares the memory of these weights and has separate gradients."""
@@ -174,7 +177,8 @@ def weighted_sum(
             "adapters with DoRA, adapted experts or modules trained in full have no weighted sum: mix adapters "
             "without these"
         )
-    names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
+    adapted = set(chain.from_iterable(adapter.weights for adapter in adapters))
+    names = [name for name in linears if name in adapted]
     rank = max(sum(adapter.config.rank_of(name) for adapter in adapters) for name in names)
     total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, target_modules=names), seed=0)
     with torch.no_grad():
@@ -226,22 +230,23 @@ class Snapshot:
         return self._gains[name]
 
 
+def is_in_layer(name: str) -> bool:
+    """True for a module of a decoder layer, whose name has the layer's number; false for the output head."""
+    return any(part.isdigit() for part in name.split("."))
+
+
 def target_names(linears: Iterable[str], targets: str | list[str]) -> list[str]:
     """Returns the names of the linear layers selected by `targets`, in model order. Raises ValueError if a
     target matches none."""
     names = list(linears)
     if targets == "all-linear":
-        return [name for name in names if any(part.isdigit() for part in name.split("."))]
+        return [name for name in names if is_in_layer(name)]
     wanted = [targets] if isinstance(targets, str) else targets
     for target in wanted:
-        if not any(_matches(name, target) for name in names):
+        if not names_of_targets(names, [target]):
             kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise ValueError(f"LoRA target {target!r} matches no linear layer. Use all-linear or some of {kinds}.")
-    return [name for name in names if any(_matches(name, target) for target in wanted)]
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
+    return names_of_targets(names, wanted)
 
 
 def _leaf(weight: Tensor, device: torch.device) -> Tensor:

@@ -100,6 +100,12 @@ def _by_pattern(patterns: Mapping[str, T], name: str, default: T) -> T:
     return next((value for pattern, value in patterns.items() if matches_pattern(pattern, name)), default)
 
 
+def names_of_targets(names: Iterable[str], targets: Iterable[str]) -> list[str]:
+    """Returns the names that are one of `targets`, or end in one after a dot."""
+    endings = tuple(f".{target}" for target in targets)
+    return [name for name in names if f".{name}".endswith(endings)]
+
+
 def matches_pattern(pattern: str, name: str) -> bool:
     """Returns whether PEFT (`get_pattern_key`) takes `pattern` for `name`."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None

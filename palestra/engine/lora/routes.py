@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -229,12 +230,12 @@ class AdapterStack:
     @cached_property
     def adapted_layers(self) -> frozenset[str]:
         """Names of the layers that a snapshot adapts."""
-        return frozenset(name for snapshot in self.snapshots for name in snapshot.weights)
+        return frozenset(chain.from_iterable(snapshot.weights for snapshot in self.snapshots))
 
     @cached_property
     def num_columns(self) -> int:
         """Number of columns of the stacked matrices side by side: the largest rank, for each snapshot."""
-        ranks = [len(a) for snapshot in self.snapshots for a, _ in snapshot.weights.values()]
+        ranks = [len(a) for a, _ in chain.from_iterable(snapshot.weights.values() for snapshot in self.snapshots)]
         return len(self.snapshots) * max(ranks, default=0)
 
     def merged_weight(self, name: str) -> Tensor | None:

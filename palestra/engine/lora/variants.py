@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from palestra.core.seeding import derive_seed
 from palestra.engine.forward.decoder import decoder_of
 from palestra.engine.forward.quantized import QuantizedLinear
-from palestra.engine.lora.config import LoraConfig
+from palestra.engine.lora.config import LoraConfig, names_of_targets
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Extras:
 
     def parameters(self) -> list[Tensor]:
         """Returns all tensors, in a fixed order."""
-        pairs = [w for pair in self.experts.values() for w in pair]
+        pairs = list(chain.from_iterable(self.experts.values()))
         return [*self.magnitudes.values(), *self.modules.values(), *pairs]
 
     def map(self, of: Callable[[Tensor], Tensor]) -> Extras:
@@ -132,13 +133,12 @@ def _saved_modules(wanted: Sequence[str], linears: Mapping[str, nn.Module], mode
 def stacked_parameters(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the modules of stacked experts by the names of their stacked weights: those with transformers' common
     interface (rows [S, H], chosen experts [S, k], their weights), since others may divide rows in other ways."""
-    return {
-        f"{name}.{short}": module
-        for name, module in decoder_modules(model)
-        if hasattr(module, "is_transposed")
-        for short, weight in module.named_parameters(recurse=False)
-        if weight.dim() == 3
-    }
+    found: dict[str, nn.Module] = {}
+    for name, module in decoder_modules(model):
+        if hasattr(module, "is_transposed"):
+            parameters = module.named_parameters(recurse=False)
+            found |= {f"{name}.{short}": module for short, weight in parameters if weight.dim() == 3}
+    return found
 
 
 def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -150,11 +150,11 @@ def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 def _stacked_targets(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
     names = list(stacked_parameters(model)) if targets else []
     for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
+        if not names_of_targets(names, [target]):
             kinds = sorted({".".join(name.split(".")[-2:]) for name in names})
             remedy = f"Use some of {kinds}." if kinds else "This base has none that can: use target_modules."
             raise ValueError(f"target_parameters: {target!r} matches no stacked weights of experts. {remedy}")
-    return [name for name in names if any(name == t or name.endswith("." + t) for t in targets)]
+    return names_of_targets(names, targets)
 
 
 def _expert_pair(name: str, model: PreTrainedModel, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,8 +100,8 @@ class CachedBatch(LiveBatch):
         self.cache.free_empty_pools()
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:
-        rows = [self._row(group, k) for group in groups for k in range(group.num_started, group.num_admitted)]
-        which = [i for i, group in enumerate(groups) for _ in range(group.num_started, group.num_admitted)]
+        rows = self._new_rows(groups)
+        which = np.repeat(np.arange(len(groups)), [group.num_admitted - group.num_started for group in groups])
         first_V = [group.first_logits_V for group in groups if group.first_logits_V is not None]
         live = self._draw(rows, torch.stack(first_V)[self.engine.tensor(which)])
         self._place(live)
@@ -221,7 +222,7 @@ class CachedBatch(LiveBatch):
     def _regroup(self, rows: Sequence[LiveSequence], more: Mapping[CachedPrompt, int] | None = None) -> None:
         """Moves the prompts of `rows` to the pools for their new number of answers; `more` counts answers about to
         be added."""
-        prompts = [prompt for prompt in dict.fromkeys(_prompt(row) for row in rows) if prompt.num_groups]
+        prompts = list(dict.fromkeys(prompt for prompt in map(_prompt, rows) if prompt.num_groups))
         counts = [prompt.num_rows + (more or {}).get(prompt, 0) for prompt in prompts]
         self.cache.regroup([prompt.slot for prompt in prompts], counts)
 
@@ -229,7 +230,9 @@ class CachedBatch(LiveBatch):
         """Computes the prompts of `groups`, which are sorted by adapter. Groups with equal prompts share one."""
         first = {group.prompt_key: group for group in reversed(groups)}
         alone = [group for group in groups if first[group.prompt_key] is group]
-        answers = Counter(group.prompt_key for group in groups for _ in range(group.num_starting))
+        answers = Counter[Any]()
+        for group in groups:
+            answers[group.prompt_key] += group.num_starting
         slots = self.cache.allocate_prompts([g.prompt_length for g in alone], [answers[g.prompt_key] for g in alone])
         try:
             logits_NV = self._prefill_into(slots, alone)
@@ -339,7 +342,7 @@ class CachedBatch(LiveBatch):
             if row.group.request.keep_kv:
                 self._keep(row)
         self._leave(rows)
-        over = [group for group in dict.fromkeys(row.group for row in rows) if group.is_done]
+        over = list(dict.fromkeys(row.group for row in rows if row.group.is_done))
         for group in over:
             self._release(group)
         self._regroup(rows)

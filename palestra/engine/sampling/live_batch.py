@@ -104,10 +104,15 @@ class LiveBatch(ABC):
         """Restores the budget and frees much unused memory, since training may need it. Called when there are no more
         requests."""
 
-    def _row(self, group: SequenceGroup, k: int) -> LiveSequence:
-        """Returns the new row of sibling `k`."""
-        stop = group.request.sampling.stop
-        return LiveSequence(group, k, tail=StopStringMatcher.empty_tail(stop)) if stop else LiveSequence(group, k)
+    def _new_rows(self, groups: Sequence[SequenceGroup]) -> list[LiveSequence]:
+        """Returns the rows of the siblings that were admitted and not started."""
+        rows = []
+        for group in groups:
+            rows += [LiveSequence(group, k) for k in range(group.num_started, group.num_admitted)]
+        for row in rows:
+            if stop := row.group.request.sampling.stop:
+                row.tail = StopStringMatcher.empty_tail(stop)
+        return rows
 
     def _draw(self, rows: Sequence[LiveSequence], logits_RV: Tensor) -> list[LiveSequence]:
         """Samples the next token of each row, or of none if this fails; returns the rows that are not finished."""

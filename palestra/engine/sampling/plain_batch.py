@@ -97,11 +97,11 @@ class PlainBatch(LiveBatch):
     def _prefill(self, groups: list[SequenceGroup]) -> tuple[Cohort, Tensor]:
         """Returns the new rows of `groups`, whose prompts are of equal length, and the logits [R, V] of their first
         tokens. Equal prompts are computed once."""
-        distinct = {group.prompt_key: i for i, group in enumerate({g.prompt_key: g for g in groups}.values())}
         prompts = {group.prompt_key: group.request.prompt_ids for group in groups}
-        ids_BT = np.stack([prompts[key] for key in distinct])
-        rows = [self._row(group, k) for group in groups for k in range(group.num_started, group.num_admitted)]
-        index = self.engine.tensor([distinct[row.group.prompt_key] for row in rows])
+        ids_BT = np.stack(list(prompts.values()))
+        rows = self._new_rows(groups)
+        numbers = {key: number for number, key in enumerate(prompts)}
+        index = self.engine.tensor([numbers[row.group.prompt_key] for row in rows])
         logits_BV, cache = self._path.prefill(self.engine.tensor(ids_BT), _route(groups[0]))
         self.counts["prefill_tokens"] += ids_BT.size
         self.counts["reused_tokens"] += sum(group.prompt_length for group in groups) - ids_BT.size
@@ -157,7 +157,7 @@ class PlainBatch(LiveBatch):
         rows = self._over
         self._over = []
         self._leave(rows)
-        over = [group for group in dict.fromkeys(row.group for row in rows) if group.is_done]
+        over = list(dict.fromkeys(row.group for row in rows if row.group.is_done))
         for group in over:
             self.groups.pop(group, None)
         return over

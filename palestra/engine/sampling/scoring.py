@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -115,12 +115,14 @@ def _score(engine: Engine, questions: list[ScoreRequest]) -> list[ScoreResult]:
     """Returns the scores of one pass; `questions` are sorted by owner."""
     blocks = [list(block) for _, block in groupby(questions, key=_owner)]
     # the last token's prediction is not needed, but a prompt of one token must keep it
-    forests = [build_forest([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]) for block in blocks]
+    forests = []
+    for block in blocks:
+        forests.append(build_forest([q.ids[: max(1, len(q.ids) - 1)].astype(np.int64) for q in block]))
     adapters = [block[0].adapter for block in blocks]
     sizes = [len(forest.ids_S) for forest in forests]
     hidden_SH = _hidden_states(engine, concat_forests(forests), _route(engine, adapters, sizes))
     rows = zip(blocks, forests, hidden_SH.split(sizes), strict=True)
-    return [scores for block, forest, part_SH in rows for scores in _read(engine, block, forest, part_SH)]
+    return list(chain.from_iterable(_read(engine, block, forest, part_SH) for block, forest, part_SH in rows))
 
 
 def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence[int]) -> MultiAdapterRoute | None:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,7 +179,7 @@ class AdapterWeights:
         """Returns the parameters that Muon trains: an adapter's A and B, or a full model's matrices without embeddings
         and head. Raises ValueError for optimizers that need whole matrices where this process has some rows only."""
         if self.adapter:
-            return [w for pair in self.adapter.weights.values() for w in pair]
+            return list(chain.from_iterable(self.adapter.weights.values()))
         if self.optimizer_name != "adamw" and self.engine.sharded_params:
             raise ValueError(
                 f"optimizer: {self.optimizer_name} needs whole matrices, of which parallel: fsdp leaves each process "
@@ -264,8 +265,9 @@ class AdapterWeights:
         most = max(map(len, parts))
         if not self.engine.sharded_params or not most:
             return []
-        shortest = min((pack.samples[:1] for part in parts for pack in part), key=lambda s: len(s[0].prompt_ids))
-        return [MicroBatch(shortest, [0.0])] * (most - len(parts[self.group.rank]))
+        firsts = [pack.samples[0] for pack in chain.from_iterable(parts)]
+        shortest = min(firsts, key=lambda sample: len(sample.prompt_ids))
+        return [MicroBatch([shortest], [0.0])] * (most - len(parts[self.group.rank]))
 
     def _backward(self, value: Tensor) -> None:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
@@ -364,7 +366,7 @@ class AdapterWeights:
             found += np.split(flat, np.cumsum([len(s.token_ids) for s in pack.samples])[:-1])
         for pack in self._dummy_micro_batches(parts):
             read(PackedBatch.pack(pack.samples, self.engine))
-        return [each for part in self.group.all_gather(found) for each in part]
+        return list(chain.from_iterable(self.group.all_gather(found)))
 
     def _read(
         self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False, dropout: Dropout | None = None

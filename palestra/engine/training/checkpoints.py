@@ -172,7 +172,9 @@ def load_full_model(folder: Path, engine: Engine) -> None:
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        stored = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+        stored: dict[str, Any] = {}
+        for file in opened:
+            stored |= dict.fromkeys(file.keys(), file)
         if set(mine) - set(stored) - tied or set(stored) - set(mine):
             _copy_converted(folder, model, mine)
             return

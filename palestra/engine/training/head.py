@@ -205,10 +205,10 @@ def _score_and_grad(
     """Returns the scores of a chunk, and writes the gradients of the log-probabilities and of the entropies with
     respect to the hidden states to `grads` (of which there may be fewer)."""
     by_logit = [torch.empty_like(logits_CV) for _ in grads]
-    scores = [
-        _score_few(logits_CV.detach()[few], wanted.at(few), [grad_CV[few] for grad_CV in by_logit])
-        for few in cached_chunks(logits_CV)
-    ]
+    scores = []
+    for few in cached_chunks(logits_CV):
+        grads_FV = [grad_CV[few] for grad_CV in by_logit]
+        scores.append(_score_few(logits_CV.detach()[few], wanted.at(few), grads_FV))
     for grad_CH, grad_CV in zip(grads, by_logit, strict=True):
         is_last = grad_CH is grads[-1]
         grad_CH.copy_(torch.autograd.grad(logits_CV, chunk_CH, grad_CV, retain_graph=not is_last)[0])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -136,6 +137,9 @@ class JobSlice(NamedTuple):
     data: list[Datum]
     scored_positions: list[np.ndarray]
 
+    def build_forest(self) -> Forest:
+        return build_forest([datum.tokens for datum in self.data])
+
 
 def train_jobs(
     engine: Engine, jobs: Sequence[Job], pack_tokens: int
@@ -147,10 +151,11 @@ def train_jobs(
     """
     runs = [_JobState(job) for job in jobs]
     for pack in _micro_batches(jobs, pack_tokens):
-        parts = [(runs[number], data) for number, data in pack.items()]
-        _run_slices(
-            engine, [JobSlice(run, data, [run.job.scored_positions(datum) for datum in data]) for run, data in parts]
-        )
+        parts = []
+        for number, data in pack.items():
+            run = runs[number]
+            parts.append(JobSlice(run, data, [run.job.scored_positions(datum) for datum in data]))
+        _run_slices(engine, parts)
         yield
     return [run.end() for run in runs]
 
@@ -191,12 +196,12 @@ def _run_slices(engine: Engine, parts: list[JobSlice]) -> None:
 def _pass(engine: Engine, parts: list[JobSlice]) -> None:
     """Runs one forward pass for all data, one loss per job, and one backward pass for all losses. Results are recorded
     only after everything has succeeded; only failed losses are recorded before."""
-    forests = [build_forest([datum.tokens for datum in part.data]) for part in parts]
+    forests = [part.build_forest() for part in parts]
     flat = concat_forests(forests)
     sizes = [len(forest.ids_S) for forest in forests]
     route = BlockRoute([part.state.adapter for part in parts], sizes)
     rows = _rows(parts, forests)
-    keep = np.unique(np.concatenate([row_n for part_rows in rows for row_n in part_rows]))
+    keep = np.unique(np.concatenate(list(chain.from_iterable(rows))))
     with torch.set_grad_enabled(any(part.state.job.backward for part in parts)):
         positions = engine.tensor(flat.positions_S)
         layout = TreeLayout(flat, engine.device)
@@ -224,17 +229,17 @@ def _gradients(losses: Sequence[tuple[_JobState, Tensor]]) -> list[tuple[_JobSta
         return []
     leaves = [run.adapter.parameters() for run, _ in losses]
     total = torch.stack([loss for _, loss in losses]).sum()
-    flat = iter(torch.autograd.grad(total, [w for part in leaves for w in part], materialize_grads=True))
-    return [(run, [next(flat) for _ in part]) for (run, _), part in zip(losses, leaves, strict=True)]
+    flat = iter(torch.autograd.grad(total, list(chain.from_iterable(leaves)), materialize_grads=True))
+    return [(run, list(islice(flat, len(part)))) for (run, _), part in zip(losses, leaves, strict=True)]
 
 
 def _rows(parts: Sequence[JobSlice], forests: Sequence[Forest]) -> list[list[np.ndarray]]:
     """Returns, for each datum of each part, the flat rows [n] whose logits are needed."""
     starts = np.cumsum([0] + [len(forest.ids_S) for forest in forests])
-    return [
-        [start + path[n] for n, path in zip(part.scored_positions, forest.paths, strict=True)]
-        for part, forest, start in zip(parts, forests, starts, strict=False)
-    ]
+    rows = []
+    for part, forest, start in zip(parts, forests, starts, strict=False):
+        rows.append([start + path[n] for n, path in zip(part.scored_positions, forest.paths, strict=True)])
+    return rows
 
 
 class WholeHead:
@@ -286,12 +291,10 @@ def _loss_inputs(engine: Engine, part: JobSlice, at: Sequence[np.ndarray], head:
     targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
     widths = [datum.targets.size // len(datum.tokens) for datum in data]
     row_M = engine.tensor(np.concatenate([np.repeat(r, width) for r, width in zip(at, widths, strict=True)]))
-    inputs = {
-        name: engine.tensor(
-            np.concatenate([d.inputs[name][n].ravel() for d, n in zip(data, wanted, strict=True)]), torch.float32
-        )
-        for name in data[0].inputs
-    }
+    inputs = {}
+    for name in data[0].inputs:
+        values = [datum.inputs[name][n].ravel() for datum, n in zip(data, wanted, strict=True)]
+        inputs[name] = engine.tensor(np.concatenate(values), torch.float32)
     sequence_M = engine.tensor(np.repeat(np.arange(len(data)), [target.size for target in targets]))
     token_M = engine.tensor(np.concatenate([t.ravel() for t in targets]))
 

@@ -7,6 +7,7 @@ checkpoints do not depend on how an optimizer divides them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -28,7 +29,7 @@ class MuonAndAdamW:
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], matrices: Sequence[Tensor]) -> None:
-        self._order = [p for group in groups for p in group["params"]]
+        self._order = list(chain.from_iterable(group["params"] for group in groups))
         ids = {id(p) for p in matrices}
         self._parts: list[torch.optim.Optimizer] = []
         for group in groups:
@@ -43,7 +44,7 @@ class MuonAndAdamW:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all parts."""
-        return [group for part in self._parts for group in part.param_groups]
+        return list(chain.from_iterable(part.param_groups for part in self._parts))
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -71,7 +72,7 @@ class MuonAndAdamW:
         number = {id(p): n for n, p in enumerate(self._order)}
         for part in self._parts:
             own = part.state_dict()
-            mine = [number[id(p)] for group in part.param_groups for p in group["params"]]
+            mine = [number[id(p)] for p in chain.from_iterable(group["params"] for group in part.param_groups)]
             state = {i: saved["state"][n] for i, n in enumerate(mine) if n in saved["state"]}
             part.load_state_dict({"state": state, "param_groups": own["param_groups"]})
 

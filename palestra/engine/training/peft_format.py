@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, conversion_mapping
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot, Weights
-from palestra.engine.lora.config import LoraConfig, matches_pattern
+from palestra.engine.lora.config import LoraConfig, matches_pattern, names_of_targets
 from palestra.engine.lora.variants import Extras, stacked_parameters
 
 PEFT_PREFIX = "base_model.model."
@@ -122,10 +122,10 @@ def target_by_weight(config: dict[str, Any], names: Sequence[str]) -> None:
     config["lora_dropout"] = 0.0
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
-        found = {name: next((p for p in patterns if matches_pattern(p, name)), None) for name in names}
-        own = {
-            re.escape(name + WEIGHT_END): patterns[pattern] for name, pattern in found.items() if pattern is not None
-        }
+        own = {}
+        for name in names:
+            if matching := [value for pattern, value in patterns.items() if matches_pattern(pattern, name)]:
+                own[re.escape(name + WEIGHT_END)] = matching[0]
         config[key] = patterns | own
 
 
@@ -149,11 +149,10 @@ def _wrapped_names(parameters: Iterable[str]) -> dict[str, str]:
     of_module: dict[str, list[str]] = {}
     for name in parameters:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
-    return {
-        name: module + BASE_LAYER * (len(names) - 1 - depth)
-        for module, names in of_module.items()
-        for depth, name in enumerate(names)
-    }
+    wrapped: dict[str, str] = {}
+    for module, names in of_module.items():
+        wrapped |= {name: module + BASE_LAYER * (len(names) - 1 - depth) for depth, name in enumerate(names)}
+    return wrapped
 
 
 def load_adapter(folder: Path, engine: Engine) -> Adapter:
@@ -295,8 +294,7 @@ def _matching_patterns(patterns: Mapping[str, Any] | None, names: list[str]) -> 
 
 def _stacked_names(adapted: list[str], about: Mapping[str, Any], engine: Engine) -> dict[str, str]:
     """Returns PEFT's names of the stacked weights of the base that `about` names as targets and that have weights."""
-    targets = about.get("target_parameters") or ()
-    named = [n for n in stacked_parameters(engine.model) if any(n == t or n.endswith("." + t) for t in targets)]
+    named = names_of_targets(stacked_parameters(engine.model), about.get("target_parameters") or ())
     return {name: wrapped for name, wrapped in _wrapped_names(named).items() if wrapped in adapted}
 
 

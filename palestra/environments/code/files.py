@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,7 +181,7 @@ def _code_contests(row: Row) -> ProgramProblem:
         else []
         for name in ("public_tests", "private_tests", "generated_tests")
     )
-    tests = [case for cases in hidden for case in cases]
+    tests = list(chain.from_iterable(hidden))
     solutions = row["solutions"]
     pairs = zip(solutions["language"], solutions["solution"], strict=True)
     written = [text for language, text in pairs if language in (CODE_CONTESTS_PYTHON3, "PYTHON3")]

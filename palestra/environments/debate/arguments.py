@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -137,3 +138,8 @@ class Argument:
         return point.id in self.rebutted_ids or any(
             len(point.words & reply) >= enough > 0 for reply in self.rebuttal_words
         )
+
+
+def unanswered_points(points: Iterable[Point], answers: Sequence[Argument]) -> list[Point]:
+    """Returns the points that no answer argues against."""
+    return [point for point in points if not any(answer.addresses(point) for answer in answers)]

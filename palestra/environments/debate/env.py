@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.core.types import Seat, Step
 from palestra.environments.debate.argument_parser import parse_argument
-from palestra.environments.debate.arguments import SIDES, STANCES, Argument, Fact, Point, Side, Topic
+from palestra.environments.debate.arguments import SIDES, STANCES, Argument, Fact, Point, Side, Topic, unanswered_points
 from palestra.environments.debate.judge_endpoint import EndpointJudge, score_debate
 from palestra.environments.debate.judges import (
     DebateMode,
@@ -291,7 +292,7 @@ def write_argument(
     ours = [a for a in history if a.side == side]
     reply = _find_unanswered_point(ours, [a for a in history if a.side != side])
     facts = _turn(topic.facts_of(side), len(ours), rounds)
-    shown = {number for a in ours for number in a.supporting_ids}
+    shown = set(chain.from_iterable(a.supporting_ids for a in ours))
     wordless = all(fact.text == fact.id for fact in topic.facts)
     while True:
         text = _as_ids(facts, reply, side, truth) if wordless else _in_prose(topic, facts, shown, reply, side, truth)
@@ -309,8 +310,8 @@ def _turn(facts: Sequence[Fact], turn: int, rounds: int) -> list[Fact]:
 
 def _find_unanswered_point(ours: Sequence[Argument], others: Sequence[Argument]) -> Point | None:
     """Returns the first unanswered point of the other side, facts before other points; None without one."""
-    points = [point for a in others for point in a.points]
-    still = [point for point in points if not any(a.addresses(point) for a in ours)]
+    points = list(chain.from_iterable(a.points for a in others))
+    still = unanswered_points(points, ours)
     facts = [point for point in still if point.id]
     return next(iter([*facts, *still]), None)
 

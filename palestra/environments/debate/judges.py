@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from palestra.core.config import StrictModel
-from palestra.environments.debate.arguments import SIDES, Argument, Point, Side, Topic
+from palestra.environments.debate.arguments import SIDES, Argument, Point, Side, Topic, unanswered_points
 
 DebateMode = Literal["competitive", "truth"]
 Winner = Literal["pro", "con", "draw"]
@@ -130,7 +130,7 @@ class RuleJudge:
         if not argument.is_readable:
             return ScoreParts()
         ours = [a for a in history if a.side == argument.side]
-        opponent_points = [point for a in history if a.side != argument.side for point in a.points]
+        opponent_points = list(chain.from_iterable(a.points for a in history if a.side != argument.side))
         share = argument.read_share / self.rounds
         honesty = honesty_score(argument, opponent_points)
         structure = share * (argument.has_claim + argument.has_reason + argument.has_conclusion) / 3
@@ -198,7 +198,7 @@ def rebuttal_score(argument: Argument, ours: Sequence[Argument], opponent_points
     any point; else 1.
     """
     invented = sum(number not in _ids(opponent_points) for number in argument.rebutted_ids)
-    still_open = [point for point in opponent_points if not any(a.addresses(point) for a in ours)]
+    still_open = unanswered_points(opponent_points, ours)
     if not still_open:
         return float(not invented and (bool(opponent_points) or not argument.rebuttal_words))
     answered = len({point for point in still_open if argument.addresses(point)})

@@ -115,11 +115,9 @@ def _quote_lines(text: str) -> str:
 
 def cited_facts(topic: Topic, speeches: Sequence[Speech]) -> dict[str, str]:
     """Returns the texts of the facts named in any speech, by id."""
-    named = {
-        number
-        for s in speeches
-        for number in (*s.argument.supporting_ids, *s.argument.rebutted_ids, *s.argument.false_ids)
-    }
+    named: set[str] = set()
+    for argument in (speech.argument for speech in speeches):
+        named.update(argument.supporting_ids, argument.rebutted_ids, argument.false_ids)
     return {fact.id: fact.text for fact in topic.facts if {fact.id, fact.id.lower()} & named}
 
 

@@ -165,4 +165,4 @@ class TwentyQuestions(GuessingGame):
 
 def _plain(question: Any) -> tuple[str, ...]:
     """Returns the words of a question without punctuation."""
-    return tuple(word for word in (raw.strip("?.!:\"'*`") for raw in answer_words(question)) if word)
+    return tuple(filter(None, (word.strip("?.!:\"'*`") for word in answer_words(question))))

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator
 from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import sympy
@@ -80,7 +81,7 @@ def _has_like_terms(total: Any) -> bool:
 def _has_like_powers(product: Any) -> bool:
     """True if a letter occurs twice among the factors, or a factor above and below a fraction bar."""
     powers = [split_factors(factor)[1] for factor in _parts(product, Mul)]
-    pairs = [item for one in powers for item in one.items()]
+    pairs = list(chain.from_iterable(one.items() for one in powers))
     letters = [base for base, _ in pairs if base.is_Symbol or base == E]
     under = {base for base, exponent in pairs if exponent.could_extract_minus_sign()}
     over = {base for base, exponent in pairs if not exponent.could_extract_minus_sign()}

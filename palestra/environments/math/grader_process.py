@@ -30,6 +30,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from palestra.environments.math.confinement import seccomp_filter
@@ -77,8 +78,8 @@ def math_grader() -> Grader:
 
     def is_given(gold: Any, texts: Sequence[str]) -> bool:
         values = [value for value in map(read, texts) if value is not None]
-        sides = [side for value in values if hasattr(value, "lhs") for side in value.args]
-        return any(is_equal(gold, value) for value in values + sides)
+        sides = chain.from_iterable(value.args for value in values if hasattr(value, "lhs"))
+        return any(is_equal(gold, value) for value in [*values, *sides])
 
     def judge(request: Request) -> float | None:
         gold = read(request["gold"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import permutations, product
+from itertools import chain, permutations, product
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def cell_permutations(size: int) -> np.ndarray:
 def line_orders(size: int, group: int) -> list[list[int]]:
     """Returns the permutations of the rows (or columns) that keep each band (stack) of `group` lines together."""
     bands = [list(permutations(range(first, first + group))) for first in range(0, size, group)]
-    return [[line for band in order for line in band] for chosen in product(*bands) for order in permutations(chosen)]
+    return [list(chain.from_iterable(order)) for chosen in product(*bands) for order in permutations(chosen)]
 
 
 def _least_image(size: int, board: SudokuBoard) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -166,7 +167,7 @@ class Tools(Env):
 
     def reset(self, seed: int) -> Step:
         self.task = self.world.task(seed)
-        self.needs = tuple(need for stage in self.task.requirements for need in stage)
+        self.needs = tuple(chain.from_iterable(self.task.requirements))
         self.scratch = ToolState(self.task.library or self.world.library, dict(self.task.files))
         self.messages: tuple[Json, ...] = ()  # conversation of the seat to act
         self.found_needs: frozenset[int] = frozenset()  # indices into `requirements`
@@ -197,7 +198,7 @@ class Tools(Env):
         left = self.turns - self._turn - 1
         for stage in self.task.requirements if left else ():
             missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
-            if calls := [call for need in missing for call in self._untried_calls(need)[:1]]:
+            if calls := list(chain.from_iterable(self._untried_calls(need)[:1] for need in missing)):
                 return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
             return " ".join(need.note for need in self.needs if need.note) or "none"

@@ -6,6 +6,7 @@ import math
 import random
 from bisect import bisect_left, bisect_right
 from functools import cache
+from itertools import chain
 
 from palestra.core.chat import ToolCall
 from palestra.environments.tools.calculator import evaluate
@@ -70,7 +71,7 @@ def _most(rng: random.Random) -> ToolTask:
 def _total(rng: random.Random) -> ToolTask:
     files = {path: [rng.randint(1000, 99_999) for _ in range(6)] for path in ("north.txt", "south.txt")}
     texts = {path: "\n".join(map(str, numbers)) for path, numbers in files.items()}
-    numbers = [number for each in files.values() for number in each]
+    numbers = list(chain.from_iterable(files.values()))
     answer = str(sum(numbers))
     question = (
         "The files north.txt and south.txt hold a number in each line. Write the sum of all of them, and nothing else, "

@@ -10,13 +10,14 @@ import random
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
 from palestra.core.chat import ToolCall
 from palestra.environments.tools.tasks import TaskKind, ToolRequirement, ToolTask
 from palestra.environments.tools.tool_state import SearchHit
 
-SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
-PLACE_NAMES = frozenset(first + second for first in SYLLABLES for second in SYLLABLES)
+SYLLABLES = list(map("".join, product("bdfgklmnprst", "aiou")))
+PLACE_NAMES = frozenset(map("".join, product(SYLLABLES, repeat=2)))
 SYNTHETIC_TASK_KINDS: tuple[TaskKind, ...] = ("lookup", "compute", "lookup_compute", "files")
 # range of populations and operands
 MIN_NUMBER = 100

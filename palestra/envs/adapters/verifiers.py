@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -138,7 +139,7 @@ async def play_episode(play: WorkflowContext) -> WorkflowResult:
 
 
 def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> WorkflowResult:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    errors = [*episode.errors, *chain.from_iterable(trace.errors for trace in episode.traces)]
     if not episode.ok:
         why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it does not say why"
         raise RuntimeError(f"verifiers reports this episode as failed: {why}")
@@ -154,7 +155,7 @@ def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> WorkflowRes
 
 def _mean_terms(terms: Sequence[Terms]) -> dict[str, float]:
     """Returns the mean of each term over a seat's traces; one without the term counts as 0."""
-    names = dict.fromkeys(name for trace_terms in terms for name in trace_terms)
+    names = dict.fromkeys(chain.from_iterable(terms))
     return {name: fmean(trace_terms.get(name, 0.0) for trace_terms in terms) for name in names}
 
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 from palestra.core.chat import same_message
@@ -247,7 +248,7 @@ class _ProgramRun:
     def close(self) -> None:
         """Rejects the pending model calls and kills a running command."""
         self.session.close()
-        for asked in [*self.unanswered, *(asked for calls in self.waiting.values() for asked in calls)]:
+        for asked in [*self.unanswered, *chain.from_iterable(self.waiting.values())]:
             if not asked.answer.done():
                 asked.answer.set_exception(CallRefused("the episode is over"))
         if self.process:

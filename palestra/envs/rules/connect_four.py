@@ -6,6 +6,7 @@ moves deep instead.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +34,8 @@ class ConnectFourState(NamedTuple):
 
 def _lines() -> tuple[int, ...]:
     full = sum(map(sum, CELL_BITS))
-    starts = [(1 << bit, step) for step in LINE_SHIFTS for bit in range(COLUMN_BITS * COLUMNS)]
-    lines = [sum(start << step * at for at in range(4)) for start, step in starts]
+    starts = product(LINE_SHIFTS, range(COLUMN_BITS * COLUMNS))
+    lines = [1 << bit | 1 << bit + step | 1 << bit + 2 * step | 1 << bit + 3 * step for step, bit in starts]
     return tuple(line for line in lines if not line & ~full)
 
 

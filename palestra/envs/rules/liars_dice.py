@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
         self.dice = dice
         self.faces = faces
-        bids = [f"{count}x{face}" for count in range(1, 2 * dice + 1) for face in range(1, faces + 1)]
+        bids = [f"{count}x{face}" for count, face in product(range(1, 2 * dice + 1), range(1, faces + 1))]
         self.action_names = (*bids, "liar")
         self.liar_action = len(bids)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from palestra.envs.rules.base import TERMINAL, Rules
@@ -22,7 +24,7 @@ class TicTacToeRules(Rules[TicTacToeState]):
 
     name = "tic_tac_toe"
     num_players = 2
-    action_names = tuple(row + column for row in "abc" for column in "123")
+    action_names = tuple(map("".join, product("abc", "123")))
 
     def initial_state(self) -> TicTacToeState:
         return (EMPTY,) * 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _folder(path: Path) -> list[Row]:
         names = ", ".join(map(str, parts)) if isinstance(parts, list) else "its splits"
         raise ValueError(f"{path} holds several data sets; give the folder of one: {names} in {path}")
     files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
-    return [row for file in files for row in _file(file)]
+    return list(chain.from_iterable(_file(file) for file in files))
 
 
 def _saved_dataset(path: Path) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,8 @@ def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec
     an evaluation. Without such an evaluation it stays as it is."""
     if figure.metric or figure.eval_name or figure.policy != TEAM:
         return figure
-    return replace(
-        figure, eval_name=headline_eval([name for name in logs[0].evals if all(name in x.evals for x in logs)])
-    )
+    common = set.intersection(*(set(run.evals) for run in logs))
+    return replace(figure, eval_name=headline_eval([name for name in logs[0].evals if name in common]))
 
 
 def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
@@ -126,7 +126,7 @@ def config_labels(trees: Sequence[Tree]) -> list[str]:
     """Returns for each config the settings in which it differs from the others, such as "algorithm.group_size=4,
     policies.a.lr=0.001"."""
     flats = [flatten_tree(tree) for tree in trees]
-    keys = dict.fromkeys(key for flat in flats for key in flat)
+    keys = dict.fromkeys(chain.from_iterable(flats))
     unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     short = _shorten_keys(unlike)
     return [", ".join(f"{short[key]}={flat[key]}" for key in unlike[:4] if key in flat) for flat in flats]

@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -60,9 +61,8 @@ def read_record(path: str | Path, seats: Sequence[Player] = ()) -> PopulationRec
     members = read_members(path) or _members_of_tasks(tasks)
     for member in members:
         path_inside(path / MEMBERS_DIR, member.name)
-    cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(
-        path / CROSSPLAY_FILE
-    )
+    cells = list(chain.from_iterable(played_cells(done.task, done.result) for done in tasks))
+    cells += read_crossplay(path / CROSSPLAY_FILE)
     metrics = read_lines(path / "metrics.jsonl")
     timings = read_lines(path / "timings.jsonl")
     return PopulationRecord(path, members, _table(members, cells, seats), tasks, metrics, timings)
@@ -72,7 +72,8 @@ def _members_of_tasks(tasks: list[TaskRecord]) -> list[Member]:
     """Returns the members that appear in tasks, for runs that have not written population.json yet."""
     done = [record.task for record in tasks]
     players = {task.output_member: task.player for task in done if isinstance(task, TrainTask)}
-    played = [name for task in done if isinstance(task, PlayTask) for cell in task.cells for name in cell]
+    cells = chain.from_iterable(task.cells for task in done if isinstance(task, PlayTask))
+    played = chain.from_iterable(cells)
     weights = {name: f"members/{name}" for name in players}
     return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
 
@@ -97,8 +98,10 @@ def _seats(players: dict[str, Player], cells: list[MemberProfile]) -> list[Playe
     seats = len(cells[0]) if cells else max(2, len(named))
     if len(named) < 2:
         return [*named, "everyone"][:1] * seats
-    sat = [[players.get(cell[seat], "") for cell in cells] for seat in range(seats)]
-    return [next(filter(None, players), name) for players, name in zip(sat, named, strict=True)]
+    return [
+        next(filter(None, (players.get(cell[seat]) for cell in cells)), name)
+        for seat, name in zip(range(seats), named, strict=True)
+    ]
 
 
 # ---- ratings

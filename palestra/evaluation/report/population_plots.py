@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def payoff_heat_map(record: PopulationRecord) -> HeatMap | None:
 def mixture_heat_maps(record: PopulationRecord) -> Iterator[HeatMap]:
     """Yields for each player the probabilities of its newest members, upwards, by iteration or slice."""
     for player, rows in mixtures_by_player(record).items():
-        names = list(dict.fromkeys(name for row in rows for name in row))[-MAX_MEMBERS:]
+        names = list(dict.fromkeys(chain.from_iterable(rows)))[-MAX_MEMBERS:]
         shares = np.array([[row.get(name, 0.0) for row in rows] for name in names])
         numbers = [str(i) for i in range(len(rows))]
         yield HeatMap(f"mixture of {player}, by iteration", shares, names, numbers, 1.0, row_zero_below=True)
@@ -138,7 +139,7 @@ def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, flo
 
 def searched_settings(record: PopulationRecord) -> list[str]:
     """Returns the settings that population-based training searches."""
-    return list(dict.fromkeys(key for task in _train_tasks(record) for key in task.settings))
+    return list(dict.fromkeys(chain.from_iterable(task.settings for task in _train_tasks(record))))
 
 
 def _train_tasks(record: PopulationRecord) -> list[TrainTask]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[st
 def explain_no_update(path: Path) -> str:
     """Returns why no step of a language-model run made an update, and what to do; "" if one did or no policy learns."""
     logs = RunLogs(path)
-    lines = [line for policy_lines in logs.policies.values() for line in policy_lines if "updates" in line]
+    lines = [line for line in chain.from_iterable(logs.policies.values()) if "updates" in line]
     if not lines or any(line["updates"] for line in lines):
         return ""
     flat = mean_of(lines, "zero_std_fraction") or 0.0

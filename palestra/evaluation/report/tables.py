@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from palestra.core.types import TEAM
@@ -53,7 +54,7 @@ def policy_table(logs: RunLogs) -> str:
     windows = {}
     for name, lines in logs.policies.items():
         first, last, windows[name] = end_windows(lines)
-        for key in dict.fromkeys(key for line in lines for key in line):
+        for key in dict.fromkeys(chain.from_iterable(lines)):
             ends = [mean_of(first, key), mean_of(last, key)]
             if key not in ("step", "policy", "iteration") and ends != [None, None]:
                 rows.append([f"{name}: {key}", *("-" if end is None else f"{end:.4g}" for end in ends)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations_with_replacement, permutations, product
+from itertools import chain, combinations_with_replacement, permutations, product
 
 import numpy as np
 
@@ -155,7 +155,7 @@ class MatchQueue:
                 f"{name}/{number}",
                 cells=tuple(chunk),
                 games_per_cell=games,
-                members=self.population.names_with_files(one for cell in chunk for one in cell),
+                members=self.population.names_with_files(chain.from_iterable(chunk)),
             )
             for number, chunk in enumerate(chunks)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal, get_args
 
 import numpy as np
@@ -172,7 +172,8 @@ class LeagueLogic:
         config = self.config
         mains = self.learners_of("main")
         weights = OpponentWeights(config.pfsp_share * pfsp(rates, "squared"))
-        exploiters = self._numbers(name for rival in self.learners_of("main_exploiter") for name in rival.frozen_copies)
+        rivals = self.learners_of("main_exploiter")
+        exploiters = self._numbers(chain.from_iterable(rival.frozen_copies for rival in rivals))
         for other in mains:
             now = self._current(learner, other, config.weak_win_rate, rates)
             verified = self._verification(other, exploiters, rates) or now

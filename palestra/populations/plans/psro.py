@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -239,7 +240,7 @@ class PSRO:
         if not every or self.config.is_correlated or (number % every and not last):
             return []
         mixes = meta.all_marginals()
-        files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
+        files = self.population.names_with_files(chain.from_iterable(mixes.values()))
         return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
     # ---- responses

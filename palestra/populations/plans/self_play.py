@@ -12,7 +12,7 @@ Slice k + 1 of a player starts once slice k of every other player is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -189,7 +189,7 @@ class SelfPlay:
         mixes = {player: dict.fromkeys(members, 1 / len(members)) for player, members in names.items()}
         if self.config.nash_conv_of == "latest":
             mixes = {player: {members[-1]: 1.0} for player, members in names.items()}
-        files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
+        files = self.population.names_with_files(chain.from_iterable(mixes.values()))
         return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
     def _record_assessment(self, task: AssessTask, result: AssessResult) -> None:

@@ -10,6 +10,7 @@ solution is a member whose policy is a table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal
 
 from pydantic import Field
@@ -155,7 +156,7 @@ class XDO:
             iteration=number,
             responses={player: tuple(names) for player, names in self.responses.items()},
             cfr_iterations=self.config.cfr_iterations,
-            members=tuple(name for names in self.responses.values() for name in names),
+            members=tuple(chain.from_iterable(self.responses.values())),
             output_member=f"solution-{number}",
         )
 

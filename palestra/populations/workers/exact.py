@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class ExactSolver:
     def mixture_policy(self, strategies: Mapping[Player, Mix], policy_of: PolicyLookup) -> np.ndarray:
         """Returns the behaviour policy [I, A] of mixtures that are drawn once per game; uniform at seats without a
         mixture."""
-        names = list(dict.fromkeys(name for mix in strategies.values() for name in mix))
+        names = list(dict.fromkeys(chain.from_iterable(strategies.values())))
         weights = np.zeros((self.tree.num_players, len(names)))
         for player, mix in strategies.items():
             weights[self.seats[player]] = [mix.get(name, 0.0) for name in names]

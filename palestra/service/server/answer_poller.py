@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
@@ -70,5 +71,5 @@ class AnswerPoller:
     async def _wake(self, ids: list[str]) -> None:
         for start in range(0, len(ids), MAX_IDS_PER_QUERY):
             found = await asyncio.to_thread(self.context.store.answered_ids, ids[start : start + MAX_IDS_PER_QUERY])
-            for event in [event for id in found for event in self._waiting.get(id, ())]:
+            for event in list(chain.from_iterable(self._waiting.get(id, ()) for id in found)):
                 event.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sql
@@ -70,7 +71,7 @@ class ServiceContext:
         for base in self.bases.values():
             if name == base.name or name in base.public_names:
                 return base
-        known = ", ".join(sorted({n for b in self.bases.values() for n in (b.name, *b.public_names)}))
+        known = ", ".join(sorted(set(chain.from_iterable((b.name, *b.public_names) for b in self.bases.values()))))
         raise BadRequest(
             f'this server has no base "{str(name)[:200]}": it has {known}. `palestra serve --alias` adds names.'
         )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -169,7 +170,7 @@ def _loss_options(call: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 def prompt_tokens(given: requests.ModelInput) -> np.ndarray:
     """Returns the token ids of a prompt, int64 [N]."""
-    return np.array([token for chunk in given.chunks for token in chunk.tokens], np.int64)
+    return np.array(list(chain.from_iterable(chunk.tokens for chunk in given.chunks)), np.int64)
 
 
 def decode_array(tensor: requests.TensorData, *, pad: float = 0) -> np.ndarray:
@@ -250,7 +251,7 @@ def forward_backward_to_json(result: bytes) -> bytes:
     """Translates an encoded ForwardBackwardOutput to the JSON of the oldest clients. Values that are not finite are
     written as NaN or Infinity, which their parser accepts; it rejects the whole answer for a null."""
     message = pb.ForwardBackwardOutput.FromString(result)
-    outputs = [datum for record in message.loss_fn_outputs for datum in _split_record(record)]
+    outputs = list(chain.from_iterable(_split_record(record) for record in message.loss_fn_outputs))
     kind = message.loss_fn_output_type
     return _json({"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": dict(message.metrics)})
 

@@ -21,7 +21,7 @@ import sqlalchemy as sql
 from safetensors.torch import load_file, save_file
 
 from palestra.engine.bases.model import Engine
-from palestra.engine.lora.adapters import Adapter, Snapshot
+from palestra.engine.lora.adapters import Adapter, Snapshot, is_in_layer
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.training.adapter_weights import AdapterWeights
@@ -223,7 +223,7 @@ def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
     """Returns the names of the linear layers that the three switches select."""
 
     def is_selected(name: str) -> bool:
-        if not any(part.isdigit() for part in name.split(".")):  # outside the decoder layers: the output head
+        if not is_in_layer(name):
             return lora.train_unembed
         return lora.train_attn if "attn" in name or "attention" in name else lora.train_mlp
 

@@ -154,8 +154,11 @@ class DPO(PairAlgorithm):
 
 def answered_sides(group: SiblingGroup) -> list[list[Answer]]:
     """Returns each sibling's answers that have tokens."""
-    answers = [[node.answers[group.seat] for node in nodes] for nodes in group.nodes]
-    return [[answer for answer in side if len(answer.token_ids)] for side in answers]
+    sides = []
+    for nodes in group.nodes:
+        answers = [node.answers[group.seat] for node in nodes]
+        sides.append([answer for answer in answers if len(answer.token_ids)])
+    return sides
 
 
 def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, mean: bool) -> list[Sample]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.core.types import Episode, Node, Seat
+from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.text.algorithms.base import TextAlgorithm
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching, Keep
@@ -29,6 +30,16 @@ class SiblingGroup:
     turn_rewards: list[list[float]] = field(default_factory=list)
     lost: int = 0
     is_flat: bool = False
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The seat's answers at all nodes."""
+        return [node.answers[self.seat] for node in chain.from_iterable(self.nodes)]
+
+    @property
+    def policies(self) -> set[str]:
+        """The names, without versions, of the policies that gave the answers."""
+        return {member_name(answer.policy) for answer in self.answers}
 
 
 Reward = Callable[[Node, Seat], float]  # of a seat at a node
@@ -84,12 +95,8 @@ class GroupAlgorithm(TextAlgorithm):
         self, episodes: Sequence[Episode], policy: str, penalties: Sequence[Penalty] | None = None
     ) -> list[SiblingGroup]:
         """Returns the groups of `policy`'s answers in all episodes."""
-        return [
-            group
-            for episode in episodes
-            for group in self.groups(episode, penalties)
-            if any(member_name(node.answers[group.seat].policy) == policy for nodes in group.nodes for node in nodes)
-        ]
+        groups = chain.from_iterable(self.groups(episode, penalties) for episode in episodes)
+        return [group for group in groups if policy in group.policies]
 
     def groups(self, episode: Episode, penalties: Sequence[Penalty] | None = None) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode; none if it failed. `penalties` are subtracted from the rewards (None: those

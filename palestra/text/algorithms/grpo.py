@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Literal, cast
 
 import numpy as np
@@ -112,7 +113,9 @@ class GRPO(GRPOConfig):
         gaps = scores or {}
         if gaps:
             write_penalties(self.policy_groups(episodes, policy, penalties=()), gaps, self.kl_coef)
-        groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
+        groups: list[tuple[str, SiblingGroup]] = []
+        for episode in episodes:
+            groups += [(episode.env, group) for group in self.policy_groups([episode], policy)]
         if gaps:
             pairs = zip(groups, self._flat_groups(episodes, policy), strict=True)
             groups = [(env, replace(group, is_flat=is_flat)) for (env, group), is_flat in pairs]
@@ -120,20 +123,19 @@ class GRPO(GRPOConfig):
         is_scaled = self.scale == "batch" and not all(group.is_flat for _, group in groups)
         spread = _spread_of_answers(groups, advantages) if is_scaled else 1.0
         samples: list[Sample] = []
-        by_turn = [
-            self._by_turn(group, [value / spread for value in values])
-            for (_, group), values in zip(groups, advantages, strict=True)
-        ]
-        for (_, group), turns in zip(groups, by_turn, strict=True):
+        without = 0
+        for (_, group), values in zip(groups, advantages, strict=True):
+            turns = self._by_turn(group, [value / spread for value in values])
             added = self._annotate(group, turns, gaps, spread)
             samples += [] if self._is_skipped(turns) else added
-        without = sum(not any(map(any, turns)) for turns in by_turn)
+            without += not any(map(any, turns))
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
         if self._is_crossed:
             metrics |= self._contributions(episodes, policy)
         if gaps:
-            sampled = {id(answer): is_sampled(answer) for _, group in groups for _, answer in _answers(group)}
-            metrics["reference_kl"] = float(np.concatenate([gap[sampled[key]] for key, gap in gaps.items()]).mean())
+            answers = _answers_by_id([group for _, group in groups])
+            sampled = [gap[is_sampled(answers[key])] for key, gap in gaps.items()]
+            metrics["reference_kl"] = float(np.concatenate(sampled).mean())
         return samples, metrics
 
     async def finalize_samples(
@@ -252,8 +254,7 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 def _is_trained(group: SiblingGroup) -> bool:
     """True if an answer is from a policy in training, whose name has a version (`coder@12`); a fixed policy's has
     none."""
-    answers = (node.answers[group.seat] for nodes in group.nodes for node in nodes)
-    return any(len(answer.token_ids) and "@" in answer.policy for answer in answers)
+    return any(len(answer.token_ids) and "@" in answer.policy for answer in group.answers)
 
 
 def _spread_of_answers(groups: Sequence[tuple[str, SiblingGroup]], advantages: Sequence[Sequence[float]]) -> float:
@@ -280,7 +281,7 @@ async def reference_gaps(groups: Sequence[SiblingGroup], learner: Learner) -> di
     """Returns the log-ratios [T] of the tokens of each answer of the groups to the reference, by id of the answer. They
     are exactly 0 while the policy equals the reference: if computed, they would be rounding errors, which dividing by
     their standard deviation would make as large as rewards."""
-    answers = {id(answer): answer for group in groups for _, answer in _answers(group)}
+    answers = _answers_by_id(groups)
     if learner.is_at_reference:
         return {key: np.zeros(len(answer.token_ids)) for key, answer in answers.items()}
     samples = [build_sample(answer, np.zeros(len(answer.token_ids), np.float32)) for answer in answers.values()]
@@ -311,7 +312,10 @@ def earlier_penalties(answers: Sequence[Answer], gaps: TokenScores, kl_coef: flo
 
 
 def _answers(group: SiblingGroup) -> Iterator[tuple[Node, Answer]]:
-    for nodes in group.nodes:
-        for node in nodes:
-            if len(node.answers[group.seat].token_ids):
-                yield node, node.answers[group.seat]
+    for node in chain.from_iterable(group.nodes):
+        if len(node.answers[group.seat].token_ids):
+            yield node, node.answers[group.seat]
+
+
+def _answers_by_id(groups: Sequence[SiblingGroup]) -> dict[int, Answer]:
+    return {id(answer): answer for _, answer in chain.from_iterable(map(_answers, groups))}

@@ -175,6 +175,11 @@ def _mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     for first in (next(side) for _, side in groupby(samples, lambda sample: sample.group)):
         by_prompt.setdefault(tuple(first.prompt_ids.tolist()), []).append(first)
     sides = list(by_prompt.values())
+    if len(sides) < 2:
+        return []
+    pairs: list[tuple[Sample, Sample]] = []
+    for firsts, others in zip(sides, [*sides[1:], *sides[:1]], strict=True):
+        pairs += zip(firsts, cycle(others), strict=False)
     return [
         # a new sample, since the recorded experts (`routed_experts`) are those of the prompt's own answer
         Sample(
@@ -185,7 +190,5 @@ def _mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
             one.temperature,
             sampling_mask=other.sampling_mask and other.sampling_mask.forced_only(),
         )
-        for firsts, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
-        for one, other in zip(firsts, cycle(others), strict=False)
-        if len(sides) > 1
+        for one, other in pairs
     ]

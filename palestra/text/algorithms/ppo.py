@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -271,10 +271,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
     ) -> tuple[list[Sample], Metrics]:
         """Returns the answers of `policy`, sequence by sequence, with token rewards in place of advantages
         (`finalize_samples` replaces them), and `sequences`, the number of sequences."""
-        sequences = [sequence for episode in episodes for sequence in self._sequences(episode, policy)]
-        samples: list[Sample] = [
-            replace(turn, group=number) for number, sequence in enumerate(sequences) for turn in sequence
-        ]
+        sequences = list(chain.from_iterable(self._sequences(episode, policy) for episode in episodes))
+        samples: list[Sample] = []
+        for number, sequence in enumerate(sequences):
+            samples += [replace(turn, group=number) for turn in sequence]
         return samples, {"sequences": float(len(sequences))}
 
     def _sequences(self, episode: Episode, policy: str) -> Iterator[list[PPOSample]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, Self
 
 import numpy as np
@@ -32,6 +33,10 @@ class SeatTrajectory:
     nodes: list[Node]
     value: float
     success: bool
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [node.answers[self.seat] for node in self.nodes]
 
 
 class SFT(TextAlgorithm):
@@ -85,20 +90,19 @@ class SFT(TextAlgorithm):
         that are followed by an observation with new tokens.
         """
         by_episode = [list(_parts(episode, policy, self.team_weight)) for episode in episodes]
-        trajectories = [trajectory for group in by_episode for trajectory in group]
+        trajectories = list(chain.from_iterable(by_episode))
         if self.imitate == "best":
             by_episode = [_best_of_seats(group) for group in by_episode]
-        worthy = [trajectory for group in by_episode for trajectory in group if self._worthy(trajectory)]
+        worthy = [trajectory for trajectory in chain.from_iterable(by_episode) if self._worthy(trajectory)]
         copied = [] if self.imitate == "none" else worthy
         samples = _imitations(copied)
         metrics = {"target_fraction": len(copied) / len(trajectories) if trajectories else 0.0}
         if self.world_model_weight:
             predicted = _observation_samples(worthy, self.world_model_weight)
             samples += [sample for _, sample in predicted]
-            turns = {id(node.answers[trajectory.seat]) for trajectory in worthy for node in trajectory.nodes}
-            metrics["world_model_fraction"] = (
-                len({id(answer) for answer, _ in predicted}) / len(turns) if turns else 0.0
-            )
+            turns = set(map(id, chain.from_iterable(trajectory.answers for trajectory in worthy)))
+            num_predicted = len({id(answer) for answer, _ in predicted})
+            metrics["world_model_fraction"] = num_predicted / len(turns) if turns else 0.0
         return samples, metrics
 
     def _worthy(self, trajectory: SeatTrajectory) -> bool:
@@ -111,7 +115,7 @@ def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTr
     """Yields the trajectories of `policy` at each of its seats in an episode; none if it failed."""
     for leaf in [] if episode.error is not None else episode.leaves():
         trajectory = episode.trajectory(leaf)
-        for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
+        for seat in dict.fromkeys(chain.from_iterable(node.answers for node in trajectory)):
             if nodes := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, team_weight) for node in trajectory)
                 success = leaf.seat_success.get(seat, leaf.success or 0.0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import filter as matching_names
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +48,18 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     """
     parts = list(config.stage_configs())
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
-    read = [file for files in records for file in files]
+    read = list(chain.from_iterable(records))
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     for part in parts:
         check_paid_steps(part)
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
-    policy_names = {seat: name for names in seats for seat, name in names.items()}
+    policy_names = dict(chain.from_iterable(names.items() for names in seats))
     eval_seats = {name: _eval_seats(config, name) for name in config.evals}
-    eval_runners = {name: make_episode_runner(eval_env_config(config, name), name) for name in config.evals}
-    runners = [{name: make_episode_runner(env, name) for name, env in part.named_envs.items()} for part in parts]
+    eval_runners = _make_runners({name: eval_env_config(config, name) for name in config.evals})
+    runners = [_make_runners(part.named_envs) for part in parts]
     engines = engines or build_engines(config)
     used = set().union(*(_playing_policies(part, names) for part, names in zip(parts, seats, strict=True)))
-    used |= {name for names in eval_seats.values() for name in names.values()}
+    used.update(*(names.values() for names in eval_seats.values()))
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
         engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen, config.eval_sampling)
@@ -214,10 +215,14 @@ def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     changes = config.evals[name].seats
     own = make_env(**env).seats
     plays = f'evaluation {name} is of env "{env["type"]}", which plays {", ".join(own)}'
-    if unknown := [key for key in changes if not any(fnmatchcase(seat, key) for seat in own)]:
+    if unknown := [key for key in changes if not matching_names(own, key)]:
         raise ValueError(f'evals.{name}.seats names "{unknown[0]}", but {plays}')
-    trained = {key: policy for key, policy in config.seats.items() if any(fnmatchcase(seat, key) for seat in own)}
+    trained = {key: policy for key, policy in config.seats.items() if matching_names(own, key)}
     return resolve_seats(own, list(config.policies), plays, changes, trained)
+
+
+def _make_runners(envs: Mapping[str, dict[str, Any]]) -> dict[str, EpisodeRunner]:
+    return {name: make_episode_runner(env, name) for name, env in envs.items()}
 
 
 def _build_eval(
@@ -243,7 +248,7 @@ def _playing_policies(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
 def _only_seat(config: TextConfig) -> Seat | None:
     """Returns the seat of dataset rows if there is only one seat, in the envs or, without envs, among `seats` or
     `policies`; else None."""
-    played = {seat for env in config.named_envs.values() for seat in make_env(**env).seats}
+    played = set(chain.from_iterable(make_env(**env).seats for env in config.named_envs.values()))
     seats = played or set(config.seats or config.policies)
     return min(seats) if len(seats) == 1 else None
 
@@ -254,10 +259,10 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
     Raises ValueError for a seat without a policy, and for an unknown name.
     """
     kinds = " and ".join(f'"{env["type"]}"' for env in config.named_envs.values())
-    seats = list(dict.fromkeys(seat for env in config.named_envs.values() for seat in make_env(**env).seats))
+    seats = list(dict.fromkeys(chain.from_iterable(make_env(**env).seats for env in config.named_envs.values())))
     plays = f"env {kinds} plays {', '.join(seats)}"
     if not config.named_envs:
-        seats = list(dict.fromkeys(seat for record in data_files for seat in record.seats))
+        seats = list(dict.fromkeys(chain.from_iterable(record.seats for record in data_files)))
         plays = f"the data has answers of {', '.join(seats)}"
     for record in data_files:
         if missing := [seat for seat in record.seats if seat not in seats]:
@@ -311,8 +316,9 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
     """Raises ValueError if a policy of `trained` keeps sampling masks in a stage whose loss is not of the sampled
     distribution."""
     for part in parts:
-        for name, sampling in _truncated_sampling(part, trained):
-            if sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
+        for name, policy in _trained_policies([part], trained):
+            sampling = policy.sampling
+            if sampling.is_truncated and sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
                 raise ValueError(
                     f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
                     f"but type: {part.algorithm.type} trains that of all tokens: set keep_sampling_mask: false"
@@ -359,28 +365,28 @@ def check_thinking_budgets(
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:
     """Returns a line for each policy of `trained` whose policy gradient is biased by top-k, top-p or temperature 0."""
     played = [part for part in parts if part.algorithm.needs_old_logprobs and not part.data]
-    biased = [
-        f"biased: {name} samples with {_cuts(sampling)}, and its gradient is taken as if from all tokens: set "
+    truncated = [
+        f"biased: {name} samples with {_cuts(policy.sampling)}, and its gradient is taken as if from all tokens: set "
         f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
-        for part in played
-        for name, sampling in _truncated_sampling(part, trained)
-        if not sampling.keep_sampling_mask
+        for name, policy in _trained_policies(played, trained)
+        if policy.sampling.is_truncated and not policy.sampling.keep_sampling_mask
     ]
-    biased += [
+    greedy = [
         f"biased: {name} always takes the most likely token, and its gradient is taken as if from samples at "
         f"temperature 1: set policies.{name}.sampling.temperature above 0, or freeze the policy (type: frozen)"
-        for part in played
-        for name, policy in part.policies.items()
-        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained
+        for name, policy in _trained_policies(played, trained)
         if policy.sampling.temperature == 0 and policy.lr != 0
     ]
-    return list(dict.fromkeys(biased))
+    return list(dict.fromkeys(truncated + greedy))
 
 
-def _truncated_sampling(part: TextConfig, trained: Collection[str]) -> Iterator[tuple[str, SamplingConfig]]:
-    for name, policy in part.policies.items():
-        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained and policy.sampling.is_truncated:
-            yield name, policy.sampling
+def _trained_policies(
+    parts: Iterable[TextConfig], trained: Collection[str]
+) -> Iterator[tuple[str, LoraPolicyConfig | FullPolicyConfig]]:
+    for part in parts:
+        for name, policy in part.policies.items():
+            if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained:
+                yield name, policy
 
 
 def _cuts(sampling: SamplingConfig) -> str:
@@ -420,7 +426,8 @@ def learned_reward_source(
 
 async def score_answers(judge: LanguageLearner, answers: Sequence[Answer]) -> list[float]:
     """Returns the reward of each answer."""
-    return [float(value[0]) for value in await judge.values([scoring_sample(answer) for answer in answers])]
+    values = await judge.values(list(map(scoring_sample, answers)))
+    return [float(value[0]) for value in values]
 
 
 def _load(path: str, engines: Engines) -> LanguageLearner:

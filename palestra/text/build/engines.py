@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ class Engines:
 
     def notes(self) -> list[str]:
         """Returns lines that tell the user how the bases run, for example on the plain path."""
-        lines = [line for engine in self.loaded_engines for line in engine.notes()]
+        lines = list(chain.from_iterable(engine.notes() for engine in self.loaded_engines))
         return list(dict.fromkeys([*lines, *self._lines]))
 
     def rank_split(self) -> RankSplit | None:

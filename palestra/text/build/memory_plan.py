@@ -10,6 +10,7 @@ from palestra.core.accel.malloc import free_memory
 from palestra.core.config import override, validate
 from palestra.engine.cache.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.engine.forward.quantized import quantized_bytes
+from palestra.engine.lora.adapters import is_in_layer
 from palestra.engine.memory import (
     FLOAT32,
     PROCESS,
@@ -115,7 +116,7 @@ def _engine_parts(
     held = shape.params * size
     detail = f"{shape.params / 1e6:,.1f} M of {size} bytes"
     if policy.quantize:
-        packed = sum(i * o for name, (i, o) in shape.linears.items() if any(part.isdigit() for part in name.split(".")))
+        packed = sum(inputs * outputs for name, (inputs, outputs) in shape.linears.items() if is_in_layer(name))
         held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
         detail = f"{packed / 1e6:,.1f} M in {policy.quantize}, others of {size} bytes; while it is loaded, all"
     yield MemoryPart(f"weights of {policy.base}", held, detail)

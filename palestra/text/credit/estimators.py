@@ -9,7 +9,7 @@ kinds of credit relate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb
 from typing import Literal
 
@@ -61,7 +61,7 @@ def process_advantages(
     Rewards [0, 1] and [0, 0] have the mean 1/4 and the deviation sqrt(3)/4; advantages are [1.15, 1.73] and [-1.15,
     -0.58]. Siblings with equal returns have advantages too if the rewards of their turns differ.
     """
-    flat = [reward for own in rewards for reward in own]
+    flat = list(chain.from_iterable(rewards))
     normalised = iter(group_advantages(flat, baseline=baseline, scale=scale)) if flat else iter(())
     return [returns_to_go([next(normalised) for _ in own], gamma) for own in rewards]
 

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -149,9 +150,12 @@ class LanguageLearner:
             return []
         parts = by_group(samples)
         count = min(len(parts), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
-        dealt = [[sample for part in parts[i::count] for sample in part] for i in range(count)]
-        dealt = [batch for batch in dealt if any(sample.has_gradient for sample in batch)]
-        return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
+        batches = []
+        for i in range(count):
+            batch = list(chain.from_iterable(parts[i::count]))
+            if any(sample.has_gradient for sample in batch):
+                batches.append(batch)
+        return [list(batch) for batch in batches * self.config.epochs]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""

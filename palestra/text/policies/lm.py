@@ -136,23 +136,24 @@ class LanguagePolicy:
         self, prompt_ids: np.ndarray, sampled: Sequence[Completion], tools: Sequence[Json] = ()
     ) -> list[Answer]:
         """Returns the sampled completions of a prompt [P] as answers of this policy."""
-        return [
-            Answer(
+        answers = []
+        for completion in sampled:
+            read = self.read(completion, prompt_ids, tools)
+            answer = Answer(
                 text=read.text,
                 thought=read.thought,
                 policy=self.name,
                 prompt_ids=prompt_ids,
-                token_ids=s.token_ids,
-                logprobs=s.logprobs,
-                stop_reason=s.stop_reason,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                stop_reason=completion.stop_reason,
                 temperature=self.sampling.temperature,
-                versions=token_versions(s, self.name),
-                sampling_mask=s.sampling_mask,
-                routed_experts=s.routed_experts,
+                versions=token_versions(completion, self.name),
+                sampling_mask=completion.sampling_mask,
+                routed_experts=completion.routed_experts,
             )
-            for s in sampled
-            for read in [self.read(s, prompt_ids, tools)]
-        ]
+            answers.append(answer)
+        return answers
 
     def read(self, sampled: Completion, prompt_ids: np.ndarray, tools: Sequence[Json] = ()) -> ReadAnswer:
         """Returns text and thought of a completion to a prompt [P], without end tokens and stop strings."""

@@ -87,9 +87,12 @@ def token_spellings(tokenizer: Any, word: str) -> tuple[tuple[int, ...], ...]:
     pieces = _pieces(tokenizer)
     ways: list[list[tuple[int, ...]]] = [[()]]
     for end in range(1, len(word) + 1):
-        last = [(start, token) for start in range(end) for token in pieces.get(word[start:end], ())]
-        ways.append([(*way, token) for start, token in last for way in ways[start]])
-        if len(ways[-1]) > MAX_SPELLINGS:
+        spellings: list[tuple[int, ...]] = []
+        for start in range(end):
+            for token in pieces.get(word[start:end], ()):
+                spellings += [(*way, token) for way in ways[start]]
+        ways.append(spellings)
+        if len(spellings) > MAX_SPELLINGS:
             raise ValueError(f'"{word}" can be spelled in more than {MAX_SPELLINGS} ways: choose a shorter word')
     return tuple(sorted(ways[-1], key=len))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,25 @@ def chosen_nodes(episode: Episode) -> list[Node]:
 def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[Answer]:
     """Returns every answer of `policy` (None: of all policies), also those of unchosen siblings. An answer that
     siblings share is returned once."""
-    found = {id(answer): answer for e in episodes for node in e.nodes for answer in node.answers.values()}
+    found: dict[int, Answer] = {}
+    for node in chain.from_iterable(episode.nodes for episode in episodes):
+        found |= {id(answer): answer for answer in node.answers.values()}
     return [answer for answer in found.values() if policy in (None, member_name(answer.policy))]
+
+
+def played_trajectories(episodes: Sequence[Episode]) -> list[tuple[Episode, list[Node]]]:
+    """Returns the finished trajectories that were continued, each with its episode."""
+    found = []
+    for episode in episodes:
+        found += [(episode, episode.trajectory(leaf)) for leaf in episode.leaves() if leaf.chosen]
+    return found
 
 
 def episode_return(episode: Episode) -> float:
     """Returns the team reward plus the mean of the seats' own rewards, averaged over the trajectories that were
     continued; for a failed episode, the rewards up to the failure."""
-    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen] or [chosen_nodes(episode)]
-    return _mean([_trajectory_return(episode, line) for line in lines])
+    lines = played_trajectories([episode]) or [(episode, chosen_nodes(episode))]
+    return _mean([_trajectory_return(*line) for line in lines])
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
@@ -53,7 +64,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     reward.
     """
     valid = [e for e in episodes if e.error is None]
-    ends = [(e, e.trajectory(leaf)) for e in valid for leaf in e.leaves() if leaf.chosen]
+    ends = played_trajectories(valid)
     lines = [line for _, line in ends]
     reporting = reporting_envs(valid)
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
@@ -65,29 +76,26 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
     more |= {"context_full_fraction": _mean(full)} if any(full) else {}
     return more | {
-        "steps_per_episode": _mean([sum(bool(node.answers) for node in line) for line in lines]),
+        "steps_per_episode": sum(bool(node.answers) for node in chain.from_iterable(lines)) / (len(lines) or 1),
         "return": _mean([_trajectory_return(e, line) for e, line in ends]),
-        "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
+        "team_return": _mean([_team_return(line) for line in lines]),
         "episodes": float(len(episodes)),
         "failed": float(len(episodes) - len(valid)),
     }
 
 
 def _lost_branches(episodes: Sequence[Episode]) -> dict[str, int]:
-    parents = [{node.parent for node in episode.nodes} for episode in episodes]
-    errors = [
-        node.error
-        for episode, inner in zip(episodes, parents, strict=True)
-        for node in episode.nodes
-        if node.error is not None and node.id not in inner
-    ]
+    errors = []
+    for episode in episodes:
+        parents = {node.parent for node in episode.nodes}
+        errors += [node.error for node in episode.nodes if node.error is not None and node.id not in parents]
     unpaid = errors.count(NO_REWARD)
     return {"failed_branches": len(errors) - unpaid, "no_reward_branches": unpaid}
 
 
 def reporting_envs(episodes: Sequence[Episode]) -> set[str]:
     """Returns the names of the envs that report the success of some trajectory."""
-    return {e.env for e in episodes for leaf in e.leaves() if leaf.chosen and leaf.success is not None}
+    return {episode.env for episode, line in played_trajectories(episodes) if line[-1].success is not None}
 
 
 def success_by_policy(episodes: Sequence[Episode]) -> Metrics:
@@ -95,22 +103,32 @@ def success_by_policy(episodes: Sequence[Episode]) -> Metrics:
     seats; if one policy plays all seats, as against itself, that of each seat. Seats that never report it are left out;
     one that reports it in some trajectories of an env has none in the others."""
     ended = [e for e in episodes if e.error is None and e.leaves()]
-    reporting = {(e.env, seat) for e in ended for seat in e.seat_success}
-    one_policy = len({member_name(policy) for e in ended for policy in e.seats.values()}) == 1
+    reporting: set[tuple[str, str]] = set()
+    policies: set[str] = set()
+    for episode in ended:
+        reporting.update((episode.env, seat) for seat in episode.seat_success)
+        policies.update(map(member_name, episode.seats.values()))
     found: dict[str, list[float]] = {}
     for episode in ended:
         success = episode.seat_success
         for seat, policy in episode.seats.items():
             if (episode.env, seat) in reporting:
-                name = seat if one_policy else member_name(policy)
+                name = seat if len(policies) == 1 else member_name(policy)
                 found.setdefault(name, []).append(success.get(seat, 0.0))
     return {name: _mean(values) for name, values in found.items()}
 
 
 def _trajectory_return(episode: Episode, line: Sequence[Node]) -> float:
     """Returns the return of a trajectory: the team's reward plus the mean of the seats' own."""
-    own = [sum(node.rewards.get(seat, 0.0) for node in line) for seat in episode.seats]
-    return sum(node.team_reward for node in line) + _mean(own)
+    return _team_return(line) + _mean([_seat_return(line, seat) for seat in episode.seats])
+
+
+def _team_return(line: Sequence[Node]) -> float:
+    return sum(node.team_reward for node in line)
+
+
+def _seat_return(line: Sequence[Node], seat: str) -> float:
+    return sum(node.rewards.get(seat, 0.0) for node in line)
 
 
 def seat_returns(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -119,9 +137,10 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, Any]:
     trajectories of one instance are not independent); likewise `return_ci95` of the return of `episode_metrics`.
     `instances` is the number of different ones, if it is not that of the episodes' seeds."""
     valid = [e for e in episodes if e.error is None]
-    ends = [(e, e.trajectory(leaf)) for e in valid for leaf in e.leaves() if leaf.chosen]
-    seats = {seat: None for e in valid for seat in e.seats}
-    own = {seat: [sum(n.rewards.get(seat, 0.0) for n in line) for _, line in ends] for seat in seats}
+    ends = played_trajectories(valid)
+    own: dict[str, list[float]] = {}
+    for seat in dict.fromkeys(chain.from_iterable(episode.seats for episode in valid)):
+        own[seat] = [_seat_return(line, seat) for _, line in ends]
     instances = number_instances([e for e, _ in ends])
     found: dict[str, Any] = {"returns": {seat: _mean(values) for seat, values in own.items()}, "returns_ci95": {}}
     if len(set(instances)) != len({(e.env, e.seed) for e in valid}):
@@ -164,22 +183,23 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     Rewards that a seat gets in steps in which it does not act, such as the loser's in the last step of a turn-based
     game, are added to the seat's earlier answer, as a mean over siblings."""
     valid = [episode for episode in episodes if episode.error is None]
-    turns = [
-        (node, seat, answer)
-        for episode in valid
-        for node in episode.valid_nodes
-        for seat, answer in node.answers.items()
-        if member_name(answer.policy) == policy
-    ]
+    turns = []
+    for node in chain.from_iterable(episode.valid_nodes for episode in valid):
+        for seat, answer in node.answers.items():
+            if member_name(answer.policy) == policy:
+                turns.append((node, seat, answer))
     times = Counter(id(answer) for _, _, answer in turns)
     shares = [1 / times[id(answer)] for _, _, answer in turns]
     steps = [(node, seat, share) for (node, seat, _), share in zip(turns, shares, strict=True)]
-    steps += [step for episode in valid for step in _steps_of_others(episode, policy)]
+    steps += chain.from_iterable(_steps_of_others(episode, policy) for episode in valid)
     terms = [(node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}), share) for node, seat, share in steps]
     terms += [(node.info.get(TEAM_TERMS_KEY, {}), share) for node, _, share in steps]
-    names = dict.fromkeys(name for own, _ in terms for name in own)
     count = len(times) or 1
-    return {f"reward/{name}": sum(own.get(name, 0.0) * share for own, share in terms) / count for name in names} | {
+    sums: dict[str, float] = {}
+    for own, share in terms:
+        for name, value in own.items():
+            sums[f"reward/{name}"] = sums.get(f"reward/{name}", 0) + value * share
+    return {name: total / count for name, total in sums.items()} | {
         "answers": float(len(times)),
         "local_reward": sum(node.rewards.get(seat, 0.0) * share for node, seat, share in steps) / count,
         "team_reward": sum(node.team_reward * share for node, _, share in steps) / count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from pydantic import Field
 
@@ -53,6 +54,7 @@ def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
 
 def seen_terms(episodes: Iterable[Episode]) -> set[str]:
     """Returns the names of all terms in the rewards of episodes."""
-    infos = [node.info for episode in episodes for node in episode.valid_nodes]
-    own = {name for info in infos for terms in info.get(REWARD_TERMS_KEY, {}).values() for name in terms}
-    return own | {name for info in infos for name in info.get(TEAM_TERMS_KEY, {})}
+    names: set[str] = set()
+    for node in chain.from_iterable(episode.valid_nodes for episode in episodes):
+        names.update(node.info.get(TEAM_TERMS_KEY, {}), *node.info.get(REWARD_TERMS_KEY, {}).values())
+    return names

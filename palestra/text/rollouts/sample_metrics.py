@@ -5,8 +5,8 @@ An instance has n samples, of which c succeeded. The samples of an instance are 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from math import comb
 from typing import Any
 
@@ -34,22 +34,18 @@ def majority_success(episodes: Sequence[Episode]) -> float:
 
     Answers are compared as text. The success of an answer is the mean success of the samples that gave it.
     """
-    ends = [leaf for episode in episodes if episode.error is None for leaf in episode.leaves()]
-    votes = [(str(leaf.info[ANSWER_KEY]).strip(), leaf.success or 0.0) for leaf in ends if _has_answer(leaf.info)]
-    counts = Counter(answer for answer, _ in votes)
-    most = max(counts.values(), default=0)
-    winners = [answer for answer, count in counts.items() if count == most]
-    shares = [np.mean([success for own, success in votes if own == answer]) for answer in winners]
+    votes: dict[str, list[float]] = {}  # the successes of the samples that gave each answer
+    for leaf in chain.from_iterable(episode.leaves() for episode in episodes if episode.error is None):
+        if leaf.info.get(ANSWER_KEY) is not None:
+            votes.setdefault(str(leaf.info[ANSWER_KEY]).strip(), []).append(leaf.success or 0.0)
+    most = max(map(len, votes.values()), default=0)
+    shares = [np.mean(successes) for successes in votes.values() if len(successes) == most]
     return float(np.mean(shares)) if shares else 0.0
-
-
-def _has_answer(info: dict[str, Any]) -> bool:
-    return info.get(ANSWER_KEY) is not None
 
 
 def _reports_answers(episodes: Sequence[Episode]) -> bool:
     """True if the env reports a final answer, which may be None, in any episode."""
-    return any(ANSWER_KEY in leaf.info for episode in episodes for leaf in episode.leaves())
+    return any(ANSWER_KEY in leaf.info for leaf in chain.from_iterable(episode.leaves() for episode in episodes))
 
 
 def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
@@ -69,11 +65,14 @@ def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
         return found
     groups: dict[int, list[Episode]] = {}
     for number, episode in zip(number_instances(episodes), episodes, strict=True):
-        groups.setdefault(number, []).append(episode)
-    valid = [[e for e in group if e.error is None and e.leaves()] for group in groups.values()]
-    counts = [(len(group), sum((e.success or 0.0) >= 0.5 for e in group)) for group in valid]
-    passed = {str(k): [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in _powers(samples)}
-    voted = [majority_success(group) for group in valid if group] if _reports_answers(episodes) else []
+        group = groups.setdefault(number, [])
+        if episode.error is None and episode.leaves():
+            group.append(episode)
+    successes = [[(e.success or 0.0) >= 0.5 for e in group] for group in groups.values()]
+    passed = {}
+    for k in _powers(samples):
+        passed[str(k)] = [pass_at_k(len(own), sum(own), k) for own in successes if len(own) >= k]
+    voted = [majority_success(group) for group in groups.values() if group] if _reports_answers(episodes) else []
     found |= _means("pass_at_k", passed)
     return found | (_means("maj_at_k", {str(samples): voted}) if voted else {})
 

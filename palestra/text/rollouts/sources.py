@@ -79,7 +79,9 @@ class EnvSource:
     ) -> list[Episode]:
         """Returns the episodes of these numbers, in order; all of one step have the same policies."""
         specs = self.episode_specs(numbers, state)
-        own = {name: [spec for kind, spec in specs if kind == name] for name in self.runners}
+        own: dict[str, list[EpisodeSpec]] = {name: [] for name in self.runners}
+        for name, spec in specs:
+            own[name].append(spec)
         played = await asyncio.gather(
             *(self.runners[name].play_all(part, branching, on_episode) for name, part in own.items())
         )
@@ -126,8 +128,8 @@ class EnvSource:
         if self.curriculum == "fixed":
             return plain
         measured = state.get(SUCCESS_KEY, {})
-        open_ = {name: s * (1 - s) for name, s in ((name, measured.get(name, 0.5)) for name in self.runners)}
-        products = {name: plain[name] * open_[name] for name in self.runners}
+        success = {name: measured.get(name, 0.5) for name in self.runners}
+        products = {name: plain[name] * (s * (1 - s)) for name, s in success.items()}
         aimed = _normal(products) if any(products.values()) else plain  # plain: each env always or never succeeds
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.runners}
 

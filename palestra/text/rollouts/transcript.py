@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from palestra.core.types import Episode, Node
@@ -18,7 +19,7 @@ def transcript(episode: Episode) -> str:
     seen: dict[str, Any] = {}
     for node in episode.nodes:
         if node.chosen:
-            lines += [line for seat in node.answers for line in _turn(node, seat, seen)]
+            lines += chain.from_iterable(_turn(node, seat, seen) for seat in node.answers)
             lines += _came(node)
     return "\n".join([*lines, *([f"failed: {episode.error}", episode.traceback or ""] if episode.error else [])])
 

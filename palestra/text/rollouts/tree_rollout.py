@@ -293,7 +293,9 @@ class _TreeRollout:
         answers = await self._ask_all(branch, k)
         if not answers:
             return []
-        joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]
+        joints = []
+        for which in joined:
+            joints.append({seat: own[i] for (seat, own), i in zip(answers.items(), which, strict=True)})
         envs = [*[await self._copy(branch.env) for _ in joined[1:]], branch.env]  # the last sibling has the original
         siblings = enumerate(zip(joints, envs, strict=True))
         played = await _run_together(self._play_sibling(branch, (*branch.path, i), *own) for i, own in siblings)

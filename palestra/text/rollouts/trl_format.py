@@ -52,7 +52,7 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
 
 def unused_columns(rows: Sequence[Row]) -> list[str]:
     """Returns the columns of a table that no answer of at least one row with a value depends on."""
-    return sorted({name for row in rows for name in _given_names(row) if name not in _form(row)})
+    return sorted(set().union(*(_given_names(row).difference(_form(row)) for row in rows)))
 
 
 def _given_names(row: Row) -> set[str]:

@@ -54,7 +54,9 @@ def check_logprobs(
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(policies)]
     if sampler.zero_adapter is None and any(adapters):
         sampler.use_zero_adapter(_zero(engine).snapshot("base", engine.dtype))
-    requests = [r for claim, adapter in zip(policies, adapters, strict=True) for r in _requests(engine, claim, adapter)]
+    requests = []
+    for claim, adapter in zip(policies, adapters, strict=True):
+        requests += _requests(engine, claim, adapter)
     for server in sampler.servers:
         answers = sampler.sample_on_server(server, requests)
         for i, (claim, adapter) in enumerate(zip(policies, adapters, strict=True)):
@@ -92,7 +94,9 @@ def _gaps(
     answers: Sequence[Sequence[Completion]],
 ) -> np.ndarray:
     """Returns the absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
-    pairs = [(request.prompt_ids, answer) for request, each in zip(requests, answers, strict=True) for answer in each]
+    pairs = []
+    for request, each in zip(requests, answers, strict=True):
+        pairs += [(request.prompt_ids, answer) for answer in each]
     ours = _training_logprobs(engine, adapter, pairs, claim.sampling.temperature or 1.0)
     theirs = [answer.logprobs for _, answer in pairs]
     return np.abs(np.concatenate(ours) - np.concatenate(theirs))

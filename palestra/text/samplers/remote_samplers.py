@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import chain
 
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.config import LoraConfig
@@ -72,7 +73,7 @@ class PendingSampler:
         if isinstance(config, SamplerProcessesConfig):
             options = {"base": base, "dtype": dtype, "device": "cuda" if config.gpus else device}
             numbers = {"threads": config.torch_threads, **numbers}
-            words = [word for name, value in (options | numbers).items() for word in (f"--{name}", str(value))]
+            words = list(chain.from_iterable((f"--{name}", str(value)) for name, value in (options | numbers).items()))
             self.processes = SamplerProcesses(words, config.count, config.gpus, self.adapter_store.folder)
 
     def wait_ready(self) -> VllmSampler:

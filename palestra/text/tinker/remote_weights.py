@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -344,7 +344,7 @@ def answer_logprobs(outputs: Iterable[pb.ForwardBackwardOutput], samples: Sequen
     """Returns the log-probabilities, float32 [T], of each sample's answer tokens from the results of a pass over all
     samples."""
     found = []
-    for record in (record for output in outputs for record in output.loss_fn_outputs):
+    for record in chain.from_iterable(output.loss_fn_outputs for output in outputs):
         field = record.fields["logprobs"]
         ends = tensors.decode_values(field.offsets, pb.DTYPE_INT64)
         found += [tensors.decode_values(field.data[start:end], field.dtype) for start, end in pairwise(ends)]

@@ -303,9 +303,8 @@ def token_staleness_metrics(episodes: Sequence[Episode], policy: str, step_versi
     `step_versions` are the policy's versions after consecutive training steps, the newest last. Answers of failed
     episodes do not count.
     """
-    answers = [
-        answer for answer in answers_of([e for e in episodes if e.error is None], policy) if len(answer.token_ids)
-    ]
+    valid = [episode for episode in episodes if episode.error is None]
+    answers = [answer for answer in answers_of(valid, policy) if len(answer.token_ids)]
     versions = [answer_versions(answer) for answer in answers]
     behind = len(step_versions) - np.searchsorted(step_versions, np.concatenate([*versions, []]), side="right")
     mixed = [len(np.unique(own)) > 1 for own in versions]

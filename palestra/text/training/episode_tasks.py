@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ class DistributedEval(TextEval):
             played = await asyncio.gather(*(self.dispatcher.play(versions, task) for task in tasks))
         finally:
             self.dispatcher.release(versions)
-        return [episode for part in played for episode in part]
+        return list(chain.from_iterable(played))
 
 
 def split_into_slices(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -31,11 +32,12 @@ from palestra.envs.vector_base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.vector.algorithms.critics import CriticEnsemble, frozen_copy
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import NetPolicyConfig, PolicyStack, strip_prefix
 from palestra.vector.losses import critic_loss
 from palestra.vector.nets.continuous_heads import ActionEncoder
+from palestra.vector.nets.heads import ActionHead
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.replay import ReplayBuffer, TransitionBatch
 
@@ -87,9 +89,10 @@ class ActionValueLearner(NetLearner):
         check_supported(config, spec.env, spec.policies, self.value_per_action(spec.env.action_spaces[0]))
         self.config = config
         super().__init__(spec)
-        self.action_encoder = ActionEncoder(
-            {seat: stack.head for stack in self.stacks for seat in stack.seat_mapping.all_seats}
-        )
+        heads: dict[int, ActionHead] = {}
+        for stack in self.stacks:
+            heads |= dict.fromkeys(stack.seat_mapping.all_seats, stack.head)
+        self.action_encoder = ActionEncoder(heads)
         self.critics = [self._critic(stack) for stack in self.stacks]
         self.replay = self.build_replay()
         self.steps = 0
@@ -137,9 +140,8 @@ class ActionValueLearner(NetLearner):
         width = len(self.action_encoder.columns[seat_mapping.all_seats[0]])
         observation = self.critic_input_shape(stack)
         observation = observation if branches else (observation[0] + width,)
-        seeds = [
-            derive_seed(self.seeds[name], "critic", k) for k in range(self.num_critics) for name in seat_mapping.names
-        ]
+        members = product(range(self.num_critics), seat_mapping.names)
+        seeds = [derive_seed(self.seeds[name], "critic", k) for k, name in members]
         net = Net(observation, width if branches else 1, stack.config, make_generators(seeds)).to(self.device)
         config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
         return CriticEnsemble(
@@ -176,12 +178,10 @@ class ActionValueLearner(NetLearner):
                     weights |= dict.fromkeys(self.team_metrics, known.any(1).sum().expand_as(count))
                     weights |= {"grad_norm": torch.ones_like(count)}
                     own.append((line, weights))
-        means = [mean_tensors(own) for own in lines]
-        return {
-            name: mean_metrics([{key: value[p] for key, value in line.items()}])
-            for stack, line in zip(self.stacks, means, strict=True)
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        metrics: dict[str, Metrics] = {}
+        for stack, own in zip(self.stacks, lines, strict=True):
+            metrics |= metrics_by_policy(stack.seat_mapping.names, [mean_tensors(own)])
+        return metrics
 
     def update_batch(self, stack: PolicyStack, transitions: TransitionBatch, joint: Tensor) -> UpdateBatch:
         """Returns the update batch of a stack; `joint` [M, J] are the encoded actions."""

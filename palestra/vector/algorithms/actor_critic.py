@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -147,21 +148,18 @@ class ActorCriticLearner(NetLearner):
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         groups = [{name: own} for name, own in seats.items()] if self.config.sequential else [dict(seats)]
-        return [mapping for group in groups for mapping in super(ActorCriticLearner, self).seat_mappings(group)]
+        return list(chain.from_iterable(super(ActorCriticLearner, self).seat_mappings(group) for group in groups))
 
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
         if self.config.critics == "each":
             return self.seat_mappings(seats)
-        if (
-            self.config.critic == "own"
-            and len({self.env.observation_shapes[s] for own in seats.values() for s in own}) > 1
-        ):
+        flat = tuple(chain.from_iterable(seats.values()))
+        if self.config.critic == "own" and len({self.env.observation_shapes[seat] for seat in flat}) > 1:
             raise ValueError(
                 "critics: one needs seats with observations of the same shape, and these differ: set critic: central, "
                 "or critics: each"
             )
-        flat = tuple(seat for own in seats.values() for seat in own)
         shape = self.env.observation_shapes[flat[0]]
         space = self.env.action_spaces[flat[0]]
         return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space)]
@@ -395,12 +393,11 @@ class ActorCriticLearner(NetLearner):
         return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
-        memories = {
-            f"critic_memory.{i}/{source}": memory.cpu().numpy()
-            for i, critic in enumerate(self.critics)
-            for source, memory in critic.recurrent_states.items()
-        }
-        return super().state_arrays() | memories
+        found = super().state_arrays()
+        for i, critic in enumerate(self.critics):
+            states = critic.recurrent_states.items()
+            found |= {f"critic_memory.{i}/{source}": memory.cpu().numpy() for source, memory in states}
+        return found
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)

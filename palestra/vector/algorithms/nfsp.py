@@ -10,7 +10,6 @@ Shapes: `P` members of a stack, `B` parallel games, `S` seats of a member, `T` s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from palestra.vector.algorithms.dqn import DQNLearner
 from palestra.vector.algorithms.q_learning import QLearningConfig
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec, mean_metrics
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.nets.heads import make_head
 from palestra.vector.nets.layers import Net, make_generators
 from palestra.vector.nets.on_device import as_tensor
@@ -227,8 +226,8 @@ class NFSPLearner(DQNLearner):
         """Takes one gradient step of the average strategies; returns their losses [P]."""
         names = stack.seat_mapping.names
         count = self.config.batch_size
-        drawn = [self.reservoirs[name].sample(count, rng) for name in names]
-        rows = {key: as_tensor(np.stack([own[key] for own in drawn]), self.device) for key in drawn[0]}
+        first, *others = [self.reservoirs[name].sample(count, rng) for name in names]
+        rows = {key: as_tensor(np.stack([x, *(own[key] for own in others)]), self.device) for key, x in first.items()}
         obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]
         logp, entropy = stack.head.evaluate_actions(stack.net(obs), rows["actions"], rows.get("action_mask"))
         losses = []
@@ -244,11 +243,7 @@ class NFSPLearner(DQNLearner):
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the average strategies."""
-        return {
-            name: partial(write_policy, stack, p)
-            for stack in self.averages
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        return policy_writers(self.averages)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {f"average.{i}": stack.net for i, stack in enumerate(self.averages)}
@@ -257,13 +252,10 @@ class NFSPLearner(DQNLearner):
         return super().optimizers() | {f"average_adam.{i}": stack.optimizer for i, stack in enumerate(self.averages)}
 
     def state_arrays(self) -> Arrays:
-        kept = {
-            f"reservoir.{name}/{key}": array
-            for name, reservoir in self.reservoirs.items()
-            for key, array in reservoir.arrays().items()
-        }
-        versions = {"average_versions": np.array([stack.version for stack in self.averages])}
-        return super().state_arrays() | kept | versions
+        found = super().state_arrays() | {"average_versions": np.array([stack.version for stack in self.averages])}
+        for name, reservoir in self.reservoirs.items():
+            found |= {f"reservoir.{name}/{key}": array for key, array in reservoir.arrays().items()}
+        return found
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)

@@ -263,8 +263,10 @@ class OffPolicyLearner(ActionValueLearner):
     # ---- state
 
     def state_arrays(self) -> Arrays:
-        noises = {f"noise.{i}/{name}": x for i, own in enumerate(self.noises) for name, x in own.arrays().items()}
-        return super().state_arrays() | noises
+        found = super().state_arrays()
+        for i, noise in enumerate(self.noises):
+            found |= {f"noise.{i}/{name}": array for name, array in noise.arrays().items()}
+        return found
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)

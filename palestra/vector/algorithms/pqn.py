@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -88,7 +89,7 @@ class PQNLearner(NetLearner):
             for name, policy in spec.policies.items()
         }
         super().__init__(spec._replace(policies=policies))
-        self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
+        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
 
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         made = super().build_stack(seat_mapping)

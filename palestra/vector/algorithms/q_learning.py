@@ -11,7 +11,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +26,8 @@ from palestra.envs.vector_base import Arrays, Discrete, VectorEnv
 from palestra.vector.algorithms.critics import polyak_update
 from palestra.vector.algorithms.minibatches import minibatch_seed
 from palestra.vector.algorithms.presets import algorithm_name
-from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, metrics_by_policy
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.losses import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.vector.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.vector.nets.layers import Net, make_generators
@@ -156,7 +156,7 @@ class QLearner(NetLearner):
         super().__init__(spec)
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
-        self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
+        self.seats = list(chain.from_iterable(stack.seat_mapping.all_seats for stack in self.stacks))
         self.steps = 0
         self.env_steps_seen = 0
         self.replay = self.build_replay()
@@ -237,11 +237,10 @@ class QLearner(NetLearner):
             for _ in range(self.config.gradient_steps):
                 for own, line in zip(lines, self._step(rng, progress), strict=True):
                     own.append(line)
-        return {
-            name: mean_metrics([{key: value[p] for key, value in line.items()} for line in own])
-            for stack, own in zip(self.stacks, lines, strict=True)
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        metrics: dict[str, Metrics] = {}
+        for stack, own in zip(self.stacks, lines, strict=True):
+            metrics |= metrics_by_policy(stack.seat_mapping.names, own)
+        return metrics
 
     def _ready(self) -> bool:
         """Returns True if all processes can train."""
@@ -306,11 +305,8 @@ class QLearner(NetLearner):
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the policies as plain Q-networks, so that loading them needs no duelling head."""
-        return {
-            name: partial(write_policy, replace(stack, net=without_duelling(stack, head)), p)
-            for stack, head in zip(self.stacks, self.heads, strict=True)
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        stacks = zip(self.stacks, self.heads, strict=True)
+        return policy_writers(replace(stack, net=without_duelling(stack, head)) for stack, head in stacks)
 
     def polyak_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
         """Returns pairs of online and target networks."""

@@ -7,6 +7,7 @@ Shapes: `P` members of a stack, `T` steps, `M` transitions or sequences, `R` row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ def mix_values(
 ) -> Tensor:
     """Returns the team's value [T, M] from the inputs of each stack's seats (`q` and `best` [P, T, R], `actions`
     [P, T, R, A]), the agent mask [T, M, N] and the state [T, M, G]. A seat that does not act enters with zeros."""
-    seats = tuple(seat for stack in stacks for seat in stack.seat_mapping.all_seats)
+    seats = tuple(chain.from_iterable(stack.seat_mapping.all_seats for stack in stacks))
     acts = agent_mask[..., constant(seats, agent_mask.device)]
 
     def joint(parts: list[Tensor]) -> Tensor:

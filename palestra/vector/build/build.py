@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def build_players(
         settings = {name: policies[name] for name in names}
         learners.append(algorithm.build_learner(env, own, settings, seeds, ranks, device))
         played: dict[str, list[int]] = {}
-        for seat in sorted(number for numbers in own.values() for number in numbers):
+        for seat in sorted(chain.from_iterable(own.values())):
             played.setdefault(named[env.seats[seat]], []).append(seat)
         teams.append(TeamSeats(team, played))
     return TeamLearners(algorithm_name(algorithm), teams, learners), others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from palestra.core.config import StrictModel
 from palestra.core.files import read_arrays, write_arrays
+from palestra.core.losses import TensorMetrics
 from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import Arrays, VectorEnv
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
@@ -27,8 +28,8 @@ from palestra.vector.learners.policy_stack import (
     MAX_NORMALISED_INPUT,
     NetPolicyConfig,
     PolicyStack,
+    policy_writers,
     strip_prefix,
-    write_policy,
 )
 from palestra.vector.nets.heads import ActionHead, make_head
 from palestra.vector.nets.layers import Net, make_generators
@@ -217,7 +218,7 @@ class NetLearner(ABC):
     def acting_tensors(self) -> list[Tensor]:
         """Returns the tensors that players use to act (weights and norms) of every stack, in order."""
         kept = [stack.net for stack in self.stacks] + [stack.norm for stack in self.stacks if stack.norm]
-        return [tensor for module in kept for tensor in module.state_dict().values()]
+        return list(chain.from_iterable(module.state_dict().values() for module in kept))
 
     def modules(self) -> dict[str, nn.Module]:
         """Returns all modules with weights, by name."""
@@ -232,11 +233,7 @@ class NetLearner(ABC):
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns for each policy a function that writes it to a folder: its weights and what is needed to play it
         alone."""
-        return {
-            name: partial(write_policy, stack, p)
-            for stack in self.stacks
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        return policy_writers(self.stacks)
 
     def write_state(self, folder: Path) -> None:
         """Writes the full training state to `folder`; `read_state` restores it."""
@@ -271,11 +268,20 @@ def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
     lines = numbers_of(lines)
     weights = [float(line.get(WEIGHT_KEY, 1.0)) for line in lines]
     is_weighted = len(set(weights)) > 1
-    return {
-        key: weighted_mean([float(line[key]) for line in lines], weights if is_weighted and key != "grad_norm" else [])
-        for key in (lines[0] if lines else {})
-        if key != WEIGHT_KEY
-    }
+    means = {}
+    for key in lines[0] if lines else ():
+        values = [float(line[key]) for line in lines]
+        means[key] = weighted_mean(values, weights if is_weighted and key != "grad_norm" else [])
+    means.pop(WEIGHT_KEY, None)
+    return means
+
+
+def metrics_by_policy(names: Sequence[str], lines: Sequence[TensorMetrics]) -> dict[str, Metrics]:
+    """Returns the means of metrics [P] over `lines`, by the name of the policy."""
+    found = {}
+    for p, name in enumerate(names):
+        found[name] = mean_metrics([{key: value[p] for key, value in line.items()} for line in lines])
+    return found
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float] = ()) -> float:

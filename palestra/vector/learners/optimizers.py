@@ -182,10 +182,10 @@ class MemberOptimizers:
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], config: OptimizerConfig) -> None:
         sizes = [shape.numel() for shape in shapes]
         self.sizes = sizes
-        self.members = [
-            [nn.Parameter(part.view(shape)) for part, shape in zip(row.split(sizes), shapes, strict=True)]
-            for row in flat.detach()
-        ]
+        self.members = []
+        for row in flat.detach():
+            parts = zip(row.split(sizes), shapes, strict=True)
+            self.members.append([nn.Parameter(part.view(shape)) for part, shape in parts])
         self.optimizers: list[Any] = [_build_optimizer(config, parameters) for parameters in self.members]
 
     def step(self, gradient: Tensor, lr: float, failed: Tensor | None) -> None:

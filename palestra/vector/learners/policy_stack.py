@@ -7,9 +7,9 @@ Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -152,6 +152,14 @@ def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
         "config": stack.config.model_dump(),
     }
     (folder / "member.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def policy_writers(stacks: Iterable[PolicyStack]) -> dict[str, Callable[[Path], None]]:
+    """Returns for each policy of the stacks a function that writes it to a folder."""
+    writers: dict[str, Callable[[Path], None]] = {}
+    for stack in stacks:
+        writers |= {name: partial(write_policy, stack, p) for p, name in enumerate(stack.seat_mapping.names)}
+    return writers
 
 
 def read_frozen_member(

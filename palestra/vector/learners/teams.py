@@ -36,7 +36,7 @@ class TeamSeats:
     @property
     def seats(self) -> list[int]:
         """The seat numbers of all policies."""
-        return [seat for own in self.policies.values() for seat in own]
+        return list(chain.from_iterable(self.policies.values()))
 
 
 class TeamLearners:
@@ -71,10 +71,10 @@ class TeamLearners:
         return self._all(lambda learner: learner.greedy_policies())
 
     def _all(self, policies: Callable[[NetLearner], Sequence[VectorPolicy]]) -> list[VectorPolicy]:
-        return [policy for learner in self.learners for policy in policies(learner)]
+        return list(chain.from_iterable(policies(learner) for learner in self.learners))
 
     def acting_tensors(self) -> list[Tensor]:
-        return [tensor for learner in self.learners for tensor in learner.acting_tensors()]
+        return list(chain.from_iterable(learner.acting_tensors() for learner in self.learners))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains every team on the rollout. Raises ValueError as `check_rewards` does."""
@@ -125,7 +125,7 @@ class TeamLearners:
             learner.check_finite()
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        return {name: write for learner in self.learners for name, write in learner.member_writers().items()}
+        return dict(chain.from_iterable(learner.member_writers().items() for learner in self.learners))
 
     def write_state(self, folder: Path) -> None:
         for team, learner in zip(self.teams, self.learners, strict=True):

@@ -161,11 +161,11 @@ class ActionEncoder:
 
     def __init__(self, heads: Mapping[int, ActionHead]) -> None:
         self.heads = dict(sorted(heads.items()))
-        self.columns: dict[int, list[int]] = {}
+        self.columns: dict[int, tuple[int, ...]] = {}
         self.size = 0
         for seat, head in self.heads.items():
             width = head.width or head.outputs
-            self.columns[seat] = list(range(self.size, self.size + width))
+            self.columns[seat] = tuple(range(self.size, self.size + width))
             self.size += width
 
     def encode(self, actions: Tensor, agent_mask: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class ActionEncoder:
 
     def _at(self, seat_mapping: SeatMapping, device: torch.device) -> Tensor:
         """Returns the columns of the seats' encoded actions [P, S, A]."""
-        return constant(tuple(tuple(tuple(self.columns[seat]) for seat in row) for row in seat_mapping.seats), device)
+        return constant(tuple(tuple(map(self.columns.__getitem__, row)) for row in seat_mapping.seats), device)
 
 
 def encode_action(head: ActionHead, action: Tensor) -> Tensor:

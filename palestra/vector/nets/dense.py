@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -211,5 +212,5 @@ class MLP(nn.Module):
             layers = [*layers, last]
             activations = [*activations, None]
         rest = layers[len(norms) :]
-        parameters = [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
+        parameters = list(chain.from_iterable((layer.weight, layer.bias) for layer in rest))
         return dense_layers(x, activations[len(norms) :], *parameters) if rest else x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
             "kinds: give each kind of seat a policy of its own"
         )
     (kind,) = kinds
-    sizes = [[len(one.columns) for one in env.observation_entities[seat]] for seat in seats]
-    counts = tuple(max(column) for column in zip(*sizes, strict=True))
+    of_kind = zip(*(env.observation_entities[seat] for seat in seats), strict=True)
+    counts = tuple(max(len(one.columns) for one in entities) for entities in of_kind)
     columns = tuple(
         _columns(env, seat, counts) if _kinds(env, seat) == kind else None for seat in range(len(env.seats))
     )
@@ -83,10 +84,10 @@ def _columns(env: VectorEnv, seat: int, counts: Sequence[int]) -> tuple[int, ...
     kinds = env.observation_entities[seat]
     if any(len(one.columns) > count for one, count in zip(kinds, counts, strict=True)):
         return None
-    entity_columns = [column for one in kinds for entity in one.columns for column in entity]
-    arranged = [column for column in range(env.observation_shapes[seat][0]) if column not in set(entity_columns)]
+    entity_columns = set(chain.from_iterable(chain.from_iterable(one.columns for one in kinds)))
+    arranged = [column for column in range(env.observation_shapes[seat][0]) if column not in entity_columns]
     for one, count in zip(kinds, counts, strict=True):
-        arranged += [column for entity in one.columns for column in entity]
+        arranged += chain.from_iterable(one.columns)
         arranged += [-1] * (count - len(one.columns)) * one.width
     return tuple(arranged)
 

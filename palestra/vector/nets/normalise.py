@@ -74,6 +74,6 @@ class RunningNorm(nn.Module):
 def rescale_outputs(weight: Tensor, bias: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     """Changes a last layer (weight [P, H, D], bias [P, 1, D]) in place so that its denormalised outputs do not change
     when mean and deviation ([P, D] each) change from `old` to `new` (PopArt; Hessel et al., 2019, eq. 9)."""
-    (old_mean, old_std), (new_mean, new_std) = ([x[:, None] for x in pair] for pair in (old, new))
+    old_mean, old_std, new_mean, new_std = (statistic[:, None] for statistic in (*old, *new))
     weight.copy_(weight * (old_std / new_std))
     bias.copy_((old_std * bias + old_mean - new_mean) / new_std)

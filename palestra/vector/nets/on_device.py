@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,11 @@ def numbers_of(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
     `lines` itself if the first line has no such tensor."""
     if not lines or not any(isinstance(value, Tensor) and not value.is_cpu for value in lines[0].values()):
         return lines
-    places = [(i, key) for i, line in enumerate(lines) for key, value in line.items() if isinstance(value, Tensor)]
-    numbers = torch.stack([lines[i][key].detach().float() for i, key in places]).tolist()
-    changed = [dict(line) for line in lines]
-    for (i, key), number in zip(places, numbers, strict=True):
-        changed[i][key] = number
+    values = filter(torch.is_tensor, chain.from_iterable(line.values() for line in lines))
+    numbers = iter(torch.stack([value.detach().float() for value in values]).tolist())
+    changed = []
+    for line in lines:
+        changed.append({key: next(numbers) if torch.is_tensor(value) else value for key, value in line.items()})
     return changed
 
 

@@ -59,10 +59,10 @@ class OwnBody(nn.Module):
         self._check_module(modules[0])
         self.units = self._count_units(modules[0], observation_shape)
         self._template = (modules[0].requires_grad_(False),)  # in a tuple: its parameters are no weights
-        stacked = {
-            _key(name): nn.Parameter(torch.stack([module.get_parameter(name).detach() for module in modules]))
-            for name, _ in modules[0].named_parameters()
-        }
+        stacked = {}
+        for name, _ in modules[0].named_parameters():
+            members = [module.get_parameter(name).detach() for module in modules]
+            stacked[_key(name)] = nn.Parameter(torch.stack(members))
         self.weights = nn.ParameterDict(stacked)
 
     def _check_module(self, module: nn.Module) -> None:

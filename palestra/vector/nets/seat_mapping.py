@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class SeatMapping:
     @cached_property
     def all_seats(self) -> list[int]:
         """The seats of all members, in order."""
-        return [seat for of_member in self.seats for seat in of_member]
+        return list(chain.from_iterable(self.seats))
 
     @cached_property
     def _flat(self) -> tuple[int, ...]:
@@ -111,15 +112,10 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
             )
         arranged = layout and (layout.own, layout.counts, layout.widths)
         stacks.setdefault((*kinds.pop(), len(own), repr(configs[name]), arranged), []).append(name)
-    return [
-        SeatMapping(
-            tuple(names),
-            tuple(tuple(seats[name]) for name in names),
-            len(env.seats),
-            view,
-            space,
-            bool(getattr(configs[names[0]], "seat_one_hot", False)) and len(seats[names[0]]) > 1 and len(view) == 1,
-            layouts[names[0]],
-        )
-        for (view, space, *_), names in stacks.items()
-    ]
+    mappings = []
+    for (view, space, *_), names in stacks.items():
+        first = names[0]
+        one_hot = bool(getattr(configs[first], "seat_one_hot", False)) and len(seats[first]) > 1 and len(view) == 1
+        played = tuple(tuple(seats[name]) for name in names)
+        mappings.append(SeatMapping(tuple(names), played, len(env.seats), view, space, one_hot, layouts[first]))
+    return mappings

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Protocol
@@ -74,7 +75,10 @@ class SharedBuffers:
         self.slot_marks = self._array((SLOTS_PER_ACTOR,), np.dtype(np.int64))
         self.version = self._array((1,), np.dtype(np.int64))  # of the weights: counts the learner's publications
         self.weights = self._array((weights,), np.dtype(np.float32))
-        self.slots = [{k: self._array(*kind) for k, kind in self.array_specs.items()} for _ in range(SLOTS_PER_ACTOR)]
+        self.slots = [self._slot() for _ in range(SLOTS_PER_ACTOR)]
+
+    def _slot(self) -> dict[str, np.ndarray]:
+        return {key: self._array(*kind) for key, kind in self.array_specs.items()}
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array: np.ndarray = np.ndarray(shape, dtype, self.shared_memory.buf, self._used)
@@ -151,7 +155,8 @@ class ActorPool:
         self.weights = spec.acting_tensors()
         frame = spec.env.reset(np.arange(spec.env.num_envs))
         self.batch = empty_batch(spec.env, frame, horizon)
-        self.all_buffers = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
+        num_weights = sum(tensor.numel() for tensor in self.weights)
+        self.all_buffers = [SharedBuffers(num_weights, self.batch) for _ in make]
         self.locks: list[Any] = [None for _ in make]
         self.actors: list[PipeProcess] = []  # none until the first weights are published
         self.failures = [0 for _ in make]
@@ -164,7 +169,7 @@ class ActorPool:
         self._publish()
         dropped = 0
         while True:
-            ready = wait([each for actor in self.actors for each in (actor.pipe, actor.process.sentinel)])
+            ready = wait(list(chain.from_iterable((actor.pipe, actor.process.sentinel) for actor in self.actors)))
             for step in range(1, len(self.make) + 1):  # round robin: a fast actor must not starve the others
                 i = (self.batch.worker + step) % len(self.make)
                 if self.actors[i].pipe in ready and (got := self._receive(i)) is not None:

@@ -60,11 +60,10 @@ def record_vector_episodes(
     """Plays `steps` joint steps of every parallel game and writes them as episodes. The games have consecutive seeds
     from `seed` on."""
     batch = VectorRollout(env, seed + np.arange(env.num_envs)).collect(players, steps, seed)
-    policies = {
-        seat: player.names[i * len(player.names) // len(player.seats)]
-        for player in players
-        for i, seat in enumerate(player.seats)
-    }
+    policies: dict[int, str] = {}
+    for player in players:
+        names = player.names
+        policies |= {seat: names[i * len(names) // len(player.seats)] for i, seat in enumerate(player.seats)}
     with replacing_file(Path(path)) as file:
         pq.write_table(to_table(batch, env, [policies[seat] for seat in range(len(env.seats))]), file)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def returns_by_team(returns: np.ndarray, teams: Sequence[str]) -> Metrics:
     names = list(dict.fromkeys(teams))
     if len(names) < 2:
         return {}
-    seats_of = {name: [seat for seat, team in enumerate(teams) if team == name] for name in names}
-    return {f"{TEAM_RETURN}{name}": float(returns[:, seats].mean()) for name, seats in seats_of.items()}
+    team_of = np.array(teams)
+    return {f"{TEAM_RETURN}{name}": float(returns[:, team_of == name].mean()) for name in names}
 
 
 def success_metrics(success: np.ndarray, teams: Sequence[str]) -> Metrics:
@@ -89,7 +90,7 @@ def success_by_name(success: np.ndarray, names: Sequence[str]) -> Metrics:
 
 def mean_metrics(lines: Sequence[Metrics]) -> Metrics:
     """Returns the mean of each metric over the dicts that contain it."""
-    keys = dict.fromkeys(key for line in lines for key in line)
+    keys = dict.fromkeys(chain.from_iterable(lines))
     return {key: float(np.mean([line[key] for line in lines if key in line])) for key in keys}
 
 

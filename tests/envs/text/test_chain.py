@@ -191,7 +191,7 @@ def one_row(**row):
         ({"reward": None}, "must be a function of .*, and is None"),
         ({"reward": []}, r"reward: there is no function: write def reward\(row, answers\)"),
         ({"reward": [len]}, r'the reward function "len" takes .*, and is called with \(row, answers\)'),
-        ({"reward": lambda row: 1}, r'the reward function "<lambda>" takes \(row\), and is called with \(row, answers\)'),
+        ({"reward": lambda row: 1}, r'function "<lambda>" takes \(row\), and is called with \(row, answers\)'),
         ({"reward": [top_row, top_row]}, "two functions have one name: name them"),
         ({"reward": {"a": top_row, "b": 3}}, "must be a function of .*, and is 3"),
         ({"reward": lambda completions, trainer_state: [1]}, 'asks for trainer_state, and there are completions, goal'),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class CompletionResult:
 @router.get("/models")
 def list_models(ctx: ContextDep, owner: OwnerDep) -> dict[str, Any]:
     """Lists the bases under all their names. Checkpoints for sampling are models too, but not listed."""
-    names = [name for base in ctx.bases.values() for name in (base.name, *base.public_names)]
+    names = list(chain.from_iterable((base.name, *base.public_names) for base in ctx.bases.values()))
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in names]
     return {"object": "list", "data": data}
 
@@ -235,7 +236,7 @@ async def _answer(
         why = "the server is stopping" if waiter.is_closed else f"no answer within {ANSWER_TIMEOUT_S:.0f} seconds"
         raise BadRequest(f"{why}: send the request again", 503)
     results = [await run_in_threadpool(_result, queue.context, owner, id) for id in ids]
-    sequences = [sequence for result in results for sequence in result["sequences"]]
+    sequences = list(chain.from_iterable(result["sequences"] for result in results))
     choices = [_choice(i, sequence, source, call.stops) for i, sequence in enumerate(sequences)]
     return CompletionResult(ids[0], call.model, source, choices, sum(len(prompt) for prompt in prompts))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -105,7 +106,7 @@ class COMALearner(NetLearner):
         self.num_actions = max(sizes)
         self.updates = 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
-        self.learns[constant(tuple(seat for own in spec.seats.values() for seat in own), spec.device)] = True
+        self.learns[constant(tuple(chain.from_iterable(spec.seats.values())), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
 
     def _critic(self, stack: PolicyStack) -> CentralCritic:

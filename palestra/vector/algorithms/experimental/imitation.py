@@ -26,7 +26,14 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.vector_base import VectorEnv
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import minibatch_seed, normalise_weights
-from palestra.vector.learners.nets import WEIGHT_KEY, AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.vector.learners.nets import (
+    WEIGHT_KEY,
+    AlgorithmConfig,
+    NetLearner,
+    NetLearnerSpec,
+    mean_metrics,
+    metrics_by_policy,
+)
 from palestra.vector.learners.optimizers import StackedOptimizer
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.losses import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
@@ -319,9 +326,7 @@ class GAILLearner(ActorCriticLearner):
                 loss = loss + config.gradient_penalty * gradient_penalty(discriminator, theirs, ours, mix)
             discriminator.optimizer.step(loss.sum(), progress)
             lines.append(metrics)
-        return {
-            name: mean_metrics([{k: v[p] for k, v in line.items()} for line in lines]) for p, name in enumerate(names)
-        }
+        return metrics_by_policy(names, lines)
 
     @torch.no_grad()
     def _discriminator_rewards(self, discriminator: Discriminator, played: DemoBatch) -> Tensor:

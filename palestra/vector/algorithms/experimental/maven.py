@@ -36,7 +36,7 @@ from palestra.vector.algorithms.q_learning import ValueHead, legal_rows, with_la
 from palestra.vector.algorithms.qmix import MixingConfig, QMIXLearner
 from palestra.vector.learners.nets import NetLearner, NetLearnerSpec
 from palestra.vector.learners.optimizers import StackedOptimizer
-from palestra.vector.learners.policy_stack import PolicyStack, strip_prefix, write_policy
+from palestra.vector.learners.policy_stack import PolicyStack, policy_writers, strip_prefix
 from palestra.vector.nets.dense import MLP
 from palestra.vector.nets.heads import ActionHead, mask_illegal
 from palestra.vector.nets.layers import make_generators
@@ -277,11 +277,7 @@ class MAVENLearner(QMIXLearner):
 
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Returns writers of the policies as plain Q-networks of the preferred latent."""
-        return {
-            name: partial(write_policy, stack, p)
-            for stack, _ in self._plain_stacks()
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        return policy_writers(stack for stack, _ in self._plain_stacks())
 
     def modules(self) -> dict[str, nn.Module]:
         mine = {"latents": self.latent_policy.net, "returns": self.latent_policy.norm, "variational": self.variational}

@@ -23,7 +23,7 @@ from palestra.core.losses import LossInputs, TensorMetrics, importance_sampling_
 from palestra.core.types import Metrics
 from palestra.vector.algorithms.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.vector.algorithms.minibatches import PolicyRows, normalise_weights
-from palestra.vector.learners.nets import NetLearner, mean_metrics
+from palestra.vector.learners.nets import NetLearner, metrics_by_policy
 from palestra.vector.learners.optimizers import NonFiniteGradient
 from palestra.vector.learners.policy_stack import PolicyStack
 from palestra.vector.nets.heads import kl_divergence
@@ -108,10 +108,7 @@ class TRPOLearner(ActorCriticLearner):
             "entropy": after.entropy,
             "grad_norm": norms,
         }
-        return {
-            name: mean_metrics([{key: value[p] for key, value in metrics.items()}])
-            for p, name in enumerate(stack.seat_mapping.names)
-        }
+        return metrics_by_policy(stack.seat_mapping.names, [metrics])
 
     def surrogate(
         self, stack: PolicyStack, rows: PolicyRows, bonus: float, old_outputs: Tensor | None = None
