@@ -20,6 +20,7 @@ TITLES = {
     "story": "A story in two parts (`math_relay`, results/real/configs/story_team.yaml)",
     "sums": "Sums of two numbers below 100 (`math_review`, results/real/configs/sums_team.yaml)",
     "tools": "A calculator and a search (`tool_review`, results/real/configs/tools_team.yaml)",
+    "chain": "A story in four parts (`math_relay`, results/real/configs/chain_team.yaml)",
     "guess": "A thing described and guessed among eight (`describe_guess`, results/real/configs/guess_team.yaml)",
 }
 HEAD = """# Results with a real model

@@ -1,7 +1,7 @@
 """Reproduces docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in
 English.
 
-    python results/real/run.py                              all 84, about 7 hours of one core; interrupted ones go on
+    python results/real/run.py                              all 105, about 12 hours of one core; interrupted ones go on
     python results/real/run.py --list                       the rows: published, measured here, open
     python results/real/run.py --only "sums/single agent/"  one row, a minute; a trained one up to 15
     python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/
@@ -97,7 +97,8 @@ class Task:
     """A task: the config of its team, and the changes for a single agent.
 
     On stories and sums a single agent answers once where a team answers twice: with twice the episodes, the samples are
-    equal. With tools it answers as often as a team."""
+    equal. With tools it answers as often as a team. On chains its answer has all calculations: with as many episodes,
+    the sampled tokens are equal."""
 
     config: Path
     alone: dict[str, Any]
@@ -118,7 +119,7 @@ class Method:
     env: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     config: Path | None = None
-    tasks: Sequence[str] = ("story", "sums", "tools")
+    tasks: Sequence[str] = ("story", "sums", "tools", "chain")
 
 
 def on_sums(algorithm: str) -> Method:
@@ -134,15 +135,19 @@ TASKS = {
     ),
     "sums": Task(CONFIGS / "sums_team.yaml", {"env.team": "single", "episodes": 24}),
     "tools": Task(CONFIGS / "tools_team.yaml", {"env.team": "single"}),
+    "chain": Task(CONFIGS / "chain_team.yaml", {"env.team": "single", "policies.agent.sampling.max_tokens": 52}),
     "guess": Task(CONFIGS / "guess_team.yaml", {}),
 }
 ALL = (*Method.tasks, "guess")
 # Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
-NO_EXAMPLE = Method(None, env={"shots": 0})
+UNCHAINED = ("story", "sums", "tools")
+NO_EXAMPLE = Method(None, env={"shots": 0}, tasks=UNCHAINED)
 # The best number of examples on split dev (--prompts), on tasks where it differs from the config's.
 BEST_PROMPT = Method(None, env={"shots": 8}, tasks=["story", "tools"])
 TRAINED_WITH_BEST = replace(BEST_PROMPT, algorithm={}, tasks=["story"])
 NO_EXAMPLE_LONG = replace(NO_EXAMPLE, sampling={"max_tokens": 64}, tasks=["story", "sums"])
+# The control of a chain: one agent, credited for each calculation as a team is.
+IN_TURNS = Method({}, is_team=False, env={"team": "single_turns"}, tasks=["chain"])
 METHODS = {
     "single agent, no example": replace(NO_EXAMPLE, is_team=False),
     "single agent, no example, 64 tokens": replace(NO_EXAMPLE_LONG, is_team=False),
@@ -153,7 +158,10 @@ METHODS = {
     "single agent + SFT, then GRPO": on_sums("stages"),
     "single agent + DPO": on_sums("dpo"),
     "single agent + PPO": on_sums("ppo"),
-    "team, no example": replace(NO_EXAMPLE, tasks=ALL),
+    "single agent, a turn for each calculation": replace(IN_TURNS, algorithm=None),
+    "single agent, a turn for each calculation + GRPO": replace(IN_TURNS, algorithm=GRPO),
+    "single agent, a turn for each calculation + AT-GRPO": IN_TURNS,
+    "team, no example": replace(NO_EXAMPLE, tasks=(*UNCHAINED, "guess")),
     "team, no example, 64 tokens": NO_EXAMPLE_LONG,
     "team": Method(None, tasks=ALL),
     "team, 8 examples": BEST_PROMPT,
