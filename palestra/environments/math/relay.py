@@ -233,10 +233,12 @@ class MathRelay(Env):
 def all_signs(parts: int) -> tuple[str, ...]:
     """Returns what the parts of a story may do: "++", "+-", "-+" and "--" for two. Up to no part there are three more
     "-" than "+", since few such stories have positive results."""
-    every = ("".join(signs) for signs in product("+-", repeat=parts))
-    return tuple(
-        signs for signs in every if all(signs[:n].count("-") - signs[:n].count("+") < 3 for n in range(parts + 1))
-    )
+    drawn = []
+    for signs in product("+-", repeat=parts):
+        balance = accumulate(1 if sign == "+" else -1 for sign in signs)
+        if min(balance) > -3:
+            drawn.append("".join(signs))
+    return tuple(drawn)
 
 
 @lru_cache(maxsize=16_384)  # tree search resets the same seed many times
