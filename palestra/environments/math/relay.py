@@ -52,6 +52,7 @@ TURNS_ROLE = (
 MAX_MESSAGE_CHARS = 80  # characters of a seat's reply that the next one observes
 LARGEST_LIMIT = 10_000  # largest value of `limit`
 MAX_TRIES = 100  # draws of a later number of a story, for one of the story's split
+UNIT = {"+": 1, "-": -1}
 HELD_OUT = 0.4  # share of calculations that are in stories of the splits dev and test only
 
 # By topic: the first part with a number added or taken, a later part likewise, and the question.
@@ -204,17 +205,17 @@ class MathRelay(Env):
         return {seat: ask_with_examples(self._role(turn), self.examples[turn], question)}
 
     def _role(self, turn: int) -> str:
-        if self.team != "relay":
-            return SOLVER_ROLE if self.team == "single" else TURNS_ROLE
-        if turn == 0:
-            return FIRST_ROLE
-        return LAST_ROLE if turn == len(self.turns) - 1 else MIDDLE_ROLE
+        if self.team == "relay":
+            return [FIRST_ROLE, *[MIDDLE_ROLE] * (len(self.turns) - 2), LAST_ROLE][turn]
+        return {"single": SOLVER_ROLE, "single_turns": TURNS_ROLE}[self.team]
 
     def _question(self, turn: int, story: RelayStory, earlier: Sequence[str]) -> str:
         """Returns what is asked in a turn, after the `earlier` replies."""
+        if turn == 0:
+            return story.parts[0] if self.team == "relay" else story.text
         if self.team == "relay":
-            return f"Your colleague says: {earlier[-1]}\n{story.parts[turn]}" if turn else story.parts[0]
-        return f"{story.text}\nSo far: {', '.join(earlier)}" if turn else story.text
+            return f"Your colleague says: {earlier[-1]}\n{story.parts[turn]}"
+        return f"{story.text}\nSo far: {', '.join(earlier)}"
 
     def _worked_reply(self, turn: int, story: RelayStory) -> str:
         """Returns the right reply of a turn: the calculation of its part and the result; for `single`, all of them."""
@@ -235,7 +236,7 @@ def all_signs(parts: int) -> tuple[str, ...]:
     "-" than "+", since few such stories have positive results."""
     drawn = []
     for signs in product("+-", repeat=parts):
-        balance = accumulate(1 if sign == "+" else -1 for sign in signs)
+        balance = accumulate(UNIT[sign] for sign in signs)
         if min(balance) > -3:
             drawn.append("".join(signs))
     return tuple(drawn)
@@ -262,9 +263,9 @@ def _draw_story(rng: random.Random, limit: int, signs: str) -> RelayStory:
     words = {"name": name, "other": other, "things": rng.choice(THINGS), "animals": rng.choice(ANIMALS)}
     parts = []
     calculations = []
+    clauses = [opening, *[later] * (len(signs) - 1)]
     for part, (sign, number) in enumerate(zip(signs, numbers[1:], strict=True)):
-        text = later[sign] if part else opening[sign]
-        parts.append(text.format(**words, a=numbers[0], b=number))
+        parts.append(clauses[part][sign].format(**words, a=numbers[0], b=number))
         calculations.append(f"{totals[part]} {sign} {number} = {totals[part + 1]}")
     parts[-1] += f" {question.format(**words)}"
     return RelayStory(tuple(parts), tuple(calculations), _keys(numbers, signs))
@@ -293,7 +294,7 @@ def _draw_numbers(rng: random.Random, limit: int, signs: str) -> list[int]:
 
 def running_totals(numbers: Sequence[int], signs: str) -> list[int]:
     """Returns the first number, and the total after each further one is added or taken away."""
-    signed = [number if sign == "+" else -number for sign, number in zip(signs, numbers[1:], strict=True)]
+    signed = [UNIT[sign] * number for sign, number in zip(signs, numbers[1:], strict=True)]
     return list(accumulate(signed, initial=numbers[0]))
 
 
