@@ -474,7 +474,7 @@ def test_invalid_task_files_are_refused(tmp_path, line, message):
             {"kinds": ["compute"], "built_in": ["calculator"], "team": "researcher_solver"},
             "the researcher has no tools",
         ),
-        ({"kind": ["files"]}, 'did you mean "kinds"'),
+        ({"kind": ["files"]}, "did you mean kinds"),
     ],
 )
 def test_incompatible_options_are_refused(options, message):
