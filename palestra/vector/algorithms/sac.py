@@ -36,7 +36,7 @@ class SoftConfig(AlgorithmConfig, ABC):
     keeps play nearly uniform, which also hinders the other seats."""
 
 
-class SAC(SoftConfig, OffPolicyConfig):
+class SAC(OffPolicyConfig, SoftConfig):
     """SAC: an off-policy actor-critic that maximises reward plus policy entropy."""
 
     type: Literal["sac"] = "sac"
