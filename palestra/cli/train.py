@@ -103,9 +103,8 @@ def train(
         check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
         path, found_mirror = _find_run_to_resume(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
-        tree = _config_tree(
-            config, path, changes, steps
-        )  # a file that cannot be read is refused before torch is loaded
+        # A file that cannot be read is refused before torch is loaded.
+        tree = _config_tree(config, path, changes, steps)
 
         from palestra.api.run import place_tree, resumed_tree, run_request, run_to_resume
         from palestra.core.config import dump
@@ -117,9 +116,8 @@ def train(
                 tree, [f"backend.{key}={value}" for key, value in places if value], mirror or found_mirror
             )
 
-        request = run_request(
-            with_places(tree), resume=path, name=name, root=root, stored=tree if changes or steps else None
-        )
+        stored = tree if changes or steps else None
+        request = run_request(with_places(tree), resume=path, name=name, root=root, stored=stored)
         if auto_resume and not resume:
             _bring_mirrored(request)
             request = replace(request, exact_name=True)
