@@ -164,7 +164,6 @@ class MathRelay(Env):
         self.story = relay_story(seed, self.limit, self.split, self.signs)
         self.foreign = relay_story(seed + 1, self.limit, self.split, self.signs)
         self.replies: tuple[str, ...] = ()
-        self.answers: dict[Seat, str] = {}
         self.grades: dict[Seat, AnswerGrade] = {}
         self._turn = 0
         return Step(self._observations(), info={"turn": 0, "success": False})
@@ -177,14 +176,14 @@ class MathRelay(Env):
         right = right_result(self._worked_reply(self._turn, self.story))
         grade = grade_directly(last_number(reply), right) or UNREADABLE
         self.replies = (*self.replies, reply)
-        self.answers = self.answers | {seat: reply}
         self.grades = self.grades | {seat: grade}
         self._turn += 1
         terms = {}
         if not is_last and self.reward == "dense":
             terms = {seat: {"message": float(grade.is_correct)}}
         success = is_last and grade.is_correct
-        info = replies_info(self.answers, self.grades, success, right if is_last else None) | terms_info(terms)
+        last_replies = dict(zip(self.turns, self.replies, strict=False))  # not all turns have been taken
+        info = replies_info(last_replies, self.grades, success, right if is_last else None) | terms_info(terms)
         return Step(self._observations(), total_rewards(terms), float(success), info=info | {"turn": self._turn})
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
