@@ -35,7 +35,10 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     rewards = {seat: _reward(reward, env, f'seat "{seat}"') for seat, reward in step.rewards.items()}
     info: dict[str, Any] = {}
     for key, value in step.info.items():
-        info |= _check_storable(env, f"info[{key!r}]", {key: value})
+        stored = _check_storable(env, f"info[{key!r}]", {key: value})
+        if stored.keys() & info.keys():
+            raise ValueError(f'env "{env}" puts two keys that are {str(key)!r} as text into info: rename one')
+        info |= stored
     if terms:
         info[REWARD_TERMS_KEY] = {
             seat: {name: _reward(value, env, f'seat "{seat}" ({name})') for name, value in own.items()}

@@ -87,6 +87,11 @@ REFUSED = {
         gymnasium_env("wrong shape"),
         r'seat "agent" sees an array \[1\], and its .*\[2\]',
     ),
+    "gymnasium, NaN as reward": (gymnasium_env("nan reward"), 'gives seat "agent" a reward of nan in game 0'),
+    "parallel, the API of before": (
+        pettingzoo_env("old api"),
+        r"step returned 4 values: return \(observation, reward, terminated, truncated, info\)",
+    ),
     "gymnasium, text as observation": (gymnasium_env("text"), "could not convert string to float"),
     "gymnasium, NaN as observation": (gymnasium_env("nan"), 'shows seat "agent" observations that are not finite'),
     "gymnasium, no legal action": (gymnasium_env("no legal action"), 'lets seat "agent" act in game 0 and gives it no'),
@@ -129,6 +134,11 @@ def test_what_cannot_be_used_is_refused_with_the_name_of_the_env(name: str) -> N
         returns_of(config)
     assert f'env "{config.get("id") or config["env"]}" ' in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_gymnasium_env_of_the_api_before_is_refused_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"Line.*step returned 4 values: return \(observation, reward, terminated"):
+        make_vector_env(gymnasium_env("old api"))
 
 
 # ---- endless

@@ -19,6 +19,7 @@ REFUSED = {
     "success above 1": "reports the success 3 (int)",
     "opaque info": "Opaque into info['thing'], which cannot be stored",
     "keys of bytes": "the key b'x' into info['cells']",
+    "equal keys": "puts two keys that are '1' as text into info",
     "surrogate": "a lone surrogate, '\\ud83d' into info['text']",
 }
 STORED = {

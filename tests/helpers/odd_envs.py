@@ -54,13 +54,16 @@ class Line(gymnasium.Env):
             "array of one number": np.array([1.0]),
             "array": np.ones(3),
             "text reward": "1",
+            "nan reward": np.nan,
         }.get(self.odd, 1.0)
+        if self.odd == "old api":
+            return self.seen(), paid, self.over, self.info()
         return self.seen(), paid, self.over, False, self.info()
 
 
 for oddity in (
     *("", "endless", "ignores its seed", "ends by chance", "wrong shape", "text", "nan", "no legal action"),
-    *("no reward", "array of one number", "array", "text reward"),
+    *("no reward", "array of one number", "array", "text reward", "nan reward", "old api"),
 ):
     gymnasium.register(f"odd-{oddity.replace(' ', '-') or 'plain'}", lambda oddity=oddity: Line(oddity))
 
@@ -130,6 +133,8 @@ class Pair(pettingzoo.ParallelEnv):
             seen["b"], ended["b"] = None, True
         infos: dict[str, Any] = {agent: {} for agent in seen}
         self.agents = [agent for agent in self.agents if not ended.get(agent)]
+        if self.odd == "old api":
+            return seen, rewards, ended, infos
         return seen, rewards, ended, dict.fromkeys(there, False), infos
 
 

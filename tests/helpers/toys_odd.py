@@ -27,6 +27,7 @@ ODD_STEPS = {
     "keys of bytes": {"info": {"cells": {b"x": 1}}},
     "surrogate": {"info": {"text": "a\ud83d"}},
     "decimal reward": {"rewards": {"agent": decimal.Decimal("0.5")}},
+    "equal keys": {"info": {1: "a", "1": "b"}},
     "tuple keys": {"info": {"cells": {(0, 1): "x"}}},
     "mixed set": {"info": {"seen": {1, "a"}}},
     "date": {"info": {"when": datetime.date(2026, 1, 2)}},

@@ -244,6 +244,16 @@ def refuse_late_mask(label: str) -> NoReturn:
     )
 
 
+def read_result(result: Any, length: int, method: str) -> Any:
+    """Returns the result of an env's `reset` or `step`. Raises ValueError unless it has as many values as Gymnasium's
+    and PettingZoo's current ones, and an info."""
+    if not isinstance(result, tuple | list) or len(result) != length or not isinstance(result[-1], dict):
+        shown = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+        names = "observation, info" if length == 2 else "observation, reward, terminated, truncated, info"
+        raise ValueError(f"{method} returned {shown}: return ({names}), with a dictionary as info")
+    return result
+
+
 def flat_box_size(space: Any) -> int:
     """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
@@ -291,7 +301,7 @@ class GymnasiumGame:
         self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
         if len(self.obs_encoders) != count:
             raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.obs_encoders)}")
-        info = self.env.reset(seed=0)[1]
+        _, info = read_result(self.env.reset(seed=0), 2, f"{self.env}.reset")
         self.is_multi_agent = several
         has_masked_obs = any(self.has_dict_obs)
         kinds = tuple(choice.space for choice in self.action_decoders)
@@ -312,15 +322,17 @@ class GymnasiumGame:
     def _first_success(self) -> Any:
         """Plays one step of random actions; returns the `is_success` of its info, None if it has none."""
         self.env.action_space.seed(0)
-        return self.env.step(self.env.action_space.sample())[-1].get("is_success")
+        result = self.env.step(self.env.action_space.sample())
+        return read_result(result, 5, f"{self.env}.step")[-1].get("is_success")
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
-        return self._build_step(*self.env.reset(seed=seed), self.seats_done)
+        return self._build_step(*read_result(self.env.reset(seed=seed), 2, "reset"), self.seats_done)
 
     def step(self, actions: np.ndarray) -> SingleStep:
         written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
-        seen, reward, ended, cut, info = self.env.step(tuple(written) if self.is_multi_agent else written[0])
+        result = self.env.step(tuple(written) if self.is_multi_agent else written[0])
+        seen, reward, ended, cut, info = read_result(result, 5, "step")
         terminated = self.flags(ended, "terminated")
         truncated = self.flags(cut, "truncated")
         rewards = np.where(self.seats_done, 0.0, self.rewards(reward, info))

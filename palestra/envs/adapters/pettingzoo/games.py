@@ -18,6 +18,7 @@ from palestra.envs.adapters.gymnasium import (
     can_use_action_mask,
     flat_box_size,
     obs_encoder,
+    read_result,
     refuse_late_mask,
     split_action_mask,
     without_action_mask,
@@ -192,11 +193,11 @@ class ParallelGame(_PettingZooGame):
     has ended acts again or has terminated and is paid, and for agents that are not in `possible_agents`."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
-        super().__init__(env, env.reset(seed=0)[1], state)
+        super().__init__(env, read_result(env.reset(seed=0), 2, f"{env}.reset")[1], state)
 
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
-        seen, infos = self.env.reset(seed=seed)
+        seen, infos = read_result(self.env.reset(seed=seed), 2, "reset")
         self.check_agents(seen, "observes agent")
         live = {agent for agent in self.env.agents if agent in seen}
         if not live:
@@ -207,7 +208,7 @@ class ParallelGame(_PettingZooGame):
         live = self.live_agents
         choices = zip(self.agents, self.action_decoders, actions, strict=True)
         written = {agent: choice.decode(action) for agent, choice, action in choices if agent in live}
-        seen, rewards, terminated, truncated, infos = self.env.step(written)
+        seen, rewards, terminated, truncated, infos = read_result(self.env.step(written), 5, "step")
         self.check_agents(rewards, "pays agent")
         self.check_agents(seen, "observes agent")
         self.check_agents(self.env.agents, "plays with agent")
