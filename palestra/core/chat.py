@@ -202,9 +202,16 @@ def _function(call: Json) -> Json:
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # invalid JSON stays text
-            arguments = json.loads(arguments)
+        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON stays text
+            arguments = json.loads(arguments, object_pairs_hook=_unique_keys)
     return {"name": function.get("name"), "arguments": arguments}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise ValueError("a key is there twice, of which a mapping has one")
+    return mapping
 
 
 def _text(content: Any) -> str:

@@ -174,6 +174,10 @@ def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> 
     for i, tool in enumerate(tools or ()):
         if tool.get("type", "function") != "function":
             raise ValueError(f"tools.{i}: type {str(tool['type'])[:64]!r} is not offered here: send functions")
+        if not (tool.get("function") or tool).get("name"):
+            raise ValueError(
+                f"tools.{i}: the tool has no name: send {{'type': 'function', 'function': {{'name': ...}}}}"
+            )
     if choice not in (None, "auto", "none"):
         raise ValueError(f"tool_choice {str(choice)[:64]!r} is not done here: send auto or none")
     return Chat(tuple(messages), () if choice == "none" else tuple(tools or ()))
@@ -196,6 +200,8 @@ def _check_message(message: Json, where: str) -> None:
         _check_part(part, ("type", "text", "cache_control"), f"{where}.content")
     for call in message.get("tool_calls") or ():
         _check_part(call, ("id", "type", "function", "index"), f"{where}.tool_calls")
+        if call.get("type", "function") not in ("function", None):
+            raise ValueError(f"{where}.tool_calls: type {str(call['type'])[:64]!r} is not used here: send functions")
         _check_part(call["function"], ("name", "arguments"), f"{where}.tool_calls.function")
 
 

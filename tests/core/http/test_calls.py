@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.core.chat import MESSAGE_KEYS
+from palestra.core.chat import MESSAGE_KEYS, to_template_message
 from palestra.core.http.calls import (
     BOOKKEEPING,
     CALL_KEYS,
@@ -111,6 +111,9 @@ def test_no_tool_is_offered_and_no_call_is_read_with_tool_choice_none() -> None:
         ({"role": "user", "content": "x", "reasoning_content": "hm"}, "not of role 'user'"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "'refusal'"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "type 'custom' is not used here"),
+        ({"role": "user"}, r"messages\.1: the message has no content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "the message has no content"),
     ],
 )
 def test_parts_of_messages_that_no_template_shows_are_refused(message: dict[str, Any], said: str) -> None:
@@ -128,3 +131,16 @@ def test_an_answer_passes_as_clients_send_it_back() -> None:
 def test_tools_of_a_provider_are_refused() -> None:
     with pytest.raises(ValueError, match="'web_search' is not offered here"):
         parse_conversation(HELLO, [{"type": "web_search"}])
+    for nameless in ({}, {"type": "function"}, {"type": "function", "function": {"parameters": {}}}):
+        with pytest.raises(ValueError, match=r"tools\.0: the tool has no name"):
+            parse_conversation(HELLO, [nameless])
+
+
+def test_arguments_with_a_key_twice_stay_as_they_were_written() -> None:
+    for text, expected in (
+        ('{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+        ('{"a": 1, "b": {"a": 2}}', {"a": 1, "b": {"a": 2}}),
+    ):
+        call = CALL | {"function": {"name": "add", "arguments": text}}
+        (shown,) = to_template_message({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+        assert shown["function"]["arguments"] == expected
