@@ -51,6 +51,20 @@ LOSS_SPECS = {
 }
 
 
+# inputs that some loss reads; `target_tokens` are apart
+INPUT_NAMES = {*WEIGHT_INPUTS, *(name for spec in LOSS_SPECS.values() for name in (*spec.required, *spec.optional))}
+
+
+def check_input_names(call_data: Sequence[Datum]) -> None:
+    """Raises BadRequest for an input that no loss reads. A forward pass may have it, for a loss of the client's own."""
+    for index, datum in enumerate(call_data):
+        if unread := sorted(datum.inputs.keys() - INPUT_NAMES):
+            raise BadRequest(
+                f"data[{index}].loss_fn_inputs.{unread[0][:MAX_ID_CHARS]} is read by no loss: leave it out "
+                f"({', '.join(sorted(INPUT_NAMES))} are)"
+            )
+
+
 def check_train_call(
     call_data: Sequence[Datum],
     loss: str,
@@ -63,7 +77,7 @@ def check_train_call(
     """Returns the data with exactly the inputs that `loss` reads, each float32 in the shape of the targets; `weights`
     are always present.
 
-    Inputs that the loss does not read are dropped, because clients send one datum to several losses. `vocab_size` is
+    Inputs of other losses are dropped, because clients send one datum to several losses. `vocab_size` is
     the number of token ids of the base, `max_length` its positions, `max_tokens` the limit for one call. Raises
     BadRequest if the loss, its options or the data are invalid.
     """

@@ -69,6 +69,21 @@ def test_refusals_name_the_field(front: Front) -> None:
     assert "limit" in front.get("/sessions?limit=-1").json()["detail"]
 
 
+def test_an_input_that_no_loss_reads_is_refused_where_it_would_be_learned(front: Front) -> None:
+    """Inputs of another loss pass, and a forward pass has any, for a loss of the client's own."""
+    body = gradients(front.model())
+    inputs = body["forward_backward_input"]["data"][0]["loss_fn_inputs"]
+    inputs["advantages"] = {"data": [1, 1], "dtype": "float32"}
+    assert front.post("/forward_backward", body).status_code == 200
+    inputs["weigths"] = {"data": [0, 1], "dtype": "float32"}
+    reply = front.post("/forward_backward", body | {"seq_id": 2})
+    assert reply.status_code == 400 and "loss_fn_inputs.weigths is read by no loss" in reply.json()["detail"]
+    given = body["forward_backward_input"]
+    assert (
+        front.post("/forward", {"model_id": body["model_id"], "seq_id": 3, "forward_input": given}).status_code == 200
+    )
+
+
 @pytest.mark.parametrize("pack", [zstandard.compress, gzip.compress])
 def test_compressed_bodies_are_decompressed_up_to_the_limit(front: Front, pack: Any) -> None:
     headers = {"Content-Encoding": "zstd" if pack is zstandard.compress else "gzip"}

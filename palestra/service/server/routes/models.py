@@ -25,7 +25,7 @@ from palestra.service.wire.schemas.requests import CreateModelRequest, ModelRequ
 from palestra.service.wire.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.wire.schemas.weights import LoadWeightsRequest
 from palestra.service.wire.schemas.wire_model import BadRequest, parse_body
-from palestra.service.wire.validation import check_train_call
+from palestra.service.wire.validation import check_input_names, check_train_call
 
 router = APIRouter()
 SESSION_TIMEOUT_S = 600.0  # seconds without a heartbeat after which a session's models do not count as alive
@@ -169,6 +169,8 @@ def _gradients(call: codec.TrainCall, ctx: ServiceContext, owner: str, queue: Re
     """Validates the call against its model's base and queues it in the worker's form."""
     base = ctx.base_of(ctx.model(owner, call.model_id))
     sizes = {"vocab_size": base.vocab_size, "max_length": base.max_length, "max_tokens": ctx.limits.batch_tokens}
+    if not call.forward_only:
+        check_input_names(call.data)
     data = check_train_call(call.data, call.loss, call.options, **sizes)
     kind = "forward" if call.forward_only else "forward_backward"
     job = TrainJob(call.loss, call.options, data)
