@@ -327,7 +327,8 @@ class GymnasiumGame:
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
-        return self._build_step(*read_result(self.env.reset(seed=seed), 2, "reset"), self.seats_done)
+        seen, info = read_result(self.env.reset(seed=seed), 2, "reset")
+        return self._build_step(seen, info, self.seats_done)
 
     def step(self, actions: np.ndarray) -> SingleStep:
         written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
