@@ -17,6 +17,7 @@ REFUSED = {
     "RestClient.get_audit_log": ("this server has no GET", "called from incorrect event loop"),
     "RestClient.get_billing_usage": ("this server has no GET",),
     "RestClient.get_current_checkpoint_storage_usage": ("this server has no GET",),
+    "RestClient.search_sessions": ("this server has no POST",),
     "RestClient.whoami": ("whoami requires JWT auth",),
 }
 HEAD = """# Client compatibility

@@ -29,7 +29,6 @@ from palestra.service.server.routes import (
     models,
     openai,
     sampling,
-    search,
     sessions,
 )
 from palestra.service.server.state import ServiceContext
@@ -42,10 +41,7 @@ RETRY_HEADERS = {"Retry-After": "1"}
 UNSTORABLE = "a text or a number in the request cannot be stored: is there a NUL in it?"
 NO_DATABASE = "the database is busy or gone: try again"
 ROUTERS = [
-    *(
-        (module.router, "/api/v1")
-        for module in (sessions, search, models, sampling, futures, checkpoints, archives, mint)
-    ),
+    *((module.router, "/api/v1") for module in (sessions, models, sampling, futures, checkpoints, archives, mint)),
     (openai.router, "/oai/api/v1"),
 ]
 

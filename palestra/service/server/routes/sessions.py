@@ -6,12 +6,17 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, metadata_as_text
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.tables import models, samplers, sessions
-from palestra.service.wire.schemas.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from palestra.service.wire.schemas.requests import (
+    AssignProjectRequest,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
 from palestra.service.wire.schemas.responses import (
     AuthTokenResponse,
     ClientConfigResponse,
@@ -117,6 +122,14 @@ def finish_session(id: str, call: JsonBody[FinishSessionRequest], ctx: ContextDe
     info = {**session.info, "finish": {"reason": call.reason.type, "detail": call.detail}}
     ctx.store.update(sessions, id, finished=time.time(), info=info)
     return {"status": "ok"}
+
+
+@router.put("/sessions/{id}/project")
+def assign_project(id: str, call: JsonBody[AssignProjectRequest], ctx: ContextDep, owner: OwnerDep) -> Response:
+    """Assigns a session to a project: a label that the client chooses, by which runs are listed."""
+    session = ctx.session(owner, id)
+    ctx.store.update(sessions, id, info={**session.info, "project": call.project_id})
+    return Response(status_code=204)
 
 
 @router.get("/sessions")

@@ -6,9 +6,9 @@ Fields that clients do not need are null. Results of gradients and samples are e
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
-from palestra.service.wire.schemas.requests import OptimizerConfig, SessionCursor
+from palestra.service.wire.schemas.requests import OptimizerConfig
 from palestra.service.wire.schemas.wire_model import WireModel
 
 # Bootstrap, sessions, telemetry
@@ -77,27 +77,6 @@ class ListSessionsResponse(WireModel):
     """Session ids, newest first."""
 
     sessions: list[str]
-
-
-class SessionSummary(WireModel):
-    """One result of a session search."""
-
-    session_id: str
-    created_at: datetime
-    owner: str
-    project_id: str
-    status: dict[str, Any] | None = None
-    checkpoints_count: int
-    display_name: str | None = None
-    user_metadata: dict[str, str] | None = None
-    checkpoint_storage_bytes: int | None = None
-
-
-class SessionSearchResponse(WireModel):
-    """A page of results; `next_cursor` is null on the last one."""
-
-    sessions: list[SessionSummary]
-    next_cursor: SessionCursor | None = None
 
 
 class TelemetryResponse(WireModel):
