@@ -124,40 +124,6 @@ def exploit(
 
 
 @league.command()
-def compare(
-    run: RunArgument,
-    other: Annotated[Path, typer.Argument(help="a run of the same game")],
-    games: Annotated[
-        int, typer.Option(min=4, help="games of every member of one run with every member of the other")
-    ] = 200,
-    backend: BackendOption = None,
-) -> None:
-    """Compare two populations by the value of the game between them.
-
-    Each side plays an equilibrium over its members; the result is relative population performance (above 0: the first
-    population is stronger), with a 95 % interval. The equilibrium of one half of the games is scored on the other.
-
-    Example:
-
-        palestra league compare runs/kuhn_psro runs/kuhn_self_play
-    """
-    for each in (run, other):
-        _check_readable(each)
-    with user_errors():
-        from palestra.evaluation.compare import compare_populations as compared
-
-        settings = [f"backend.type={backend}"] if backend else []
-        with console.status("playing") as status:
-            comparison = compared(
-                run, other, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks")
-            )
-        sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in comparison.returns.values())
-        won = (f"{comparison.performance:+.3f}", "bold")
-        error = f" ± {1.96 * comparison.stderr:.3f} per game"
-        console.print(styled_text(f"{run} has a mean return of ", won, f"{error} against {other} ({sizes})"))
-
-
-@league.command()
 def plot(
     run: RunArgument,
     target: Annotated[Path | None, typer.Option("--out", help="the PNG (default: population.png in the run)")] = None,

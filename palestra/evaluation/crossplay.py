@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -61,13 +61,6 @@ def open_workers(config: PopulationConfig, folders: Mapping[str, Path]) -> Itera
         backend.close()
 
 
-def play_task(name: str, cells: Sequence[MemberProfile], games: int, stored: Collection[str]) -> PlayTask:
-    """Returns the task of playing `games` games in each cell; `stored` are the members that have weights. Its name
-    determines its seeds."""
-    members = dict.fromkeys(member for member in chain.from_iterable(cells) if member in stored)
-    return PlayTask(name, cells=tuple(cells), games_per_cell=games, members=tuple(members))
-
-
 def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:
     """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. The name of
     a task contains the number of existing lines, so that no game is played twice."""
@@ -80,5 +73,7 @@ def _missing_tasks(record: PopulationRecord, games: int) -> list[PlayTask]:
     for more, cells in lacking.items():
         for i in range(0, len(cells), CELLS_PER_TASK):
             name = f"crossplay/{before}-{len(tasks)}"
-            tasks.append(play_task(name, cells[i : i + CELLS_PER_TASK], more, stored))
+            some = tuple(cells[i : i + CELLS_PER_TASK])
+            members = tuple(dict.fromkeys(filter(stored.__contains__, chain.from_iterable(some))))
+            tasks.append(PlayTask(name, cells=some, games_per_cell=more, members=members))
     return tasks

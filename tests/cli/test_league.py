@@ -96,20 +96,3 @@ def test_exploit_of_a_league_plays_games(run):
     assert line["mixture_return"] == 0 and line["stderr"] > 0 and line["gain"] == line["response_return"]
     least = float(re.findall(r"NashConv is at least ([\d.]+)", plain(done.output))[0])
     assert least == pytest.approx(2 * max(0, line["gain"] - 1.6449 * line["stderr"]), abs=1e-3)
-
-
-@pytest.mark.slow
-def test_two_populations_are_compared(run, tmp_path):
-    """A population has the value 0 against itself, up to sampling error; one of another game is refused."""
-    done = invoke("league", "compare", run, run, "--games", 200, "--backend", "inline")
-    assert done.exit_code == 0 and "5 x 5 members" in plain(done.output), done.output
-    assert abs(float(re.findall(r"mean return of ([+-][\d.]+)", plain(done.output))[0])) < 0.3
-    settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
-    for name, more in (("weak", []), ("strong", ["population.env_steps=60000", "population.iterations=3"])):
-        asked = [part for setting in [*settings, *more] for part in ("--set", setting)]
-        where = ("--root", tmp_path, "--name", name, "--backend", "inline")
-        assert invoke("train", CONFIG.with_name("kuhn_psro.yaml"), *where, *asked).exit_code == 0
-    done = invoke("league", "compare", tmp_path / "strong", tmp_path / "weak", "--backend", "inline")
-    assert float(re.findall(r"mean return of ([+-][\d.]+)", plain(done.output))[0]) > 0.05
-    done = invoke("league", "compare", run, tmp_path / "weak")
-    assert done.exit_code == 2 and "cannot be compared: env" in plain(done.output)

@@ -247,7 +247,7 @@ def test_env_error_ends_a_population_run_with_its_traceback(tmp_path, backend):
     assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
 
 
-@pytest.mark.parametrize("command", ["exploit", "crossplay", "compare"])
+@pytest.mark.parametrize("command", ["exploit", "crossplay"])
 def test_an_internal_error_of_playing_is_no_damage_of_the_run(tmp_path, monkeypatch, command):
     tree = {
         "name": "fine",
@@ -264,7 +264,7 @@ def test_an_internal_error_of_playing_is_no_damage_of_the_run(tmp_path, monkeypa
     done = invoke("train", write_config(tmp_path, tree), "--root", tmp_path)
     assert done.exit_code == 0, done.output
     run = tmp_path / "fine"
-    words = {"exploit": ("--steps", 64), "crossplay": ("--games", 8), "compare": (run,)}[command]
+    words = {"exploit": ("--steps", 64), "crossplay": ("--games", 8)}[command]
     monkeypatch.setenv("UNMADE", "1")
     done = invoke("league", command, run, *words)
     assert isinstance(done.exception, TypeError) and "is not as palestra writes it" not in done.output, done.output
