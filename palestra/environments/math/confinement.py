@@ -8,10 +8,8 @@ timers are refused. This is the second line of defence: answers are never evalua
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 
 from palestra.sandbox import syscalls
 from palestra.sandbox.seccomp import (
@@ -52,32 +50,6 @@ def seccomp_filter() -> bytes:
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return b""
     return b"".join(_instructions(*MACHINES[platform.machine()]))
-
-
-def require_confinement(feature: str) -> None:
-    """Raises ValueError, naming the feature `feature`, if grader processes cannot be confined here."""
-    if reason := unavailable_reason():
-        raise ValueError(
-            f"{feature}: answers are scored by SymPy in a confined process, and that is not possible here: {reason}. "
-            "Run on Linux (x86-64 or aarch64) with seccomp, or use other tasks"
-        )
-
-
-def probe_command(rules: bytes) -> list[str]:
-    """Returns the command of a process that installs the filter `rules` and tries what it forbids."""
-    path = f"import sys; sys.path[:] = {sys.path!r}"
-    return [sys.executable, "-c", f"{path}; from {GRADER_MODULE} import probe; probe({rules!r})"]
-
-
-@cache
-def unavailable_reason() -> str | None:
-    """Returns why grader processes cannot be confined here, from a trial process; None if they can."""
-    if not seccomp_filter():
-        return f"there is no filter for {sys.platform} on {platform.machine()}"
-    probe = subprocess.run(probe_command(seccomp_filter()), capture_output=True, text=True)
-    if (probe.returncode, probe.stdout) == (0, "confined\n"):
-        return None
-    return f"a trial process was not confined: {probe.stdout}{probe.stderr[-300:]}".strip()
 
 
 def _instructions(column: int, arch: int) -> Iterator[bytes]:

@@ -1,30 +1,31 @@
-"""Scorers for the reasoning-gym tasks whose own scorers pass the answer to Python's `eval` or SymPy's `parse_expr`.
+"""Scorers for the reasoning-gym tasks whose own scorers pass the answer to Python's `eval`.
 
-Here an answer is parsed by a whitelist grammar (`answer_syntax`) and never evaluated. Scores equal those of
+Here a list is read as a literal, and a formula of integers computed exactly by `safe_eval`. Scores equal those of
 reasoning-gym 0.1.25, except where it rewards answers that are no solution: `countdown` and `puzzle24` compare exactly
-here, `puzzle24` requires the numbers of the puzzle (reasoning-gym accepts any four), and formulas may hold no
-`Integral` nor any other name outside `answer_syntax.FUNCTIONS`. A formula that does not parse scores 0.
+here, and `puzzle24` requires the numbers of the puzzle (reasoning-gym accepts any four). A formula with anything but
+integers, brackets and + - * / ** scores 0.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import operator
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
-from palestra.environments.math.answer_syntax import (
-    Formula,
-    evaluate_exact,
-    formula_integers,
-    parse_formula,
-    parse_value,
-)
 from palestra.environments.math.grading import INCORRECT, UNREADABLE, AnswerGrade
+from palestra.envs.support.safe_eval import AllowedParts, safe_eval
 
 ReasoningEntry = Mapping[str, Any]
+
+FORMULA = re.compile(r"[-+*/()0-9 \t\r\n]{1,1000}")
+MAX_EXPONENT = 64  # of powers in a formula
+MAX_BITS = 4096  # of intermediate results
 
 EVALUATING_CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "lambdify", "__import__"}
 # Tasks whose modules make such a call, but not with the answer (reviewed in reasoning-gym 0.1.25).
@@ -75,14 +76,41 @@ def score_puzzle24(answer: str, entry: ReasoningEntry) -> AnswerGrade:
 
 def _compare_formula(answer: str, numbers: list[int], target: int, worth: float) -> AnswerGrade:
     """Returns 1 for a formula of exactly these numbers that equals `target`, `worth` for any other formula."""
-    formula = parse_formula(answer)
-    value = formula and evaluate_exact(formula)
-    if not formula or value is None:
+    try:
+        value = safe_eval(" ".join(answer.split()), _EXACT, {}) if FORMULA.fullmatch(answer) else None
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value = None
+    if value is None:
         return UNREADABLE
-    is_right = value == target and Counter(formula_integers(formula)) == Counter(numbers)
+    is_right = value == target and Counter(map(int, re.findall("[0-9]+", answer))) == Counter(numbers)
     return AnswerGrade(1.0 if is_right else worth)
 
 
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+        raise ValueError(f"a power that is no integer up to {MAX_EXPONENT}")
+    return base ** int(exponent)
+
+
+def _bounded(number: int | Fraction) -> Fraction:
+    value = Fraction(number)
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ValueError("too large")
+    return value
+
+
+_EXACT = AllowedParts(
+    {
+        ast.UAdd: operator.pos,
+        ast.USub: operator.neg,
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.Pow: _power,
+    },
+    _bounded,
+)
 DIRECT_SCORERS: dict[str, Callable[[str, ReasoningEntry], AnswerGrade]] = {
     "string_insertion": score_string_insertion,
     "spiral_matrix": score_spiral_matrix,
@@ -91,61 +119,31 @@ DIRECT_SCORERS: dict[str, Callable[[str, ReasoningEntry], AnswerGrade]] = {
     "countdown": score_countdown,
     "puzzle24": score_puzzle24,
 }
-SYMBOLIC_TASKS = ("polynomial_multiplication", "simple_integration", "intermediate_integration")
-
-
-def symbolic_request(task: str, answer: str, entry: ReasoningEntry) -> dict[str, Any] | None:
-    """Returns the request for the grader process to score a formula with SymPy; None if `answer` is not a formula.
-
-    Raises ValueError if reasoning-gym's own formula does not parse.
-    """
-    formula = parse_formula(answer)
-    if formula is None:
-        return None
-    if task == "polynomial_multiplication":
-        return {"formula": formula, "wanted": _own(entry["answer"])}
-    wanted = _own(entry["metadata"]["integrand"])
-    return {"formula": formula, "wanted": wanted, "variable": entry["metadata"]["variable"]}
-
-
-def has_solution(task: str, entry: ReasoningEntry) -> bool:
-    """Returns whether a task has a solution: not for integrals that reasoning-gym itself leaves as `Integral(...)`, for
-    which a copy of the question would be a correct answer.
-    """
-    return task not in SYMBOLIC_TASKS or parse_formula(entry["answer"]) is not None
 
 
 def refusal_reason(task: str, dataset: type) -> str | None:
-    """Returns why `task` is refused: its scorer evaluates text and has not been reviewed. None if it is allowed."""
-    if task in DIRECT_SCORERS or task in SYMBOLIC_TASKS or task in REVIEWED_TASKS:
+    """Returns why `task` is refused: its scorer evaluates text. None if it is allowed."""
+    if task in DIRECT_SCORERS or task in REVIEWED_TASKS:
         return None
     calls = sorted(_evaluating_calls(dataset))
     if not calls:
         return None
     return (
         f"reasoning: the scorer of {task} passes text to {', '.join(calls)}, which could run a model's answer as code: "
-        "leave the task out, or install reasoning-gym 0.1.25, whose scorers have been reviewed"
+        "leave the task out (scorers were reviewed in reasoning-gym 0.1.25)"
     )
 
 
 def _as_list(answer: str, text: Callable[[Any], str], wanted: set[str], worth: float) -> AnswerGrade:
-    value = parse_value(answer)
     try:
-        return AnswerGrade(worth) if value is not None and text(value) in wanted else INCORRECT
-    except TypeError:  # a list of other types
+        value = ast.literal_eval(answer.strip())
+        return AnswerGrade(worth) if isinstance(value, list | tuple) and text(value) in wanted else INCORRECT
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no list, or one of other types
         return INCORRECT
 
 
 def _rows(value: Any) -> str:
     return "\n".join(" ".join(map(str, row)) for row in value)
-
-
-def _own(text: str) -> Formula:
-    """Parses a formula that reasoning-gym wrote."""
-    formula = parse_formula(text)
-    if formula is None:
-        raise ValueError(f"reasoning-gym's own formula {text!r} cannot be read; install reasoning-gym 0.1.25")
-    return formula
 
 
 def _evaluating_calls(kind: type) -> set[str]:

@@ -8,19 +8,14 @@ factors, signs and the notation of fractions, powers and roots have no effect.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator
-from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
-import sympy
 from sympy import Add, E, Expr, Float, Integer, Mul, Pow, S, exp, preorder_traversal
 from sympy.core.relational import Relational
 from sympy.sets import Set
 
-FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt Abs".split()  # noqa: SIM905
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 MAX_EXPONENT = 1000  # of plain numbers that are computed
 INFINITIES = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)
 
@@ -273,41 +268,3 @@ def is_near(gold: Any, answer: Any, tolerance: float) -> bool | None:
     wanted = complex(gold.evalf(20))
     got = complex(answer.evalf(20))
     return abs(wanted - got) <= tolerance * abs(wanted)
-
-
-# ---- formulas as trees
-
-
-def formulas_equal(request: dict[str, Any]) -> bool:
-    """True if `formula` equals `wanted`, or, with a `variable`, if its derivative does. Compares as reasoning-gym
-    0.1.25 does.
-    """
-    formula = to_sympy(request["formula"])
-    wanted = to_sympy(request["wanted"])
-    if "variable" not in request:
-        return bool(formula == wanted)
-    return bool(sympy.simplify(sympy.diff(formula, sympy.Symbol(request["variable"])) - wanted) == 0)
-
-
-def to_sympy(formula: list[Any]) -> Any:
-    """Returns the sympy expression of a tree of `answer_syntax`. No text is evaluated: names become symbols, and
-    functions are looked up in a fixed table.
-    """
-    functions = {"abs": sympy.Abs, "ln": sympy.log} | {name: getattr(sympy, name) for name in FUNCTIONS}
-
-    def convert(tree: list[Any]) -> Any:
-        kind, *arguments = tree
-        if kind == "number":
-            return sympy.Float(arguments[0]) if "." in arguments[0] else sympy.Integer(int(arguments[0]))
-        if kind == "name":
-            return {"pi": sympy.pi, "E": sympy.E}.get(arguments[0]) or sympy.Symbol(arguments[0])
-        if kind == "negative":
-            return -convert(arguments[0])
-        if kind == "**":
-            return convert(arguments[0]) ** convert(arguments[1])
-        if kind in functions:
-            return functions[kind](convert(arguments[0]))
-        (_, first), *others = arguments
-        return reduce(lambda left, term: SIGNS[term[0]](left, convert(term[1])), others, convert(first))
-
-    return convert(formula)

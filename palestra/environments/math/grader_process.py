@@ -99,9 +99,7 @@ def math_grader() -> Grader:
 
 
 def reasoning_grader() -> Grader:
-    """Grades with the scorer of the requested task, or with sympy if the request holds formulas as trees."""
-    from palestra.environments.math import expression_form as form
-
+    """Grades with the scorer of the requested task."""
     package = import_reasoning_gym()
 
     @lru_cache(maxsize=256)
@@ -113,8 +111,6 @@ def reasoning_grader() -> Grader:
         return task(name, size)[index]
 
     def judge(request: Request) -> float | None:
-        if "formula" in request:
-            return float(form.formulas_equal(request))
         problem = prepare(request)
         if str(problem["question"]) != request["question"]:
             raise ValueError("another problem was made of the same seed")
@@ -122,7 +118,7 @@ def reasoning_grader() -> Grader:
         return min(max(float(scorer.score_answer(answer=request["answer"], entry=problem)), 0.0), 1.0)
 
     def prepare(request: Request) -> Any:
-        return None if "formula" in request else entry(request["task"], request["size"], request["index"])
+        return entry(request["task"], request["size"], request["index"])
 
     return Grader(judge, prepare)
 
@@ -217,27 +213,6 @@ def run_child(
             code = 0
     finally:
         os._exit(code)
-
-
-def probe(rules: bytes) -> None:
-    """Confines this process, attempts forbidden calls, and prints "confined" if all of them fail."""
-    install_filter(rules)
-    attempts: list[Callable[[], object]] = [
-        lambda: os.open("palestra-was-here", os.O_WRONLY | os.O_CREAT),
-        lambda: os.mkdir("palestra-was-here"),
-        lambda: socket.socket(socket.AF_UNIX),
-        lambda: os.kill(os.getppid(), 0),
-        lambda: os.execv("/bin/true", ["true"]),
-        os.fork,
-        os.pipe,
-    ]
-    for attempt in attempts:
-        try:
-            attempt()
-        except OSError:
-            continue
-        os._exit(1)
-    os.write(1, b"confined\n")
 
 
 def set_limits(seconds: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from palestra.environments.math import confinement, evaluated_tasks, grader_client
+from palestra.environments.math import evaluated_tasks, grader_client
 from palestra.environments.math.grader_process import import_reasoning_gym
 from palestra.environments.math.grading import CORRECT, UNREADABLE, AnswerGrade, grade_from_result
 from palestra.environments.math.problem import Problem, draw_problem
@@ -17,14 +17,7 @@ from palestra.envs.support.splits import Split
 ENTRIES_PER_TASK = 20_000  # per task, generated on demand; some tasks do not support more
 MAX_REASONING_CHARS = 10_000  # characters of an answer; boards and lists are longer than numbers
 # These iterate over sets of strings, so their entries depend on PYTHONHASHSEED (reasoning-gym 0.1.25).
-HASH_DEPENDENT_TASKS = {
-    "isomorphic_strings",
-    "knight_swap",
-    "list_functions",
-    "polynomial_multiplication",
-    "ransom_note",
-}
-HASH_DEPENDENT_TASKS |= {"word_ladder"}
+HASH_DEPENDENT_TASKS = {"isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder"}
 
 
 @lru_cache(maxsize=16_384)  # tree search resets the same seed many times
@@ -34,8 +27,6 @@ def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Proble
     def propose(rng: random.Random) -> Problem:
         task = rng.choice(tasks)
         index = rng.randrange(ENTRIES_PER_TASK)
-        while not evaluated_tasks.has_solution(task, _entry(task, index)):
-            index = rng.randrange(ENTRIES_PER_TASK)
         return _problem(task, index)
 
     return draw_problem(seed, propose, split, f"reasoning: {', '.join(tasks)}")
@@ -45,7 +36,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
     """Raises ValueError if the tasks cannot be played.
 
     That is, if reasoning-gym is missing or lacks one of the names; if a task generates different problems from the same
-    seed in another process; if its scorer evaluates text; or if SymPy would have to score answers without confinement.
+    seed in another process; or if its scorer evaluates text.
     """
     datasets = _package().factory.DATASETS
     known = datasets.keys() - {"composite"}  # a mixture of tasks, not a task
@@ -61,8 +52,6 @@ def check_tasks(tasks: Sequence[str]) -> None:
     for task in tasks:
         if why := evaluated_tasks.refusal_reason(task, datasets[task][0]):
             raise ValueError(why)
-    if symbolic := [task for task in tasks if task in evaluated_tasks.SYMBOLIC_TASKS]:
-        confinement.require_confinement(f"reasoning: {', '.join(symbolic)}")
 
 
 async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: float) -> AnswerGrade:
@@ -79,21 +68,14 @@ async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: flo
         return CORRECT
     if task in evaluated_tasks.DIRECT_SCORERS:
         return evaluated_tasks.DIRECT_SCORERS[task](answer, _entry(task, index))
-    if task in evaluated_tasks.SYMBOLIC_TASKS:
-        request = evaluated_tasks.symbolic_request(task, answer, _entry(task, index))
-    else:
-        request = {
-            "task": task,
-            "index": index,
-            "size": ENTRIES_PER_TASK,
-            "question": problem.question,
-            "answer": answer,
-        }
-    return (
-        UNREADABLE
-        if request is None
-        else grade_from_result(await grader_client.grade("reasoning", request, cpu_limit_s))
-    )
+    request = {
+        "task": task,
+        "index": index,
+        "size": ENTRIES_PER_TASK,
+        "question": problem.question,
+        "answer": answer,
+    }
+    return grade_from_result(await grader_client.grade("reasoning", request, cpu_limit_s))
 
 
 def _problem(task: str, index: int) -> Problem:

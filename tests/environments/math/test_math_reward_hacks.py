@@ -11,7 +11,7 @@ import pytest
 
 from palestra.environments.math.env import Math
 from palestra.environments.math.problem import Problem
-from palestra.environments.math.reasoning import _entry, reasoning_problem
+from palestra.environments.math.reasoning import reasoning_problem
 
 SUM = Problem("Work out 12 / 4 + 39.", "42", "12 / 4 + 39", "12//4+39", "sum", needs_computation=True)
 BOUND = Problem("Solve for x: 2x > 7.", "x > 7/2", "2x > 7", "'x > 7/2'", "bound", needs_computation=True)
@@ -168,7 +168,7 @@ TASKS = {
     "statements": ["import os", "pass", "x := 24", "24 # comment", "return 24", "yield 24", "1\\\n+1"],
     "lambdas": ["lambda: 24", "(lambda x: x)(24)", "lambda x: x", "x -> x"],
 }
-CHECKED = ["chain_sum", "countdown", "puzzle24", "spiral_matrix", "n_queens", "simple_integration", "graph_color"]
+CHECKED = ["chain_sum", "countdown", "puzzle24", "spiral_matrix", "n_queens", "binary_matrix", "graph_color"]
 
 
 @pytest.mark.parametrize("family", TASKS)
@@ -190,12 +190,9 @@ def test_hacks_of_reasoning_gym_tasks_fail(family):
     assert {pair: share for pair, share in shares.items() if share > 0.05 + 1e-9} == {}
 
 
-def test_numbers_of_another_puzzle_and_open_integrals_are_not_paid():
-    puzzle, integral = (reasoning_problem(0, (task,), "train") for task in ("puzzle24", "simple_integration"))
-    integrand = _entry(*integral.reasoning_entry)["metadata"]["integrand"]
-    tried = {"puzzle24": ["6*4*1*1", "8*3*1*1", "24", "2*12", "4*6"], "simple_integration": []}
-    tried["simple_integration"] = [f"Integral({integrand})", f"integrate({integrand})", integrand, f"({integrand})*0"]
-    for task, problem in (("puzzle24", puzzle), ("simple_integration", integral)):
-        env = Math(team="single", reasoning=[task], grader_time_limit_s=5.0)
-        got = {said: reward_and_success(env, problem, 0, said) for said in tried[task]}
-        assert {said: one for said, one in got.items() if one != (0.0, False)} == {}
+def test_numbers_of_another_puzzle_are_not_paid():
+    problem = reasoning_problem(0, ("puzzle24",), "train")
+    env = Math(team="single", reasoning=["puzzle24"], grader_time_limit_s=5.0)
+    tried = ["6*4*1*1", "8*3*1*1", "24", "2*12", "4*6"]
+    got = {said: reward_and_success(env, problem, 0, said) for said in tried}
+    assert {said: one for said, one in got.items() if one != (0.0, False)} == {}
