@@ -1,7 +1,7 @@
 """Debate env: pro and con argue a motion from given evidence, and a judge decides.
 
 `mode: competitive` is zero-sum: one side wins. `mode: truth` is cooperative: both sides are paid if the judge finds the
-correct side. The judge is a set of rules, a third seat, or a model behind a chat-completions endpoint.
+correct side. The judge is a set of rules or a third seat, which any policy plays, one behind an endpoint among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 from palestra.core.types import Seat, Step
 from palestra.environments.debate.argument_parser import parse_argument
 from palestra.environments.debate.arguments import SIDES, STANCES, Argument, Fact, Point, Side, Topic, unanswered_points
-from palestra.environments.debate.judge_endpoint import EndpointJudge, score_debate
 from palestra.environments.debate.judges import (
     DebateMode,
     DebateVerdict,
@@ -24,11 +23,9 @@ from palestra.environments.debate.judges import (
     Speech,
     read_verdict,
     total_score,
-    winner_by_score,
 )
 from palestra.environments.debate.prompts import (
     compact_observation,
-    endpoint_messages,
     full_judge_observation,
     full_observation,
     role_prompts,
@@ -57,7 +54,7 @@ class Debate(Env):
     the judge found the correct side; in mode competitive it is by side: the other did not win and all answers of
     the side were readable.
 
-    Raises ValueError if an option is out of range, two options contradict each other, or the endpoint cannot be used.
+    Raises ValueError if an option is out of range, or two options contradict each other.
     """
 
     name: ClassVar[str] = "debate"
@@ -72,7 +69,7 @@ class Debate(Env):
         split: Split | Literal["all"] = "train",
         rounds: int = 2,
         order: Literal["turns", "simultaneous"] = "turns",
-        judge: Literal["rules", "seat"] | EndpointJudge = "rules",
+        judge: Literal["rules", "seat"] = "rules",
         weights: ScoreWeights | None = None,
         facts: int = 3,
         max_words: int = 200,
@@ -83,8 +80,6 @@ class Debate(Env):
         check_range("facts", facts, 1 if mode == "competitive" else 2, MAX_FACTS)
         check_range("max_words", max_words, 10, 10_000)
         _check(source, topics, rendering)
-        if isinstance(judge, EndpointJudge):
-            judge.check()
         self.mode = mode
         self.source = source
         self.topics = topics
@@ -118,8 +113,7 @@ class Debate(Env):
         self._sound = dict.fromkeys(SIDES, True)
         return Step(self._observations(), info={"round": 1})
 
-    async def step(self, actions: dict[Seat, Any]) -> Step:
-        """Plays one joint step; awaits the endpoint if it judges. Raises EndpointError if that returns no verdict."""
+    def step(self, actions: dict[Seat, Any]) -> Step:
         acting = self._acting()
         if self._over or actions.keys() != set(acting):
             raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
@@ -134,7 +128,7 @@ class Debate(Env):
         new = self.speeches[len(heard) :]
         for speech in new:
             self._sound[speech.side] &= speech.argument.is_readable
-        return await self._step_after(new, current)
+        return self._step_after(new, current)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns a good answer for `seat`: its own facts, a rebuttal, and a conclusion for its side (mode truth: for
@@ -180,7 +174,7 @@ class Debate(Env):
 
     # ---- rewards
 
-    async def _step_after(self, new: tuple[Speech, ...], current: int) -> Step:
+    def _step_after(self, new: tuple[Speech, ...], current: int) -> Step:
         terms = self._dense_terms(new)
         info: dict[str, Any] = {
             "round": current,
@@ -191,11 +185,7 @@ class Debate(Env):
             legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
             info |= terms_info(terms)
             return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
-        if isinstance(self.judge, EndpointJudge):
-            verdict = await self._by_endpoint(self.judge)
-        else:
-            verdict = self._by_rules()
-        return self._end(verdict, terms, info)
+        return self._end(self._by_rules(), terms, info)
 
     def _dense_terms(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
         """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
@@ -236,11 +226,6 @@ class Debate(Env):
         return self._end(
             DebateVerdict(winner or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": winner is None}}
         )
-
-    async def _by_endpoint(self, judge: EndpointJudge) -> DebateVerdict:
-        questions = [endpoint_messages(self.topic, self.speeches, self.mode, first) for first in SIDES]
-        scores: dict[Side, float] = dict(zip(SIDES, await score_debate(judge, questions), strict=True))
-        return DebateVerdict(winner_by_score(scores), scores)
 
     def _by_rules(self) -> DebateVerdict:
         return self.rule_judge.verdict(self.speeches)
