@@ -65,9 +65,9 @@ def print_mirrored(url: str) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for title in ("run", "done", "mirrored at", "MiB"):
             table.add_column(title, overflow="fold")
-        for name, copy, damage in list_mirrored(url):
-            if copy is None:
-                print_line(f"{name} cannot be read: {damage}")
+        for name, copy in list_mirrored(url):
+            if isinstance(copy, ValueError):
+                print_line(f"{name} cannot be read: {copy}")
                 continue
             table.add_row(name, copy.text, copy.time, f"{copy.num_bytes / MIB:,.1f}")
         console.print(table if table.row_count else f"no runs in {url}")

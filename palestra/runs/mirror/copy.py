@@ -92,17 +92,14 @@ def run_progress(run: Path) -> tuple[int | str, ...]:
 
 
 def _files(root: Path) -> dict[str, Path]:
-    """Returns the files in a folder by name, without its checkpoints and hidden, unfinished or linked files."""
-    found = {}
+    """Returns the files in a folder by name, without hidden, unfinished or linked ones."""
+    files = {}
     for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        folders[:] = [name for name in folders if name[0] != "." and here / name != root / CHECKPOINTS_FOLDER]
-        for name in names:
-            path = here / name
-            inside = str(path.relative_to(root))
-            if name[0] != "." and inside != STATUS_FILE and path.is_file() and not path.is_symlink():
-                found[inside] = path
-    return found
+        folders[:] = [name for name in folders if name[0] != "."]
+        for path in (Path(folder, name) for name in names if name[0] != "."):
+            if path.is_file() and not path.is_symlink():
+                files[str(path.relative_to(root))] = path
+    return files
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -183,6 +180,27 @@ class Mirror:
                 f"the run is in {self.run}, and its last state is not in its mirror; {held}: {error}{again}"
             ) from error
 
+    def follow(self, stop: threading.Event, warn: Warn) -> None:
+        """Sends each new state until `stop` is set. A failing store causes one warning each time it begins to fail, and
+        attempts with growing waits."""
+        failures = 0
+        wait_s = POLL_INTERVAL_S
+        while not stop.wait(wait_s):
+            try:
+                sent = self.sync(always=False)
+            except MirrorTaken as error:
+                return warn(f"alarm: {error}")
+            except Exception as error:  # of the store, or of a damaged file: it must not end training
+                failures += 1
+                wait_s = RETRY.wait_s(failures)
+                if failures == 1:
+                    warn(f"alarm: the mirror {self.store.url} is behind, training continues without it: {error}")
+                continue
+            if failures:
+                warn(f"the mirror {self.store.url} has caught up")
+            failures = 0
+            wait_s = self.config.min_interval_s if sent else POLL_INTERVAL_S
+
     def close(self) -> None:
         """Releases the lock."""
         self._lock.close()
@@ -210,8 +228,8 @@ class Mirror:
     def _send_newest(self) -> bool:
         staging = self.run / STAGING_FOLDER
         for left in reversed(range(MAX_ATTEMPTS)):
-            shutil.rmtree(staging, ignore_errors=True)
             try:
+                shutil.rmtree(staging, ignore_errors=True)
                 return self._send(read_run_state(self.run), staging)
             except (FileNotFoundError, shutil.Error):  # pruned while it was read
                 if not left:
@@ -226,12 +244,15 @@ class Mirror:
         for checkpoint in own.checkpoints:
             # links, so that they can be read although the run prunes them meanwhile
             shutil.copytree(checkpoint.path, staging / checkpoint.path.name, copy_function=_link_or_copy)
-        files = {f"{CHECKPOINTS_FOLDER}/{name}": path for name, path in _files(staging).items()}
-        files |= {name: path for name, path in _files(self.run).items() if name not in own.lists}
-        logs = {name for name in files if name.endswith(".jsonl")}
+        checkpoints = f"{CHECKPOINTS_FOLDER}/"
+        files = {f"{checkpoints}{name}": path for name, path in _files(staging).items()}
+        for name, path in _files(self.run).items():
+            if name not in own.lists and name != STATUS_FILE and not name.startswith(checkpoints):
+                files[name] = path
+        logs = {name: path for name, path in files.items() if name.endswith(".jsonl")}
         before = self.sent_files
         self._put_all({name: path for name, path in files.items() if name not in logs})
-        self._put_all({name: _whole_lines(files[name]) for name in logs})
+        self._put_all({name: _whole_lines(path) for name, path in logs.items()})
         for name in reversed(own.lists):
             self._put_all({name: own.lists[name]})
         old = self._stored.keys() - files.keys() - own.lists.keys()
@@ -304,38 +325,6 @@ def mirror_status(run: Path) -> dict[str, Any]:
         return {}
 
 
-class MirrorThread(threading.Thread):
-    """Thread that sends each new state until it is stopped. A failing store causes one warning each time it begins to
-    fail, and attempts with growing waits; it never delays the run."""
-
-    def __init__(self, mirror: Mirror, warn: Warn) -> None:
-        super().__init__(name="mirror", daemon=True)
-        self.mirror = mirror
-        self.warn = warn
-        self.stop_event = threading.Event()
-
-    def run(self) -> None:
-        failures = 0
-        wait_s = POLL_INTERVAL_S
-        while not self.stop_event.wait(wait_s):
-            try:
-                sent = self.mirror.sync(always=False)
-            except MirrorTaken as error:
-                self.warn(f"alarm: {error}")
-                return
-            except Exception as error:  # of the store, or of a damaged file: it must not end training
-                failures += 1
-                wait_s = RETRY.wait_s(failures)
-                if failures == 1:
-                    url = self.mirror.store.url
-                    self.warn(f"alarm: the mirror {url} is behind, training continues without it: {error}")
-                continue
-            if failures:
-                self.warn(f"the mirror {self.mirror.store.url} has caught up")
-            failures = 0
-            wait_s = self.mirror.config.min_interval_s if sent else POLL_INTERVAL_S
-
-
 @contextmanager
 def mirror_run(run: Path, config: MirrorConfig | None, warn: Warn) -> Iterator[None]:
     """Context that mirrors the run at `run` as described by `config` (None: not at all).
@@ -352,12 +341,13 @@ def mirror_run(run: Path, config: MirrorConfig | None, warn: Warn) -> Iterator[N
         except BaseException as error:
             error.add_note(f"nothing was trained; once that is fixed: palestra train --resume {shlex.quote(str(run))}")
             raise
-        thread = MirrorThread(mirror, warn)
+        stop = threading.Event()
+        thread = threading.Thread(target=mirror.follow, args=(stop, warn), name="mirror", daemon=True)
         thread.start()
         try:
             yield
         except Exception:
-            thread.stop_event.set()
+            stop.set()
             thread.join()
             try:
                 mirror.sync()
@@ -365,7 +355,7 @@ def mirror_run(run: Path, config: MirrorConfig | None, warn: Warn) -> Iterator[N
                 warn(f"the mirror {mirror.store.url} does not have the run's last state: {failed}")
             raise
         finally:
-            thread.stop_event.set()
+            stop.set()
         thread.join()
         mirror.sync_last()
 
@@ -384,6 +374,6 @@ def send_state(run: Path, config: MirrorConfig, *, follow: bool = False, warn: W
             raise DamagedFile(f"{run} is damaged, or another process changes it: {error}") from error
         if follow:
             with suppress(KeyboardInterrupt):
-                MirrorThread(mirror, warn).run()
+                mirror.follow(threading.Event(), warn)
         assert mirror.state
         return mirror.state.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,14 +28,6 @@ class Fetched(NamedTuple):
     state: CopyState
     is_new: bool
     passed_over: list[str]
-
-
-class MirroredRun(NamedTuple):
-    """One run in a store's folder of runs: the state of its copy; None, with the reason, if it cannot be read."""
-
-    name: str
-    state: CopyState | None
-    damage: str
 
 
 def fetch_run(url: str, root: Path, max_bytes: float = DEFAULT_MAX_GIB * GIB) -> Fetched:
@@ -113,15 +106,12 @@ def _check_has_state(run: Path, state: CopyState) -> None:
         )
 
 
-def list_mirrored(folder: str) -> list[MirroredRun]:
-    """Returns the runs in a store's folder of runs, by name. Raises StoreError if the store fails."""
-    found = []
+def list_mirrored(folder: str) -> Iterator[tuple[str, CopyState | DamagedFile]]:
+    """Yields the runs in a store's folder of runs, by name, each with the state of its copy, or the reason why that
+    cannot be read. Raises StoreError if the store fails."""
     for name in RunStore(folder).children():
         try:
-            state = RunStore(f"{folder.rstrip('/')}/{name}").read_state()
+            if state := RunStore(f"{folder.rstrip('/')}/{name}").read_state():
+                yield name, state
         except DamagedFile as error:
-            found.append(MirroredRun(name, None, str(error)))
-            continue
-        if state:
-            found.append(MirroredRun(name, state, ""))
-    return found
+            yield name, error

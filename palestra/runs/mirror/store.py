@@ -25,10 +25,9 @@ from palestra.core.files import (
 )
 from palestra.runs.mirror import is_store_url
 
-EXTRAS = {"s3": "palestra[s3]", "s3a": "palestra[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+EXTRAS = {"s3": "palestra[s3]", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 WRITER_FILE = "writer.json"  # in the store
-RENAMING_STORES = ("file", "local", "sftp", "ssh", "smb", "hdfs")  # of files: in other stores, objects appear whole
-BLOCK_BYTES = 2**25  # read from a store at once
+RENAMING_STORES = ("file", "local", "sftp", "ssh", "smb", "hdfs")  # in others, objects appear whole
 MAX_WRITER_BYTES = 2**16
 MAX_NAME_CHARS = 1024  # of a file, with its folders
 NUM_THREADS = 8  # files sent or read at once
@@ -42,9 +41,10 @@ class StoreError(ConnectionError):
 class CopyState:
     """Contents of writer.json: the process that writes the copy, and the state of the run in the copy.
 
-    `run` is the time of creation in the run's meta.json, which distinguishes runs of one name. `progress` counts the
-    `unit` done: training steps up to the newest checkpoint, or tasks of a population; 0: there are no files yet.
-    `time` is the time at which that state was sent, in ISO 8601, `num_bytes` the size of all files.
+    `run` is the time of creation in the run's meta.json, which distinguishes runs of one name.
+    `progress` counts the `unit` done: training steps up to the newest checkpoint, or tasks of a
+    population; 0: there are no files yet. `time` is the time at which that state was sent, in ISO
+    8601, `num_bytes` the size of all files.
     """
 
     writer: str
@@ -61,48 +61,37 @@ class CopyState:
 
     @classmethod
     def from_bytes(cls, url: str, data: bytes) -> Self:
-        """Returns the state read from `url`. Raises DamagedFile if it differs from what was written."""
+        """Returns the state read from `url`. Raises DamagedFile if it is not as it was written."""
         line = parse_checksummed(url, 1, data.removesuffix(b"\n"))
         kinds = {"writer": str, "run": str, "progress": int, "unit": str, "time": str, "num_bytes": int}
         if {name: type(value) for name, value in line.items()} != kinds:
-            raise DamagedFile(
-                f"{url} is not the state of a copy: another version of palestra wrote it, or it was edited"
-            )
+            raise DamagedFile(f"{url} is not the state of a copy: another version wrote it, or it was edited")
         return cls(**line)
 
 
-@contextmanager
-def explain_store_errors(url: str) -> Iterator[None]:
-    """Context that turns any error of a store's client into StoreError, with the remedy."""
-    try:
-        yield
-    except (StoreError, DamagedFile):
-        raise
-    except Exception as error:  # each client raises exceptions of its own
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        raise StoreError(f"the store {url} does not answer: {why}; {_remedy(error)}") from error
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "does the bucket or folder exist?"
-    if isinstance(error, PermissionError) or "redential" in str(error):
-        return "are the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and may they write?"
-    return "is it up, and is its address right (AWS_ENDPOINT_URL, for stores other than Amazon's)?"
-
-
 class RunStore:
-    """The copy of one run at `url`. Methods raise StoreError if the store fails."""
+    """The copy of one run at `url`. Methods raise StoreError, with the remedy, if the store fails."""
 
     def __init__(self, url: str) -> None:
         self.url = check_store_url(url)
         self.renames = self.url.partition("://")[0] in RENAMING_STORES
 
     @cached_property
-    def _file_system(self) -> tuple[Any, str]:
-        """The fsspec file system, and the path of the copy in it."""
+    def _opened(self) -> tuple[Any, str]:
         fs, root = url_to_fs(self.url)
         return fs, root.rstrip("/")
+
+    @contextmanager
+    def _file_system(self) -> Iterator[tuple[Any, str]]:
+        """Context that yields the fsspec file system and the path of the copy in it, and turns any
+        error of the store's client into StoreError."""
+        try:
+            yield self._opened
+        except DamagedFile:
+            raise
+        except Exception as error:  # each client raises exceptions of its own
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            raise StoreError(f"the store {self.url} does not answer: {why}; {_remedy(error)}") from error
 
     def read_state(self) -> CopyState | None:
         """Returns the state of the copy; None if there is no copy. Raises DamagedFile if it cannot be read."""
@@ -115,8 +104,7 @@ class RunStore:
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """Returns a file; None if it is missing. Raises DamagedFile if it has more than `max_bytes` bytes."""
-        with explain_store_errors(self.url):
-            fs, root = self._file_system
+        with self._file_system() as (fs, root):
             try:
                 self._check_kind(name, fs.info(f"{root}/{name}"))
                 data: bytes = fs.cat_file(f"{root}/{name}", start=0, end=max_bytes + 1)
@@ -127,27 +115,18 @@ class RunStore:
         return data
 
     def download(self, name: str, num_bytes: int, path: Path) -> None:
-        """Writes the first `num_bytes` bytes of a file to `path`. Raises DamagedFile if it has fewer."""
+        """Writes a file to `path`. Raises DamagedFile if it has fewer than the `num_bytes` bytes that were listed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            for start in range(0, num_bytes, BLOCK_BYTES):
-                with explain_store_errors(self.url):
-                    fs, root = self._file_system
-                    try:
-                        data = fs.cat_file(f"{root}/{name}", start=start, end=min(start + BLOCK_BYTES, num_bytes))
-                    except FileNotFoundError:
-                        break
-                file.write(data)
-        if file_size(path) != num_bytes:
+        with self._file_system() as (fs, root), suppress(FileNotFoundError):
+            fs.get_file(f"{root}/{name}", str(path))
+        if file_size(path) < num_bytes or not path.exists():
             raise DamagedFile(f"{self.url}/{name} is missing, or shorter than it was listed")
 
     def put(self, name: str, source: bytes | Path) -> None:
         """Writes a file, which appears whole."""
-        with explain_store_errors(self.url):
-            fs, root = self._file_system
+        with self._file_system() as (fs, root):
             folder, _, last = f"{root}/{name}".rpartition("/")
-            target = f"{folder}/{last}"
-            written = f"{folder}/{TEMPORARY_PREFIX}{last}" if self.renames else target
+            written = f"{folder}/{TEMPORARY_PREFIX if self.renames else ''}{last}"
             if self.renames:
                 fs.makedirs(folder, exist_ok=True)
             if isinstance(source, bytes):
@@ -155,12 +134,11 @@ class RunStore:
             else:
                 fs.put_file(str(source), written)
             if self.renames:
-                fs.mv(written, target)
+                fs.mv(written, f"{folder}/{last}")
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes files, and the folders that are then empty. Those that are missing are skipped."""
-        with explain_store_errors(self.url):
-            fs, root = self._file_system
+        with self._file_system() as (fs, root):
             for name in names:
                 with suppress(FileNotFoundError):
                     fs.rm_file(f"{root}/{name}")  # not `rm`, which expands * and ? in names
@@ -171,32 +149,27 @@ class RunStore:
 
     def children(self) -> list[str]:
         """Returns the names directly below `url`: the names of runs, if it is a folder of runs."""
-        with explain_store_errors(self.url):
-            return sorted(_base(entry) for entry in self._ls(""))
+        return sorted(name for name, _ in self._list_folder(""))
 
     def list_files(self) -> dict[str, int]:
         """Returns the sizes of the copy's files in bytes, by name, without writer.json.
 
-        Raises DamagedFile if it holds links, pipes, hidden files, names outside a run, or too many files: a copy may
-        come from anybody.
+        Raises DamagedFile if it holds links, pipes, hidden files, names outside a run, or too many
+        files: a copy may come from anybody.
         """
         sizes: dict[str, int] = {}
-        folders = {""}
+        folders = {"": None}
         waiting = [""]
         while waiting:
             folder = waiting.pop()
-            with explain_store_errors(self.url):
-                entries = self._ls(folder)
-            for entry in entries:
-                if _base(entry).startswith(TEMPORARY_PREFIX):
-                    continue
-                name = f"{folder}/{_base(entry)}".lstrip("/")
+            for base, entry in self._list_folder(folder):
+                name = f"{folder}/{base}".lstrip("/")
                 self._check_kind(name, entry)
                 path_inside("/", name)
-                if _base(entry).startswith(".") or len(name) > MAX_NAME_CHARS or name in folders or name in sizes:
+                if base.startswith(".") or len(name) > MAX_NAME_CHARS or name in folders or name in sizes:
                     raise DamagedFile(f"{self.url}/{name[:80]} is hidden, too long, or both file and folder")
                 if entry["type"] == "directory":
-                    folders.add(name)
+                    folders[name] = None
                     waiting.append(name)
                 else:
                     sizes[name] = int(entry["size"])
@@ -210,19 +183,26 @@ class RunStore:
         if entry["type"] not in ("file", "directory") or entry.get("islink"):
             raise DamagedFile(f"{self.url}/{name} is neither a file nor a folder: no run has that")
 
-    def _ls(self, folder: str) -> list[Mapping[str, Any]]:
-        fs, root = self._file_system
-        fs.invalidate_cache()
-        path = f"{root}/{folder}".rstrip("/")
-        try:
-            entries = fs.ls(path, detail=True)
-        except FileNotFoundError:
-            return []
-        return [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]  # S3 may list the folder
+    def _list_folder(self, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """Returns name and entry of what is in a folder, but for files that are being written."""
+        with self._file_system() as (fs, root):
+            fs.invalidate_cache()
+            path = f"{root}/{folder}".rstrip("/")
+            try:
+                entries = fs.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+        inside = [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]  # S3 may list the folder
+        named = [(str(entry["name"]).rstrip("/").rpartition("/")[2], entry) for entry in inside]
+        return [(name, entry) for name, entry in named if not name.startswith(TEMPORARY_PREFIX)]
 
 
-def _base(entry: Mapping[str, Any]) -> str:
-    return str(entry["name"]).rstrip("/").rpartition("/")[2]
+def _remedy(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "does the bucket or folder exist?"
+    if isinstance(error, PermissionError) or "redential" in str(error):
+        return "are the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and may they write?"
+    return "is it up, and is its address right (AWS_ENDPOINT_URL, for stores other than Amazon's)?"
 
 
 def check_store_url(url: str) -> str:
