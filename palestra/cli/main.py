@@ -30,7 +30,6 @@ from palestra.cli.runs import runs
 from palestra.cli.serve import keys, serve, serve_sampler
 from palestra.cli.templates import demo, init
 from palestra.cli.train import train
-from palestra.cli.tune import tune
 
 UsageError: Any = typer.BadParameter.__base__  # of the copy of Click that typer uses
 
@@ -63,7 +62,7 @@ AGENTS = "Use agents"
 SERVERS = "Servers"
 REFERENCE = "Reference"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
-PLAYING = ("train", "grid", "tune", "eval", "league", "play", "collect", "serve-envs", "config")
+PLAYING = ("train", "grid", "eval", "league", "play", "collect", "serve-envs", "config")
 
 # Else Python walks all objects of the imported modules once more before it ends: a second for torch and transformers.
 atexit.register(gc.freeze)
@@ -103,7 +102,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
         app.command(name.replace("_", "-"), cls=CommandWithHints, rich_help_panel=panel)(command)
 
 
-_add(TRAIN, demo=demo, init=init, train=train, grid=grid, tune=tune)
+_add(TRAIN, demo=demo, init=init, train=train, grid=grid)
 _add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync, fetch=fetch)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
 _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)

@@ -19,7 +19,6 @@ GROUPS = {  # titles of the folders that shipped configs are in
     "games": "vector envs (small networks)",
     "populations": "populations",
     "grids": "grids of algorithms, tasks and seeds, for palestra grid",
-    "tuning": "hyperparameter searches, for palestra tune",
 }
 
 

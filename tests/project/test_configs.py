@@ -8,8 +8,6 @@ from typer.testing import CliRunner
 
 from palestra.api.experiments.grid import grid_cells, load_grid
 from palestra.api.experiments.schedule import check_cells
-from palestra.api.experiments.study import Search
-from palestra.api.experiments.tune import base_tree, load_tuning, scored_eval
 from palestra.cli.main import app
 from palestra.core.config import dump, load, override, parse, validate
 from palestra.core.config.shipped import DATA_DIR
@@ -32,10 +30,7 @@ GAMES = sorted((SHIPPED / "games").glob("*.yaml"))
 KUHN = ROOT / "results/real/configs/text_kuhn_self_play.yaml"
 POPULATIONS = [*sorted((SHIPPED / "populations").glob("*.yaml")), KUHN]
 GRIDS = [*sorted((SHIPPED / "grids").glob("*.yaml")), *sorted(ROOT.glob("results/grid/configs/*.yaml"))]
-SEARCHES = sorted((SHIPPED / "tuning").glob("*.yaml"))
-CONFIGS = sorted(
-    {*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
-)
+CONFIGS = sorted({*SHIPPED.rglob("*.yaml"), *ROOT.glob("results/*/configs/*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS})
 ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
 SLOW = {"pong", "overcooked"}  # rules that are compiled in half a minute, and long games; each has tests of its own
 ABSENT_GRIDS = {"smax"}  # grids with such an env
@@ -84,13 +79,6 @@ def test_every_cell_of_a_grid_builds(path, tmp_path):
     cells = grid_cells(grid, path.parent)
     assert len(cells) > 1
     check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path, grid.tasks)
-
-
-@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_value_of_a_search_is_valid(path, tmp_path):
-    config = load_tuning(path)
-    base = base_tree(config, path.parent)
-    assert Search(config, base, scored_eval(config, base), tmp_path / "search").trials == []
 
 
 def playable(path):

@@ -16,26 +16,20 @@ from palestra.core.config.shipped import find_config
 Changes = dict[str, Any]
 
 
-class TaskConfig(StrictModel):
-    """The config of a run, and the evaluation and metric that are its score."""
+class GridTask(StrictModel):
+    """A task of a grid: the config of a run, the evaluation and metric that are its score, and the scale of that."""
 
     config: str
     """The YAML config to start from: a path, relative to the file that names it or to the working directory, or a
     shipped one such as `configs/games/spread_mappo.yaml`."""
     changes: Changes = Field(default_factory=dict)
-    """Changes of the config, a tree like the config's own; mappings are merged, other values replaced. In a grid the
-    changes of an algorithm are made after these."""
+    """Changes of the config, a tree like the config's own; mappings are merged, other values replaced. The changes of
+    an algorithm are made after these."""
     eval: str | None = None
-    """Name of the evaluation that is scored, at its last step. Default: `test` in a grid, else the config's first;
-    `dev` in a search, else the first that is not `test`."""
+    """Name of the evaluation that is scored, at its last step. Default: `test`, else the config's first."""
     metric: str | None = None
     """Metric of that evaluation; default: `success`, else `return`. A population has no evaluations: its score is its
     last `nash_conv`."""
-
-
-class GridTask(TaskConfig):
-    """A task of a grid, and the scale of its score."""
-
     score_range: tuple[float, float] = (0.0, 1.0)
     """Values of the metric that count as 0 and as 1, such as those of random and of optimal play. The first may be
     larger than the second, for metrics where less is better."""
@@ -117,7 +111,10 @@ def load_grid(path: Path) -> GridConfig:
 def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list[GridCell]:
     """Returns the cells of a grid whose file lies in `folder`, or those whose names match a pattern of `only`, such as
     "spread-*". Raises ValueError if a config cannot be read, or a pattern matches nothing."""
-    trees = {name: load_base_config(task, folder) for name, task in grid.tasks.items()}
+    trees = {}
+    for name, task in grid.tasks.items():
+        beside = folder / task.config
+        trees[name] = load(beside if beside.is_file() else find_config(Path(task.config)))
     cells = [
         GridCell(task, algorithm, seed, _cell_tree(grid, trees[task], task, algorithm) | {"seed": seed})
         for task, algorithm, seed in grid.keys
@@ -126,12 +123,6 @@ def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list
         if not any(fnmatchcase(cell.name, pattern) for cell in cells):
             raise ValueError(f'no cell of the grid matches "{pattern}": their names are like {cells[0].name}')
     return [cell for cell in cells if not only or any(fnmatchcase(cell.name, pattern) for pattern in only)]
-
-
-def load_base_config(task: TaskConfig, folder: Path) -> Tree:
-    """Returns the config of a task without its changes. `folder` is the folder of the file that names it."""
-    beside = folder / task.config
-    return load(beside if beside.is_file() else find_config(Path(task.config)))
 
 
 def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:

@@ -12,7 +12,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from palestra.api.experiments.grid import GridCell, TaskConfig
+from palestra.api.experiments.grid import GridCell, GridTask
 from palestra.core.config import allow_modules_in, dump, load
 from palestra.core.files import read_lines, remove_path, to_json_line
 from palestra.parallel.processes import StoppableProcess, exit_reason, exit_with_parent, leave_signals_to_parent
@@ -51,13 +51,9 @@ class CellResult:
     reason: str = ""
 
 
-class CellRefused(ValueError):
-    """The config of a cell has a mistake."""
-
-
-def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskConfig] | None = None) -> None:
-    """Raises CellRefused if the config of a cell has a mistake or lacks the evaluation that its task in `tasks` scores,
-    and ValueError if its run in `root` was made with other settings."""
+def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, GridTask] | None = None) -> None:
+    """Raises ValueError if the config of a cell has a mistake or lacks the evaluation that its task in `tasks` scores,
+    or its run in `root` was made with other settings."""
     from palestra.api.run import run_request
 
     for cell in cells:
@@ -67,7 +63,7 @@ def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskC
             if tasks:
                 check_score(request, tasks[cell.task])
         except ValueError as error:
-            raise CellRefused(f"{cell.name}: {error}") from error
+            raise ValueError(f"{cell.name}: {error}") from error
         stored = root / cell.name / "config.yaml"
         if stored.is_file() and (change := _first_difference(load(stored), request)):
             raise ValueError(
@@ -76,7 +72,7 @@ def check_cells(cells: Sequence[GridCell], root: Path, tasks: Mapping[str, TaskC
             )
 
 
-def check_score(request: LaunchRequest, task: TaskConfig) -> None:
+def check_score(request: LaunchRequest, task: GridTask) -> None:
     """Raises ValueError if a run will have nothing to score."""
     if request.kind.name == "population":
         if task.eval or task.metric not in (None, "nash_conv"):
