@@ -25,9 +25,8 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from palestra.core.config import StrictModel
 from palestra.core.losses import LossInputs, TensorMetrics, has_dropout
-from palestra.core.optimizers import AdamW, OptimizerConfig
+from palestra.core.optimizers import AdamW, OptimizedPolicy, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
@@ -92,7 +91,7 @@ DEFAULT_OPTIMIZER = AdamW()
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
-class OptimConfig(StrictModel):
+class OptimConfig(OptimizedPolicy):
     """The optimizer, learning rates, and clipping of the gradient norm."""
 
     lr: float = Field(1e-3, ge=0, le=1_000_000)
