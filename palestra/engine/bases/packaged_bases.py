@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-
 Parts = tuple[Path, ...]  # a GGUF file, whole or cut into files to be joined
 
 

@@ -153,7 +153,7 @@ def test_file_cut_into_packages_is_joined_and_converted_once(
     own = Engine.load("zq7-tiny", device="cpu").model
     torch.testing.assert_close(dict(own.named_parameters()), dict(tiny_llama().named_parameters()))
     (tmp_path / "packages/zq7_second/data/tiny.gguf.part01").unlink()
-    with pytest.raises(ValueError, match="no file .*part01: install the package again with pip install zq7"):
+    with pytest.raises(ValueError, match=r"no file .*part01: install the package again with pip install zq7"):
         resolve_base("zq7-tiny")
 
 
