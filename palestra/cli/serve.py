@@ -21,7 +21,7 @@ def serve(
     base: Annotated[
         list[str] | None,
         typer.Option(
-            "--base", help="a base: tiny, tasks, smollm2, or NAME=PATH of a folder or GGUF file (default: tiny)"
+            "--base", help="a base that `palestra info` lists, or NAME=PATH of a folder or GGUF file (default: tiny)"
         ),
     ] = None,
     alias: Annotated[
@@ -102,7 +102,9 @@ def serve(
 
 
 def serve_sampler(
-    base: Annotated[str, typer.Option(help="tiny, tasks, smollm2, a folder, a GGUF file, or a hub name")] = "tiny",
+    base: Annotated[
+        str, typer.Option(help="a base that `palestra info` lists, a folder, GGUF file or hub name")
+    ] = "tiny",
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
     key_env: Annotated[
