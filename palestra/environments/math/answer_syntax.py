@@ -14,6 +14,7 @@ import re
 import string
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 Formula = list[Any]
@@ -127,10 +128,7 @@ def _as_lists(value: Any) -> Any:
 def _formula(node: ast.expr, source: str, depth: int = 0) -> Formula:
     if depth > 2 * MAX_DEPTH:
         raise _ParseError
-
-    def inner(part: ast.expr) -> Formula:
-        return _formula(part, source, depth + 1)
-
+    inner = partial(_formula, source=source, depth=depth + 1)
     match node:
         case ast.Constant(value=int() | float()):
             return ["number", source[node.col_offset : node.end_col_offset]]
