@@ -30,11 +30,11 @@ from palestra.cli.seat_options import (
 from palestra.text.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.judged import JudgedResult
+    from palestra.evaluation.judged import Judge, JudgedResult
     from palestra.evaluation.target import EvalResult, OnProgress
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - a parameter for each option
     what: TargetArgument,
     env: EnvOption = None,
     seats: SeatsOption = None,
@@ -117,17 +117,20 @@ def evaluate(
         )
         settings = parse_settings(env)
         policies = parse_seats(seats)
-        options: dict[str, Any] = {"episodes": episodes, "checkpoint": checkpoint, "seed": seed}
-        options["greedy"] = temperature == 0
+        options: dict[str, Any] = {"episodes": episodes, "seed": seed, "greedy": temperature == 0}
         if best_response:
-            _best_responses(what, settings, policies, best_response, as_json, options)
+            options["steps"] = best_response
+            _best_responses(what, checkpoint, settings, policies, as_json, options)
             return
-        options |= {"in_process": in_process, "sampling": sampling_options(temperature), "samples": samples}
+        options |= {"checkpoint": checkpoint, "in_process": in_process, "samples": samples}
+        options["sampling"] = sampling_options(temperature)
         if show:
             require_text_env(what, "--show")
         if judge:
-            options["judge_tokens"] = judge_tokens
-            _print_judged(what, settings, policies, against or "base", judge, as_json, options)
+            from palestra.evaluation.judged import Judge
+
+            sides = (policies, against or "base")
+            _print_judged(what, settings, *sides, Judge(judge, judge_tokens), as_json, options)
             return
         from palestra.evaluation import evaluate as evaluation
 
@@ -172,14 +175,21 @@ def _print_results(title: str, results: list[EvalResult], cross: bool) -> None:
 
 
 def _best_responses(
-    what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
+    what: Path,
+    checkpoint: int | None,
+    env: dict[str, Any],
+    seats: dict[str, str],
+    as_json: bool,
+    options: dict[str, Any],
 ) -> None:
     from palestra.evaluation.best_response import learn_best_responses
     from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
+    from palestra.evaluation.target import find_target
 
+    target = find_target(what, env, checkpoint)
     with PlainConsole(stderr=True).status("learning a response at each seat") as status:
         report = lambda text: status.update(styled_text(text))  # noqa: E731
-        learned = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
+        learned = learn_best_responses(target, env, seats, on_progress=report, **options)
     if as_json:
         print(
             json.dumps(
@@ -196,7 +206,7 @@ def _print_judged(
     env: dict[str, Any],
     seats: dict[str, str],
     against: str,
-    judge: str,
+    judge: Judge,
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
@@ -207,9 +217,9 @@ def _print_judged(
     if as_json:
         names = [result.policy_names for result in judged.results]
         error = {"error": judged.error} if judged.error else {}
-        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **judged.metrics(), **error}))
+        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge.policy, **judged.metrics(), **error}))
         return
-    console.print(_judged_table(f"{what} against {against}, judged by {judge}", judged))
+    console.print(_judged_table(f"{what} against {against}, judged by {judge.policy}", judged))
     if judged.error:
         console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
 

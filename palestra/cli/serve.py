@@ -17,7 +17,7 @@ CacheOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 
 
-def serve(
+def serve(  # noqa: PLR0913 - a parameter for each option
     base: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,7 +101,7 @@ def serve(
         run_server(options, print_line)
 
 
-def serve_sampler(
+def serve_sampler(  # noqa: PLR0913 - a parameter for each option
     base: Annotated[str, typer.Option(help="tiny, tasks, smollm2, a folder, a GGUF file, or a hub name")] = "tiny",
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
