@@ -17,7 +17,7 @@ CacheOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 
 
-def serve(
+def serve(  # noqa: PLR0913 - a parameter for each option
     base: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,7 +101,7 @@ def serve(
         run_server(options, print_line)
 
 
-def serve_sampler(
+def serve_sampler(  # noqa: PLR0913 - a parameter for each option
     base: Annotated[
         str, typer.Option(help="a base that `palestra info` lists, a folder, GGUF file or hub name")
     ] = "tiny",
