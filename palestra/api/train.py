@@ -23,7 +23,7 @@ from palestra.evaluation.report.run_report import explain_no_update
 from palestra.runs.loop import Callback, check_callbacks
 
 
-def train(
+def train(  # noqa: PLR0913 - the parts of a config, by name
     config: str | Path | Mapping[str, Any] | BaseModel | None = None,
     *,
     env: Any = None,

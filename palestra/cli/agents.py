@@ -76,7 +76,7 @@ def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | N
         print_line(f"members: {describe_mixtures(policy.mixtures)}")
 
 
-def serve_agent(
+def serve_agent(  # noqa: PLR0913 - a parameter for each option
     where: Annotated[list[Path], typer.Argument(help="a run, or folders that `palestra publish` wrote")],
     member: Annotated[list[str] | None, typer.Option(help="one of the run's agents (default: all)")] = None,
     checkpoint: CheckpointOption = None,

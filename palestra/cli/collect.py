@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -22,8 +22,12 @@ from palestra.cli.seat_options import (
     sampling_options,
 )
 
+if TYPE_CHECKING:
+    from palestra.evaluation.collect import EpisodeFilter
+    from palestra.evaluation.text import TextEvalSetup
 
-def collect(
+
+def collect(  # noqa: PLR0913 - a parameter for each option
     what: TargetArgument,
     out: Annotated[Path, typer.Option(help="the Parquet file to write")],
     seats: SeatsOption = None,
@@ -63,42 +67,34 @@ def collect(
             policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
             amount = f"{num_envs * steps} joint steps"
         else:
-            options = {
-                "episodes": episodes,
-                "min_return": min_return,
-                "successes": successes,
-                "checkpoint": checkpoint,
-                "seed": seed,
-            }
-            options["in_process"] = in_process
-            policy_names, metrics = _collect_with_progress(what, out, env, seats, temperature, options)
+            from palestra.evaluation.collect import EpisodeFilter
+            from palestra.evaluation.text import open_text_eval
+
+            changes = parse_settings(env)
+            setup = open_text_eval(
+                find_target(what, changes, checkpoint),
+                changes,
+                parse_seats(seats),
+                split="train",
+                sampling=sampling_options(temperature),
+                in_process=in_process,
+            )
+            keep = EpisodeFilter(min_return, successes)
+            policy_names, metrics = _collect_with_progress(setup, out, episodes, seed, keep)
             amount = f"{metrics['kept']} of {episodes} episodes"
     print_line(f"{out}: {amount} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
 
 
 def _collect_with_progress(
-    what: Path,
-    out: Path,
-    env: list[str] | None,
-    seats: list[str] | None,
-    temperature: float | None,
-    options: dict[str, Any],
+    setup: TextEvalSetup, out: Path, episodes: int, seed: int, keep: EpisodeFilter
 ) -> tuple[dict[str, str], dict[str, Any]]:
     from palestra.evaluation.collect import collect_episodes
 
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("playing", total=options["episodes"])
+        task = bar.add_task("playing", total=episodes)
 
         def report_progress(played: int, num_kept: int) -> None:
             bar.update(task, completed=played, description=f"kept {num_kept}")
 
-        playing = collect_episodes(
-            what,
-            out,
-            parse_settings(env),
-            parse_seats(seats),
-            sampling=sampling_options(temperature),
-            on_progress=report_progress,
-            **options,
-        )
+        playing = collect_episodes(setup, out, episodes=episodes, seed=seed, keep=keep, on_progress=report_progress)
         return asyncio.run(playing)

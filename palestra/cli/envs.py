@@ -10,7 +10,7 @@ import typer
 from palestra.api.console import print_line, require_packages, user_errors
 
 
-def serve_envs(
+def serve_envs(  # noqa: PLR0913 - a parameter for each option
     envs: Annotated[str, typer.Option(help="envs to serve, separated by commas: names, or module:Class")],
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 accepts other machines")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 50051,

@@ -30,11 +30,11 @@ from palestra.cli.seat_options import (
 from palestra.text.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.judged import JudgedResult
+    from palestra.evaluation.judged import Judge, JudgedResult
     from palestra.evaluation.target import EvalResult, OnProgress
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 - a parameter for each option
     what: TargetArgument,
     env: EnvOption = None,
     seats: SeatsOption = None,
@@ -99,53 +99,47 @@ def evaluate(
     move at once is enumerated as turn_based_simultaneous_game(game=...).
     """
     with user_errors():
-        if best_response and (cross or swap or record or show):
-            raise ValueError("--best-response goes with --env, --seats, --checkpoint, --temperature, --seed and --json")
-        if best_response:
-            choice = {"episodes": episodes, "checkpoint": checkpoint, "seed": seed, "greedy": temperature == 0}
-            _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
-            return
-        if against and not judge:
-            raise ValueError("--against names the other side of a comparison: name the judge with --judge")
-        if judge_tokens and not judge:
-            raise ValueError("--judge-tokens limits the replies of a judge: name the judge with --judge")
-        if judge and (cross or swap or record or show or samples > 1):
-            raise ValueError(
+        _refuse_combinations(
+            {
+                "--best-response goes with --env, --seats, --episodes, --checkpoint, --temperature, --seed and "
+                "--json": best_response and (cross or swap or record or show or judge or samples > 1),
+                "--against names the other side of a comparison: name the judge with --judge": against and not judge,
+                "--judge-tokens limits the replies of a judge: name the judge with --judge": judge_tokens and not judge,
                 "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --checkpoint, --temperature, "
-                "--seed and --json"
-            )
-        if cross and (swap or seats):
-            raise ValueError("--cross plays members in all assignments: name them with --member, not --seats or --swap")
-        if members and not cross:
-            raise ValueError(
-                "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"
-            )
-        options: dict[str, Any] = {
-            "episodes": episodes,
-            "checkpoint": checkpoint,
-            "seed": seed,
-            "in_process": in_process,
-        }
-        options |= {"sampling": sampling_options(temperature), "greedy": temperature == 0, "samples": samples}
+                "--seed and --json": judge and (cross or swap or record or show or samples > 1),
+                "--cross plays members in all assignments: name them with --member, not --seats or --swap": (
+                    cross and (swap or seats)
+                ),
+                "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY": (
+                    members and not cross
+                ),
+            }
+        )
+        settings = parse_settings(env)
+        policies = parse_seats(seats)
+        options: dict[str, Any] = {"episodes": episodes, "seed": seed, "greedy": temperature == 0}
+        if best_response:
+            options["steps"] = best_response
+            _best_responses(what, checkpoint, settings, policies, as_json, options)
+            return
+        options |= {"checkpoint": checkpoint, "in_process": in_process, "samples": samples}
+        options["sampling"] = sampling_options(temperature)
         if show:
             require_text_env(what, "--show")
         if judge:
-            options["judge_tokens"] = judge_tokens
-            _print_judged(what, parse_settings(env), parse_seats(seats), against or "base", judge, as_json, options)
+            from palestra.evaluation.judged import Judge
+
+            sides = (policies, against or "base")
+            _print_judged(what, settings, *sides, Judge(judge, judge_tokens), as_json, options)
             return
         from palestra.evaluation import evaluate as evaluation
 
-        with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
+        with _progress_bar(is_shown="human" not in policies.values()) as on_progress:
+            options["on_progress"] = on_progress
             if cross:
-                results = evaluation.cross_play(
-                    what, parse_settings(env), members or [], on_progress=on_progress, **options
-                )
+                results = evaluation.cross_play(what, settings, members or [], **options)
             else:
-                results = [
-                    evaluation.evaluate(
-                        what, parse_settings(env), parse_seats(seats), swap=swap, on_progress=on_progress, **options
-                    )
-                ]
+                results = [evaluation.evaluate(what, settings, policies, swap=swap, **options)]
         if record:
             _record(what, record, checkpoint, results)
     for episode in chain.from_iterable(scored.episodes[:show] for scored in results):
@@ -153,29 +147,49 @@ def evaluate(
     if as_json:
         lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in results]
         print(json.dumps(lines if cross else lines[0]))
-    elif cross:
-        console.print(_cross_table(f"{what}, {episodes} episodes each", results))
     else:
-        console.print(_eval_table(f"{what}, {episodes} episodes", results[0].policy_names, results[0].metrics))
-        if why := results[0].metrics.get("no_nash_conv"):
-            print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
-    if not as_json and (note := results[0].metrics.get("not_repeatable")):
-        print_line(note)
+        _print_results(f"{what}, {episodes} episodes", results, cross)
     with user_errors():
         from palestra.core.failures import check_not_all_failed
 
         check_not_all_failed(list(chain.from_iterable(scored.episodes for scored in results)), "eval")
 
 
+def _refuse_combinations(reasons: dict[str, object]) -> None:
+    """Raises ValueError with the first reason that holds: options that do not go together."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+
+
+def _print_results(title: str, results: list[EvalResult], cross: bool) -> None:
+    metrics = results[0].metrics
+    if cross:
+        console.print(_cross_table(f"{title} each", results))
+    else:
+        console.print(_eval_table(title, results[0].policy_names, metrics))
+        if why := metrics.get("no_nash_conv"):
+            print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
+    if note := metrics.get("not_repeatable"):
+        print_line(note)
+
+
 def _best_responses(
-    what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
+    what: Path,
+    checkpoint: int | None,
+    env: dict[str, Any],
+    seats: dict[str, str],
+    as_json: bool,
+    options: dict[str, Any],
 ) -> None:
     from palestra.evaluation.best_response import learn_best_responses
     from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
+    from palestra.evaluation.target import find_target
 
+    target = find_target(what, env, checkpoint)
     with PlainConsole(stderr=True).status("learning a response at each seat") as status:
         report = lambda text: status.update(styled_text(text))  # noqa: E731
-        learned = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
+        learned = learn_best_responses(target, env, seats, on_progress=report, **options)
     if as_json:
         print(
             json.dumps(
@@ -192,7 +206,7 @@ def _print_judged(
     env: dict[str, Any],
     seats: dict[str, str],
     against: str,
-    judge: str,
+    judge: Judge,
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
@@ -203,9 +217,9 @@ def _print_judged(
     if as_json:
         names = [result.policy_names for result in judged.results]
         error = {"error": judged.error} if judged.error else {}
-        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **judged.metrics(), **error}))
+        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge.policy, **judged.metrics(), **error}))
         return
-    console.print(_judged_table(f"{what} against {against}, judged by {judge}", judged))
+    console.print(_judged_table(f"{what} against {against}, judged by {judge.policy}", judged))
     if judged.error:
         console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GridBackend = Literal["local", "ray"]
 
 
-def grid(
+def grid(  # noqa: PLR0913 - a parameter for each option
     file: Annotated[Path, typer.Argument(help="a YAML file of tasks, algorithms and seeds")],
     workers: Annotated[int | None, typer.Option(min=1, help="runs at a time (default: 1; with Ray, all CPUs)")] = None,
     only: Annotated[

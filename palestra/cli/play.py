@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from palestra.evaluation.text import TextEvalSetup
 
 
-def play(
+def play(  # noqa: PLR0913 - a parameter for each option
     what: TargetArgument,
     seat: Annotated[str | None, typer.Option(help="your seat (default: the first)")] = None,
     seats: SeatsOption = None,

@@ -42,7 +42,7 @@ def report(
         print_line(f"report: {write_report(run, out, episodes=episodes, step=step)}")
 
 
-def plot(
+def plot(  # noqa: PLR0913 - a parameter for each option
     runs: Annotated[list[Path], typer.Argument(help="runs; those that differ only in the seed make one curve")],
     metric: Annotated[
         str | None,

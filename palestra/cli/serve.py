@@ -17,11 +17,11 @@ CacheOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 
 
-def serve(
+def serve(  # noqa: PLR0913 - a parameter for each option
     base: Annotated[
         list[str] | None,
         typer.Option(
-            "--base", help="a base: tiny, tasks, smollm2, or NAME=PATH of a folder or GGUF file (default: tiny)"
+            "--base", help="a base that `palestra info` lists, or NAME=PATH of a folder or GGUF file (default: tiny)"
         ),
     ] = None,
     alias: Annotated[
@@ -101,8 +101,10 @@ def serve(
         run_server(options, print_line)
 
 
-def serve_sampler(
-    base: Annotated[str, typer.Option(help="tiny, tasks, smollm2, a folder, a GGUF file, or a hub name")] = "tiny",
+def serve_sampler(  # noqa: PLR0913 - a parameter for each option
+    base: Annotated[
+        str, typer.Option(help="a base that `palestra info` lists, a folder, GGUF file or hub name")
+    ] = "tiny",
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
     key_env: Annotated[

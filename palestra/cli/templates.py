@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from palestra.api.console import console, print_line, styled_text, user_errors
+from palestra.core.config.key_hints import nearest
 
 if TYPE_CHECKING:
     from palestra.core.config.shipped import Template
@@ -86,13 +87,9 @@ def _write_package(name: str | None, out: Path | None, is_vector: bool) -> None:
 
 def _find_template(known: list[Template], name: str) -> Template:
     """Raises ValueError, with the nearest name, if there is no template `name`."""
-    from difflib import get_close_matches
-
     named = {template.name: template for template in known}
     if name not in named:
-        near = get_close_matches(name, named, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"there is no config {name}: {hint}`palestra init` lists them")
+        raise ValueError(f"there is no config {name}{nearest(name, list(named))}; `palestra init` lists them")
     return named[name]
 
 

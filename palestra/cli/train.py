@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Settings = Annotated[list[str] | None, typer.Option("--set", help="change a setting: `--set algorithm.group_size=4`")]
 
 
-def train(
+def train(  # noqa: PLR0913 - a parameter for each option
     config: Annotated[
         Path | None,
         typer.Argument(help="a YAML config, whose keys `palestra config` describes; not needed with --resume"),

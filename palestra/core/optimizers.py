@@ -3,6 +3,7 @@ clipping of gradients are settings of the policy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -86,6 +87,24 @@ class OwnOptimizer(OwnObject, OptimizerConfig):
         base = load_object("torch.optim:Optimizer", "optimizer")  # not imported above: configs load without torch
         self.check_class(base, "optimizer", leave_out=("params", "lr"))
         return self
+
+
+EARLIER_KEYS = {"adam_betas": "betas", "adam_eps": "eps", "weight_decay": "weight_decay"}
+
+
+class OptimizedPolicy(StrictModel):
+    """Base of the configs of trained policies. Runs that began before `optimizer` was a config stored its options
+    beside it, all of them, and are read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_run(cls, keys: Any) -> Any:
+        is_stored = isinstance(keys, Mapping) and {"adam_eps", "max_grad_norm"} <= keys.keys()
+        if not is_stored or not isinstance(keys.get("optimizer", ""), str):
+            return keys
+        options = {new: keys[old] for old, new in EARLIER_KEYS.items() if old in keys}
+        others = {key: value for key, value in keys.items() if key not in EARLIER_KEYS}
+        return others | {"optimizer": {"type": keys.get("optimizer", "adam"), **options}}
 
 
 OWN_OPTIMIZER = OwnTypes("optimizer", OptimizerConfig, config=OwnOptimizer)

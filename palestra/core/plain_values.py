@@ -33,15 +33,23 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return check_text(value)
     if isinstance(value, int):
-        if value.bit_length() > MAX_INTEGER_BITS:
-            raise ValueError(f"an integer of {value.bit_length():,} bits")
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return plain_value(value.tolist(), depth) if value.dtype.kind != "V" else _refuse(value)
+        return _check_bits(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "V":
+        return plain_value(value.tolist(), depth)
     if isinstance(value, TEXT_TYPES):
         return str(value)
     if isinstance(value, TIME_TYPES):
         return value.isoformat()
+    return _plain_container(value, depth)
+
+
+def _check_bits(value: int) -> int:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError(f"an integer of {value.bit_length():,} bits")
+    return value
+
+
+def _plain_container(value: Any, depth: int) -> Any:
     if depth == MAX_DEPTH:
         raise ValueError(f"containers that are nested more than {MAX_DEPTH} deep, or one that contains itself")
     if isinstance(value, Mapping):
@@ -52,7 +60,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
         return [plain_value(item, depth + 1) for item in _sort(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
-    return _refuse(value)
+    raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))
 
 
 def check_text(text: str) -> str:
@@ -94,7 +102,3 @@ def _sort(values: Iterable[Any]) -> list[Any]:
         return sorted(values)
     except TypeError:
         return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
-
-
-def _refuse(value: Any) -> Any:
-    raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))

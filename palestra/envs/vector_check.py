@@ -116,22 +116,23 @@ class _Check:
             env.close()
 
     def valid(self, vector_step: VectorStep) -> VectorStep:
+        self.check_shapes(vector_step)
+        self.check_ends(vector_step)
+        self.check_finite(vector_step)
+        self.check_decisions(vector_step)
+        self.check_padding(vector_step)
+        return vector_step
+
+    def check_shapes(self, vector_step: VectorStep) -> None:
         env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
-        if (
-            len(env.observation_shapes) != N
-            or len(env.action_spaces) != N
-            or len({type(space) for space in env.action_spaces}) > 1
-        ):
+        kinds = {type(space) for space in env.action_spaces}
+        if len(env.observation_shapes) != N or len(env.action_spaces) != N or len(kinds) > 1:
             self.fail(
                 "needs an observation shape and an action space for each seat, of one kind", "correct both tuples"
             )
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
-        self.shape(
-            "obs",
-            vector_step.obs,
-            (B, N, *view),
-            vector_step.obs.dtype if vector_step.obs.dtype == np.uint8 else np.float32,
-        )
+        obs_dtype = vector_step.obs.dtype if vector_step.obs.dtype == np.uint8 else np.float32
+        self.shape("obs", vector_step.obs, (B, N, *view), obs_dtype)
         self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
         self.shape("rewards", vector_step.rewards, (B, N), np.float32)
         self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
@@ -141,35 +142,45 @@ class _Check:
             has_seat_success = success.ndim == 2
             kind = np.float32 if has_seat_success and success.dtype == np.float32 else bool
             self.shape("success", success, (B, N) if has_seat_success else (B,), kind)
-        if (vector_step.terminated & vector_step.truncated).any():
-            self.fail("reports a game as terminated and truncated at once", "leave it terminated")
         if vector_step.seat_terminated is not None:
             self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
-            if (vector_step.seat_terminated & vector_step.agent_mask)[~vector_step.done].any():
-                self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
         if env.state_size:
             self.shape("state", vector_step.state, (B, env.state_size), np.float32)
             self.shape("final_state", vector_step.final_state, (B, env.state_size), np.float32)
+        if vector_step.action_mask is not None:
+            most = max(_choices(space) for space in env.action_spaces)
+            self.shape("action_mask", vector_step.action_mask, (B, N, most), bool)
+
+    def check_ends(self, vector_step: VectorStep) -> None:
+        if (vector_step.terminated & vector_step.truncated).any():
+            self.fail("reports a game as terminated and truncated at once", "leave it terminated")
+        gone = vector_step.seat_terminated
+        if gone is not None and (gone & vector_step.agent_mask)[~vector_step.done].any():
+            self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
+
+    def check_finite(self, vector_step: VectorStep) -> None:
         for name in ("obs", "rewards", "state"):
             value = getattr(vector_step, name)
             if name == "obs" and vector_step.seat_terminated is not None:
                 value = value[~vector_step.seat_terminated | vector_step.done[:, None]]
             if value is not None and not np.isfinite(value).all():
                 self.fail(f"reports {name} that are not finite", "no nan and no infinity")
+
+    def check_decisions(self, vector_step: VectorStep) -> None:
         if not vector_step.agent_mask.any(axis=1).all():
             self.fail("has a game in which no seat acts", "a game that is done must reset in the same step")
-        if vector_step.action_mask is not None:
-            most = max(_choices(space) for space in env.action_spaces)
-            self.shape("action_mask", vector_step.action_mask, (B, N, most), bool)
-            if not (vector_step.action_mask.any(axis=2) | ~vector_step.agent_mask).all():
-                self.fail("lets a seat act that has no legal action", "mark at least one")
-            for seat, space in enumerate(env.action_spaces):
-                if vector_step.action_mask[:, seat, _choices(space) :].any():
-                    self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
-        for seat, own in enumerate(env.observation_shapes):
-            if len(view) == 1 and vector_step.obs[:, seat, own[0] :].any():
-                self.fail(f"writes past the observation of seat {env.seats[seat]}", "leave the padding zero")
-        return vector_step
+        legal = vector_step.action_mask
+        if legal is not None and not (legal.any(axis=2) | ~vector_step.agent_mask).all():
+            self.fail("lets a seat act that has no legal action", "mark at least one")
+
+    def check_padding(self, vector_step: VectorStep) -> None:
+        for seat, (name, shape, space) in enumerate(
+            zip(self.env.seats, self.env.observation_shapes, self.env.action_spaces, strict=True)
+        ):
+            if vector_step.action_mask is not None and vector_step.action_mask[:, seat, _choices(space) :].any():
+                self.fail(f"calls actions legal that seat {name} does not have", "mask the padding")
+            if len(shape) == 1 and vector_step.obs[:, seat, shape[0] :].any():
+                self.fail(f"writes past the observation of seat {name}", "leave the padding zero")
 
     def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
         if value is None or value.shape != shape or value.dtype != dtype:

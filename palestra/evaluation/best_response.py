@@ -7,7 +7,6 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from palestra.core.config import Tree, dump, validate
@@ -15,7 +14,7 @@ from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv
 from palestra.evaluation.report.population_data import ExploitResult
-from palestra.evaluation.target import find_target
+from palestra.evaluation.target import Target
 from palestra.evaluation.vector import VectorEvalSetup, open_vector_eval
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.loop import restore_checkpoint, run_training
@@ -34,13 +33,12 @@ NUM_ENVS = 256
 
 
 def learn_best_responses(
-    what: str | Path,
+    target: Target,
     env: Mapping[str, Any] | None = None,
     seats: Mapping[str, str] | None = None,
     *,
     steps: int,
     episodes: int,
-    checkpoint: int | None = None,
     greedy: bool = False,
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
@@ -53,9 +51,8 @@ def learn_best_responses(
     play different games. `on_progress` is called with a line of text per finished seat. See `evaluate` for the other
     arguments and errors.
     """
-    target = find_target(what, env or {}, checkpoint)
     if not target.is_vector:
-        raise ValueError(f"{what} is a text env: learned responses are for networks in vectorised games")
+        raise ValueError("learned responses are for networks in vectorised games, and this is a text env")
     results = []
     with open_vector_eval(target, env or {}, seats or {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
         means = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, seed)

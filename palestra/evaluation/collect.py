@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from palestra.core.failures import check_not_all_failed
 from palestra.core.files import replacing_file
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
-from palestra.evaluation.target import find_target
-from palestra.evaluation.text import open_text_eval
+from palestra.evaluation.text import TextEvalSetup
 from palestra.runs.episodes import SCHEMA, to_table
 from palestra.text.rollouts.metrics import episode_metrics, episode_return, seat_returns
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
@@ -21,32 +21,36 @@ from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
 BATCH_EPISODES = 256  # episodes per batch: played together, then written
 
 
+@dataclass(frozen=True)
+class EpisodeFilter:
+    """Which episodes are kept: those of at least `min_return` (None: any), and with `successes` only those that are a
+    success, of any seat if they have their own. Failed episodes never are."""
+
+    min_return: float | None = None
+    successes: bool = False
+
+    def passes(self, episode: Episode) -> bool:
+        """Returns True if the episode has a trajectory that was not lost, and meets the filter."""
+        if episode.error is not None or not episode.leaves() or (self.successes and not _has_success(episode)):
+            return False
+        return self.min_return is None or episode_return(episode) >= self.min_return
+
+
 async def collect_episodes(
-    path: Path,
+    setup: TextEvalSetup,
     out: Path,
-    env: dict[str, Any],
-    seats: dict[Seat, str],
     *,
     episodes: int,
-    min_return: float | None,
-    successes: bool,
-    sampling: dict[str, Any],
-    checkpoint: int | None,
     seed: int,
-    in_process: bool = False,
+    keep: EpisodeFilter,
     on_progress: Callable[[int, int], None] = lambda played, num_kept: None,
 ) -> tuple[dict[Seat, str], dict[str, Any]]:
-    """Plays `episodes` episodes and writes those worth keeping to `out`; returns the policy at each seat and the
-    metrics of all played episodes with their count `kept`.
+    """Plays `episodes` episodes of the setup's split and writes those that `keep` passes to `out`; returns the policy
+    at each seat and the metrics of all played episodes with their count `kept`.
 
-    Instances are those of split "train" unless `env` names another. An episode is kept if it did not fail, its
-    `episode_return` is at least `min_return` (None: any), and, with `successes`, it is a success, of any
-    seat if they have their own. `on_progress` is called with (played, kept) after each batch. Raises ValueError if the
-    path, env or seats are invalid (see `evaluate`), RunFailed if all episodes failed.
+    `on_progress` is called with (played, kept) after each batch. Raises RunFailed if all episodes failed.
     """
-    target = find_target(path, env, checkpoint)
-    table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
-    team = table.policies
+    team = setup.policies
     num_kept = 0
     all_played = list[Episode]()
     with replacing_file(out) as file, pq.ParquetWriter(file, SCHEMA) as writer:
@@ -54,8 +58,8 @@ async def collect_episodes(
             numbers = range(start, min(start + BATCH_EPISODES, episodes))
             first = seed % 2**31 << 32
             specs = [EpisodeSpec(first + i, team, derive_seed(seed, "collect", i)) for i in numbers]
-            played = await table.runner.play_all(specs, Branching())
-            good = [episode for episode in played if passes_filter(episode, min_return, successes)]
+            played = await setup.runner.play_all(specs, Branching())
+            good = [episode for episode in played if keep.passes(episode)]
             writer.write_table(to_table(0, good, first=num_kept))
             num_kept = num_kept + len(good)
             all_played = [*all_played, *played]
@@ -63,13 +67,6 @@ async def collect_episodes(
         check_not_all_failed(all_played, "collect")
     names = {seat: policy.name for seat, policy in team.items()}
     return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": num_kept}
-
-
-def passes_filter(episode: Episode, min_return: float | None, successes: bool) -> bool:
-    """Returns True if the episode has a trajectory that was not lost, and meets `min_return` and `successes`."""
-    if episode.error is not None or not episode.leaves() or (successes and not _has_success(episode)):
-        return False
-    return min_return is None or episode_return(episode) >= min_return
 
 
 def _has_success(episode: Episode) -> bool:

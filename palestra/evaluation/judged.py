@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -33,6 +34,14 @@ JUDGE_ROLE = (
 JUDGE_TOKENS = 256  # token limit of a judge's reply; the policy's own limit is for another task
 MAX_QUOTE_CHARS = 80  # characters of a reply in an error message
 _LAST_WORD = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The policy that judges, by name, and the tokens of its replies (see `as_judge`)."""
+
+    policy: str
+    max_tokens: int | None = None
 
 
 class Judgement(NamedTuple):
@@ -76,16 +85,15 @@ def compare_judged(
     env: Mapping[str, Any],
     seats: Mapping[str, str],
     against: str,
-    judge: str,
+    judge: Judge,
     *,
     episodes: int,
     seed: int = 0,
-    judge_tokens: int | None = None,
     on_progress: OnProgress = lambda played, of: None,
     **options: Unpack[EvalOptions],
 ) -> JudgedResult:
     """Plays the same instances with the policies of `seats` and with policy `against` at all seats. Returns the judge's
-    preference for each pair. For names and the other arguments see `evaluate`; for `judge_tokens` see `as_judge`.
+    preference for each pair. For names and the other arguments see `evaluate`.
 
     Raises ValueError for an unknown name, a vectorised env, and if every pair has a failed episode; RunFailed if no
     pair has two readable replies.
@@ -93,7 +101,7 @@ def compare_judged(
     with open_eval(what, env, seats, episodes, options) as setup:
         if not isinstance(setup, TextEvalSetup):
             raise ValueError(f"--judge compares the answers of language agents, and {what} is a vectorised game")
-        policy = as_judge(setup.load_policy(judge), judge_tokens)
+        policy = as_judge(setup.load_policy(judge.policy), judge.max_tokens)
         return asyncio.run(_compare(setup, against, policy, episodes, seed, on_progress))
 
 

@@ -205,6 +205,16 @@ LOWEST = np.finfo(np.float32).min  # logit of illegal actions: no legal one has 
 METRICS = ("policy_loss", "clip_fraction", "kl", "entropy")
 
 
+class _ClippedArrays(NamedTuple):
+    """`CategoricalInputs` without the outputs, as arrays; an empty mask: all actions are legal."""
+
+    action: np.ndarray
+    action_mask: np.ndarray
+    old_logp: np.ndarray
+    advantage: np.ndarray
+    weight: np.ndarray
+
+
 class CategoricalInputs(NamedTuple):
     """Outputs of the policy [P, R, A] (float32, on the CPU); actions [P, R] int64; masks of the legal actions [P, R, A]
     bool (None: all are legal); log-probabilities under the policy before the update, advantages, and weights that sum
@@ -236,8 +246,9 @@ class _ClippedLoss(torch.autograd.Function):
         gradient = torch.empty_like(out)
         metrics = np.zeros((len(out), len(METRICS)))
         mask = torch.empty(len(out), 0, 0, dtype=torch.bool) if action_mask is None else action_mask
-        arrays = [x.detach().numpy() for x in (out, action, mask, *rest, gradient)]
-        _clipped_loss(np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy), metrics, *arrays)
+        arrays = _ClippedArrays(*(x.detach().numpy() for x in (action, mask, *rest)))
+        options = (np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy))
+        _clipped_loss(options, arrays, out.detach().numpy(), metrics, gradient.numpy())
         ctx.save_for_backward(gradient)
         return out.new_tensor((metrics[:, 0] - entropy * metrics[:, 3]).sum()), metrics
 
@@ -249,19 +260,16 @@ class _ClippedLoss(torch.autograd.Function):
 
 @jit
 def _clipped_loss(
-    low: np.float32,
-    high: np.float32,
-    bonus: np.float32,
-    metrics: np.ndarray,
+    options: tuple[np.float32, np.float32, np.float32],
+    arrays: _ClippedArrays,
     out: np.ndarray,
-    action: np.ndarray,
-    action_mask: np.ndarray,
-    old_logp: np.ndarray,
-    advantage: np.ndarray,
-    weight: np.ndarray,
+    metrics: np.ndarray,
     gradient: np.ndarray,
 ) -> None:
-    """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member."""
+    """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member. `options` are the
+    bounds of the ratio and the weight of the entropy."""
+    low, high, bonus = options
+    action, action_mask, old_logp, advantage, weight = arrays
     members, rows, actions = out.shape
     masked = action_mask.shape[1] > 0
     logp = np.empty(actions, np.float32)

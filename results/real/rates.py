@@ -1,8 +1,16 @@
-"""Learning rates of the rows of docs/results-real.md: chosen for each task and method on split dev.
+"""Learning rates of the rows of docs/results-real.md: one for each task, chosen on split dev.
 
-`run.py --tune` measures each rate with a seed that is not reported; `--tune --publish` writes them to rates.yaml.
-Another rate than that of the config is chosen only if it is better by more than the standard error of the difference:
-one run for each rate says no more (the one-standard-error rule, Hastie, Tibshirani and Friedman, 2009, section 7.10).
+The rule, which is older than the runs that it chooses by:
+
+- Methods that are compared have the same rate, schedule (linear, to 0), samples per optimizer step of an adapter
+  (`batch_size`) and sampled tokens. So a task has one rate, not one for each method.
+- `run.py --tune` trains each method of a task with each of `RATES`, by `TUNING_SEEDS` that are not reported, and scores
+  it on split dev; `--tune --publish` writes the scores to rates.yaml. Before all of them are there, the task has the
+  rate of its config.
+- The rate with the highest mean over methods and seeds replaces that of the config only if its lead is greater than its
+  standard error over the pairs of runs of one method and seed (the one-standard-error rule, Hastie, Tibshirani and
+  Friedman, 2009, section 7.10).
+- A task whose rate is the lowest or the highest of `RATES` is not published: extend `RATES` first.
 """
 
 from __future__ import annotations
@@ -12,20 +20,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-Rates = dict[str, dict[str, dict[float, float]]]  # success on dev by task, method and rate
+Rates = dict[str, dict[str, dict[float, dict[int, float]]]]  # success on dev by task, method, rate and seed
 
-RATES = (2e-4, 5e-4, 1e-3)
-CONFIG_RATE = 5e-4  # learning rate of the tasks' configs, for methods that were not tuned
-TUNING_SEED = 100
-DEV_EPISODES = 200  # instances of split dev that each rate is scored on
-SAME_RATE = {  # methods that are not tuned, and the method that each has the rate of
-    "team + GRPO, 8 examples": "team + GRPO",
-    "team + AT-GRPO, 8 examples": "team + AT-GRPO",
-}
+RATES = (1e-4, 2e-4, 5e-4)
+CONFIG_RATE = 2e-4  # learning rate of the tasks' configs
+TUNING_SEEDS = (100, 101, 102)
+DEV_EPISODES = 200  # instances of split dev that each run is scored on
 RATES_FILE = Path(__file__).parent / "rates.yaml"
-RATES_SAY = "# Greedy success on 200 dev instances by learning rate, by `python results/real/run.py --tune`.\n"
+RATES_SAY = "# Greedy success on 200 dev instances by rate and seed, by `python results/real/run.py --tune`.\n"
 
 
 def read_rates() -> Rates:
@@ -33,24 +38,29 @@ def read_rates() -> Rates:
     return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
 
 
-def is_tuned(task: str, method: str, rates: Rates) -> bool:
-    """True if all `RATES` were measured."""
-    return set(RATES) <= _measured(task, method, rates).keys()
+def is_tuned(task: str, rates: Rates) -> bool:
+    """True if methods of the task were measured, each with all `RATES` and `TUNING_SEEDS`."""
+    measured = rates.get(task, {}).values()
+    wanted = set(TUNING_SEEDS)
+    return bool(measured) and all(wanted <= runs.get(rate, {}).keys() for runs in measured for rate in RATES)
 
 
-def _measured(task: str, method: str, rates: Rates) -> dict[float, float]:
-    return rates.get(task, {}).get(SAME_RATE.get(method, method), {})
-
-
-def chosen_rate(task: str, method: str, rates: Rates) -> float:
-    """Returns the rate with the highest success on dev if its lead over `CONFIG_RATE` is greater than the standard
-    error of the difference; otherwise, and if any of `RATES` was not measured, `CONFIG_RATE`."""
-    measured = _measured(task, method, rates)
-    if not is_tuned(task, method, rates):
+def chosen_rate(task: str, rates: Rates) -> float:
+    """Returns the task's rate by the rule above."""
+    if not is_tuned(task, rates):
         return CONFIG_RATE
-    best = max(measured, key=lambda rate: measured[rate])
-    variance = sum(measured[rate] * (1 - measured[rate]) for rate in (best, CONFIG_RATE)) / DEV_EPISODES
-    return best if measured[best] - measured[CONFIG_RATE] > math.sqrt(variance) else CONFIG_RATE
+    methods = rates[task].values()
+    scores = {rate: np.array([runs[rate][seed] for runs in methods for seed in TUNING_SEEDS]) for rate in RATES}
+    best = max(RATES, key=lambda rate: scores[rate].mean())
+    leads = scores[best] - scores[CONFIG_RATE]
+    return best if leads.mean() > leads.std(ddof=1) / math.sqrt(len(leads)) else CONFIG_RATE
+
+
+def check_inside(tasks: Iterable[str], rates: Rates) -> None:
+    """Raises SystemExit if the rate of a task lies at an edge of `RATES`."""
+    for task in tasks:
+        if (rate := chosen_rate(task, rates)) in (min(RATES), max(RATES)):
+            raise SystemExit(f"--publish: the rate of {task}, {rate:g}, is at an edge of the rates tried: extend RATES")
 
 
 def write_rates(results: Iterable[dict[str, Any]], target: Path | None = None) -> None:
@@ -58,6 +68,7 @@ def write_rates(results: Iterable[dict[str, Any]], target: Path | None = None) -
     published."""
     rates, file = read_rates(), target or RATES_FILE
     for result in results:
-        rates.setdefault(result["task"], {}).setdefault(result["method"], {})[result["lr"]] = result["success"]
+        runs = rates.setdefault(result["task"], {}).setdefault(result["method"], {})
+        runs.setdefault(result["lr"], {})[result["seed"]] = result["success"]
     file.write_text(RATES_SAY + yaml.safe_dump(rates, sort_keys=True))
     print(f"{file} has the scores by learning rate")

@@ -12,9 +12,10 @@ from palestra.evaluation.report.charts import curve_style
 from palestra.runs.series import wilson_interval
 from results.ledger import provenance
 from results.pages import T95, moving_mean, read_notes, table, wrapped
-from results.real.rates import CONFIG_RATE, chosen_rate, is_tuned, read_rates
+from results.real.rates import is_tuned, read_rates
 
 Result = dict[str, Any]
+RATE_BEFORE = 5e-4  # of rows that do not record theirs
 NOTES = Path(__file__).parent / "notes.md"
 TITLES = {
     "story": "A story in two parts (`math_relay`, results/real/configs/story_team.yaml)",
@@ -28,9 +29,11 @@ HEAD = """# Results with a real model
 Made by `python results/real/run.py --report` from the published rows; without `--report` it measures them again,
 about seven hours of one core, and prints both; `--list` names them. Scripts, configs, notes and rows are in
 [results/real/](../results/real/). SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy
-answers. *lr* is the learning rate: that of the config ({rate:g}), or one of two others that was better on split dev
-by more than one standard error (rates.yaml there); in brackets the better one where the runs have another, or that
-none was compared. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
+answers. *lr* is the learning rate and its schedule. Rows at a linear rate have the settings of now: all methods of a
+task have one rate, by a rule (rates.py there), and each adapter has equally many answers per optimizer step; "(not
+tuned)" is the rate of the config. Rows at a constant rate were measured before, each with a rate of its own that was
+chosen by one run a rate, and an adapter of one role had half the answers of a shared one in a step: rows of the two
+kinds are not comparable. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
 interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
 answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
 list); *right if complete* is the success among these; "–" where it was not counted. *Answers* are those trained on
@@ -85,7 +88,7 @@ def write_report(lines: Sequence[Result], order: Sequence[str], target: Path) ->
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
-    head = HEAD.format(episodes=scored[0]["episodes"], rate=CONFIG_RATE, gpu=gpu)
+    head = HEAD.format(episodes=scored[0]["episodes"], gpu=gpu)
     head += f"\n\n{provenance(untuned)}"
     page = "\n\n".join("\n".join(wrapped(paragraph)) for paragraph in head.split("\n\n")).splitlines()
     for task, title in TITLES.items():
@@ -119,15 +122,13 @@ def figures(results: Sequence[Result]) -> list[str]:
 
 
 def rate_cell(trained: Sequence[Result]) -> str:
-    """The learning rates of a method's runs; in brackets the one chosen on dev, if they have another, or that none was
-    chosen."""
+    """The learning rates of a method's runs and their schedules, and that the rate was not tuned."""
     if not trained:
         return "–"
-    rates = sorted({r.get("lr", CONFIG_RATE) for r in trained})
-    row = (trained[0]["task"], trained[0]["method"], read_rates())
-    chosen = chosen_rate(*row)
-    note = " (not tuned)" if not is_tuned(*row) else "" if rates == [chosen] else f" (on dev {chosen:g})"
-    return " ".join(f"{rate:g}" for rate in rates) + note
+    rates = {(r.get("lr", RATE_BEFORE), r.get("lr_schedule", "constant")) for r in trained}
+    told = ", ".join(f"{rate:g} {schedule}" for rate, schedule in sorted(rates))
+    is_current = all("config" in r for r in trained)
+    return f"{told} (not tuned)" if is_current and not is_tuned(trained[0]["task"], read_rates()) else told
 
 
 def mean_share(results: Sequence[Result], key: str) -> str:

@@ -15,9 +15,9 @@ English.
 A row is a method on a task with a seed. It is added to runs/measured/real/rows.jsonl, also where it is published
 (results/real/measured/rows.jsonl), and printed beside the published one; its run is a folder of runs/reproduce-real/.
 The methods that train with the task's config sample equally many answers; SFT, DPO, PPO and the stages have configs of
-their own and sample fewer (column "answers"). A method has the learning rate of its config, or another that was better
-on split dev by more than one standard error, and is scored once on 300 held-out instances with greedy answers. A row
-whose learning rate has changed is measured again. All methods, trained or not, see the same worked examples, except in
+their own and sample fewer (column "answers"). All methods of a task have one learning rate, chosen on split dev by a
+rule (rates.py), and are scored once on 300 held-out instances with greedy answers. A row whose settings have changed is
+measured again. All methods, trained or not, see the same worked examples, except in
 the rows without examples and those with 8.
 """
 
@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import copy
+import hashlib
 import json
 import shutil
 import sys
@@ -55,11 +56,10 @@ from results.ledger import Ledger, Line, Rows, add_options, choose
 from results.real.contributions import BASE, GREEDY, Row, measure
 from results.real.games import KUHN, kuhn_self_play, service_debate, service_two_agents
 from results.real.rates import (
-    CONFIG_RATE,
     DEV_EPISODES,
     RATES,
-    SAME_RATE,
-    TUNING_SEED,
+    TUNING_SEEDS,
+    check_inside,
     chosen_rate,
     read_rates,
     write_rates,
@@ -71,6 +71,7 @@ RUNS = Path("runs/reproduce-real")
 EPISODES = 300
 EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
 SEEDS = (0, 1, 2)
+FIVE_SEEDS = (0, 1, 2, 3, 4)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
 QUICK_ROWS = ("sums/single agent/0", "sums/single agent + GRPO/0")
 # Options of mint_debate.py: without an example the model never answers with one word alone.
@@ -94,7 +95,7 @@ CPU = Place()
 
 @dataclass(frozen=True)
 class Task:
-    """A task: the config of its team, and the changes for a single agent.
+    """A task: the config of its team, the changes for a single agent, and the seeds of trained methods.
 
     On stories and sums a single agent answers once where a team answers twice: with twice the episodes, the samples are
     equal. With tools it answers as often as a team. On chains its answer has all calculations: with as many episodes,
@@ -102,6 +103,7 @@ class Task:
 
     config: Path
     alone: dict[str, Any]
+    seeds: Sequence[int] = SEEDS
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,10 @@ GRPO = {"type": "grpo", "branch_at": "root", "group_size": 8, "scale": "none"}
 TASKS = {
     "story": Task(
         CONFIGS / "story_team.yaml",
-        {"env.team": "single", "episodes": 20, "policies.agent.sampling.max_tokens": 28},
+        {"env.team": "single", "episodes": 40, "policies.agent.sampling.max_tokens": 28},
+        FIVE_SEEDS,
     ),
-    "sums": Task(CONFIGS / "sums_team.yaml", {"env.team": "single", "episodes": 24}),
+    "sums": Task(CONFIGS / "sums_team.yaml", {"env.team": "single", "episodes": 48}, FIVE_SEEDS),
     "tools": Task(CONFIGS / "tools_team.yaml", {"env.team": "single"}),
     "chain": Task(CONFIGS / "chain_team.yaml", {"env.team": "single", "policies.agent.sampling.max_tokens": 52}),
     "guess": Task(CONFIGS / "guess_team.yaml", {}),
@@ -187,7 +190,9 @@ class TableRow:
 
     @property
     def name(self) -> str:
-        last = f"{self.shots} shots" if self.shots else self.seed if self.rate is None else f"lr {self.rate:g}"
+        last = f"{self.shots} shots" if self.shots else str(self.seed)
+        if self.rate is not None:
+            last = f"lr {self.rate:g}, seed {self.seed}"
         return f"{self.task}/{self.method}/{last}"
 
     @property
@@ -198,7 +203,7 @@ class TableRow:
     @property
     def lr(self) -> float:
         """The row's learning rate."""
-        return self.rate if self.rate is not None else chosen_rate(self.task, self.method, read_rates())
+        return self.rate if self.rate is not None else chosen_rate(self.task, read_rates())
 
     @property
     def slug(self) -> str:
@@ -206,8 +211,8 @@ class TableRow:
 
     @property
     def run(self) -> str:
-        """The name of the row's run, which depends on the learning rate."""
-        return self.slug if self.rate is not None or self.lr == CONFIG_RATE else slug(f"{self.name}/lr {self.lr:g}")
+        """The name of the row's run: a run of other settings is never resumed."""
+        return f"{self.slug}-{settings_digest(self)[:8]}"
 
 
 def slug(name: str) -> str:
@@ -216,19 +221,27 @@ def slug(name: str) -> str:
 
 
 def is_current(name: str, line: Line) -> bool:
-    """True if a row was measured with its current learning rate."""
+    """True if a row was measured with its current settings, or has nothing trained."""
     row = scored_rows().get(name)
-    return row is None or not line.get("curve") or line.get("lr", CONFIG_RATE) == row.lr
+    return row is None or not line.get("curve") or line.get("config") == settings_digest(row)
+
+
+def settings_digest(row: TableRow) -> str:
+    """Digest of the config that a row is trained with on a CPU, whatever its name and seed."""
+    tree = with_rate(method_config(row), row.lr)
+    settings = {key: value for key, value in tree.items() if key not in ("name", "seed")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def tuning_rows() -> dict[str, TableRow]:
     """Returns the rows that choose learning rates, by name."""
     rows = [
-        TableRow(task, name, TUNING_SEED, rate)
+        TableRow(task, name, seed, rate)
         for task in TASKS
         for name, method in METHODS.items()
         for rate in RATES
-        if task in method.tasks and method.algorithm is not None and name not in SAME_RATE
+        for seed in TUNING_SEEDS
+        if task in method.tasks and method.algorithm is not None and not (method.config or "shots" in method.env)
     ]
     return {row.name: row for row in rows}
 
@@ -248,11 +261,12 @@ def prompt_rows() -> dict[str, TableRow]:
 
 def table_rows() -> Iterator[TableRow]:
     """Yields all rows of the table, those of seed 0 first."""
-    for seed in SEEDS:
-        for task in TASKS:
-            for name, method in METHODS.items():
-                if task in method.tasks and (seed == 0 or method.algorithm is not None):
-                    yield TableRow(task, name, seed)
+    for seed in FIVE_SEEDS:
+        for name, task in TASKS.items():
+            for method_name, method in METHODS.items():
+                seeds = (0,) if method.algorithm is None else task.seeds
+                if name in method.tasks and seed in seeds:
+                    yield TableRow(name, method_name, seed)
 
 
 def scored_rows() -> dict[str, TableRow]:
@@ -273,11 +287,16 @@ def other_rows() -> dict[str, Callable[[], dict[str, Any]]]:
 
 def config_of(row: TableRow, place: Place = CPU) -> Tree:
     """The row's config on a device; always in float32."""
-    tree = method_config(row) | {"device": place.device}
+    tree = with_rate(method_config(row), row.lr) | {"name": row.run, "device": place.device}
+    return shortened(tree) if place.is_quick else tree
+
+
+def with_rate(tree: Tree, rate: float) -> Tree:
+    """The config with all adapters at one learning rate, in float32."""
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
-            policy |= {"dtype": "float32", "lr": row.lr}
-    return shortened(tree) if place.is_quick else tree
+            policy |= {"dtype": "float32", "lr": rate}
+    return tree
 
 
 def shortened(tree: Tree) -> Tree:
@@ -294,8 +313,8 @@ def method_config(row: TableRow) -> Tree:
     has a config of its own."""
     task, method = TASKS[row.task], METHODS[row.method]
     if method.config:
-        return load(method.config) | {"name": row.run, "seed": row.seed, "checkpoint_every": 4}
-    tree = copy.deepcopy(load(task.config)) | {"name": row.run, "seed": row.seed, "evals": {}, "checkpoint_every": 4}
+        return load(method.config) | {"seed": row.seed, "checkpoint_every": 4}
+    tree = copy.deepcopy(load(task.config)) | {"seed": row.seed, "evals": {}, "checkpoint_every": 4}
     if method.is_shared or not method.is_team:
         tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
     if not method.is_team:
@@ -339,7 +358,9 @@ def run(row: TableRow, place: Place) -> dict[str, Any]:
         episodes = 2
     measured = measure(setup, config_of(row)["env"], Row(row.name, changes, seats), episodes)
     del measured["row"]  # the ledger has the name
-    trained = training_figures(target) | {"lr": row.lr} if is_trained else {}
+    schedule = next(iter(config_of(row)["policies"].values())).get("lr_schedule", "constant")
+    settings = {"lr": row.lr, "lr_schedule": schedule, "config": settings_digest(row)}
+    trained = training_figures(target) | settings if is_trained else {}
     where = {"device": "cpu" if place.device == "cpu" else torch.cuda.get_device_name()}
     prompt = {} if row.shots is None else {"shots": row.shots}
     return {"task": row.task, "method": row.method, "seed": row.seed} | prompt | where | measured | trained
@@ -409,6 +430,8 @@ def main() -> None:
     chosen = choose(names, options.only or (QUICK_ROWS if options.quick else []))
     ledger = Ledger("real", figure, options.quick, is_current)
     rows = Rows(ledger, partial(measure_row, place), partial(check, place), discard=partial(discard, place))
+    if options.publish and not options.tune:
+        check_inside(dict.fromkeys(name.partition("/")[0] for name in chosen), read_rates())
     rows.run(chosen, options)
     if options.tune and not (options.quick or options.list or options.report):
         lines = [line for name, line in ledger.here.items() if name in tuning_rows()]

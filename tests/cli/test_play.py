@@ -78,6 +78,7 @@ def test_cross_of_a_vector_env_plays_every_seat_assignment(tmp_path):
     [
         (("--member", "expert"), "--member is only used with --cross"),
         (("--cross", "--swap"), "not --seats or --swap"),
+        (("--best-response", 1000, "--judge", "expert"), "--best-response goes with --env"),
         (("--seats", "guide=nobody"), "or say base, expert, random, human"),
         (("--seats", "cook=expert"), 'no seat "cook"'),
         (("--cross", *(part for n in range(17) for part in ("--member", f"m{n}"))), "more than 256"),

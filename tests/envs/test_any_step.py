@@ -212,6 +212,10 @@ def test_what_a_text_env_gives_is_what_it_says(place: str, value: Any) -> None:
         return
     if place == "no_reward" and the_number(value) == 1:
         return
+    check_text_step(place, value, episode)
+
+
+def check_text_step(place: str, value: Any, episode: Episode) -> None:
     node = episode.nodes[ODD_TIME - 1]
     if place in ("reward", "team_reward"):
         paid = node.team_reward if place == "team_reward" else node.rewards["agent"]

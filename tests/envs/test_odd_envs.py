@@ -94,6 +94,12 @@ REFUSED = {
     ),
     "gymnasium, text as observation": (gymnasium_env("text"), "could not convert string to float"),
     "gymnasium, NaN as observation": (gymnasium_env("nan"), 'shows seat "agent" observations that are not finite'),
+    "gymnasium, masked observation": (gymnasium_env("masked"), "an observation is a masked array.*fill it"),
+    "gymnasium, complex observation": (gymnasium_env("complex"), "an observation has complex numbers: show real"),
+    "gymnasium, integer that is rounded": (
+        gymnasium_env("large integer"),
+        "an observation has an integer of size 16777217, and float32 rounds those above 16777216: scale it",
+    ),
     "gymnasium, no legal action": (gymnasium_env("no legal action"), 'lets seat "agent" act in game 0 and gives it no'),
     "parallel, no legal action": (
         pettingzoo_env("no legal action"),
@@ -139,6 +145,18 @@ def test_what_cannot_be_used_is_refused_with_the_name_of_the_env(name: str) -> N
 def test_a_gymnasium_env_of_the_api_before_is_refused_when_it_is_made() -> None:
     with pytest.raises(ValueError, match=r"Line.*step returned 4 values: return \(observation, reward, terminated"):
         make_vector_env(gymnasium_env("old api"))
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("mixed actions", r"agent_0, agent_1 have .* \(Discrete, Continuous\): wrap the env so that all have one"),
+        ("tuple of actions", r"acts in a Tuple, of which each part is a seat, and shows 1 .*: wrap the env so that"),
+    ],
+)
+def test_a_tuple_of_actions_is_refused_with_the_remedy(odd: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_vector_env(gymnasium_env(odd))
 
 
 # ---- endless

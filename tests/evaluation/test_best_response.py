@@ -65,5 +65,5 @@ def test_response_is_trained_by_the_algorithm_of_the_run(
         assert _response_tree(setup, seats[0], 512, 0)["algorithm"]["type"] == response
     if response == "ppo":
         return  # which other tests train
-    found = learn_best_responses(run, steps=512, episodes=20)
+    found = learn_best_responses(find_target(run), steps=512, episodes=20)
     assert [one.player for one in found] == seats and all(math.isfinite(one.gain) for one in found)

@@ -259,7 +259,7 @@ def test_learned_responses_bound_nash_conv_from_below(tmp_path: Path) -> None:
     """In Kuhn poker, against two networks that were hardly trained: the bound is most of NashConv, and not more."""
     run = train(tmp_path, "kuhn_poker")
     exact = export_game_policy(run.path).nash_conv
-    found = learn_best_responses(run.path, steps=20_000, episodes=5_000)
+    found = learn_best_responses(find_target(run.path), steps=20_000, episodes=5_000)
     bound = nash_conv_lower_bound(found)
     error = 4 * np.hypot(*[one.stderr for one in found])
     assert bound is not None and 0.5 * exact - error < bound < exact

@@ -15,6 +15,7 @@ from palestra.evaluation.evaluate import open_eval
 from palestra.evaluation.judged import (
     JUDGE_ROLE,
     JUDGE_TOKENS,
+    Judge,
     Judgement,
     as_judge,
     compare_judged,
@@ -187,7 +188,9 @@ def test_one_pair_too_long_for_the_judge_is_reported(config: Path) -> None:
 def test_an_unknown_judge_is_refused_before_play(config: Path) -> None:
     played: list[int] = []
     with pytest.raises(ValueError, match='no policy "nobody"'):
-        compare_judged(str(config), {}, {}, "random", "nobody", episodes=2, on_progress=lambda n, of: played.append(n))
+        compare_judged(
+            str(config), {}, {}, "random", Judge("nobody"), episodes=2, on_progress=lambda n, of: played.append(n)
+        )
     assert played == []
 
 

@@ -24,6 +24,10 @@ class Line(gymnasium.Env):
 
     def __init__(self, odd: str = "") -> None:
         self.odd = odd
+        if "actions" in odd:
+            self.action_space = spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,))))
+        if odd == "mixed actions":
+            self.observation_space = spaces.Tuple((spaces.Box(0, 100, (2,)), spaces.Box(0, 100, (2,))))
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.time, self.over = 0, False
@@ -35,6 +39,9 @@ class Line(gymnasium.Env):
             "wrong shape": np.zeros(1 + (self.time < 3), np.float32),
             "text": "red" if self.time == 3 else np.zeros(2, np.float32),
             "nan": np.full(2, np.nan if self.time == 3 else 0, np.float32),
+            "masked": np.ma.masked_array([1.0, 2.0], [False, self.time == 3]),
+            "complex": np.array([1.0, 2.0 + 1j * (self.time == 3)]),
+            "large integer": np.array([1, 2**24 + (self.time == 3)]),
         }.get(self.odd, np.array([self.time, self.draw], np.float32))
 
     def info(self) -> dict[str, Any]:
@@ -63,6 +70,7 @@ class Line(gymnasium.Env):
 
 for oddity in (
     *("", "endless", "ignores its seed", "ends by chance", "wrong shape", "text", "nan", "no legal action"),
+    *("masked", "complex", "large integer", "mixed actions", "tuple of actions"),
     *("no reward", "array of one number", "array", "text reward", "nan reward", "old api"),
 ):
     gymnasium.register(f"odd-{oddity.replace(' ', '-') or 'plain'}", lambda oddity=oddity: Line(oddity))

@@ -51,6 +51,8 @@ class Rows(Env):
         self.rows, self.form, self.broken = rows, form, broken
 
     def instance_of(self, seed: int) -> object:
+        if self.form == "drawn":
+            return self.drawn
         row = random.Random(seed).randrange(self.rows)
         return {"number": row, "tuple": ("row", row), "list": [row], "object": object()}[self.form]
 
@@ -58,6 +60,7 @@ class Rows(Env):
         self.row = random.Random(seed).randrange(self.rows)
         if self.row == self.broken:
             raise ValueError(f"row {self.row} is broken")
+        self.drawn = self.row
         return Step({"a": f"size 4 you r0 c{self.row} goal r2 c1"})
 
     def step(self, actions: dict[str, str]) -> Step:

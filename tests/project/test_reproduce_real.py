@@ -12,6 +12,7 @@ from palestra.core.config import validate
 from palestra.envs import make_env
 from palestra.runs import read_lines
 from palestra.text.config import TextConfig
+from palestra.text.learners.lm_config import LoraPolicyConfig
 from results.real import rates
 from results.real import run as real
 
@@ -64,7 +65,7 @@ def test_every_row_has_a_valid_config_of_its_seed():
     rows = list(real.table_rows())
     assert len({row.slug for row in rows}) == len(rows)
     untrained = {row.seed for row in rows if real.METHODS[row.method].algorithm is None}
-    assert untrained == {0} and {row.seed for row in rows} == {0, 1, 2}
+    assert untrained == {0} and {row.seed for row in rows} == {0, 1, 2, 3, 4}
     for row in rows:
         config = validate(TextConfig, real.config_of(row))
         assert (config.seed, config.name) == (row.seed, row.run)
@@ -72,7 +73,25 @@ def test_every_row_has_a_valid_config_of_its_seed():
         assert (len(seats) > 1) == real.METHODS[row.method].is_team
         # With tools a single agent replies as often as a team, and in a chain it does as many calculations.
         replies = {"tools": 2, "chain": 4}.get(row.task, len(seats))
-        assert num_answers(config, replies) == {"sums": 192, "chain": 320}.get(row.task, 160) or "dev" in config.evals
+        answers = {"story": 320, "sums": 384, "chain": 320}.get(row.task, 160)
+        assert num_answers(config, replies) == answers or "dev" in config.evals
+        trained = [policy for policy in config.policies.values() if isinstance(policy, LoraPolicyConfig)]
+        assert {(policy.lr, policy.lr_schedule) for policy in trained} == {(rates.CONFIG_RATE, "linear")}
+        if row.task in ("story", "sums") and "dev" not in config.evals:
+            # an adapter has equally many answers per optimizer step, of one seat or of all
+            assert {policy.batch_size for policy in trained} == {answers // 2}
+
+
+def test_run_of_other_settings_is_not_resumed(monkeypatch):
+    row = real.TableRow("story", "team + AT-GRPO", 0)
+    line = {"curve": [0.5], "config": real.settings_digest(row)}
+    assert real.is_current(row.name, line) and real.is_current("kuhn/self-play/0", {})
+    other_seed = real.TableRow("story", "team + AT-GRPO", 1)
+    assert real.settings_digest(other_seed) == line["config"]
+    before = row.run
+    monkeypatch.setattr(real, "chosen_rate", lambda task, measured: 1e-4)
+    assert row.run != before and not real.is_current(row.name, line)
+    assert not real.is_current(row.name, {"curve": [0.5], "lr": 1e-4})  # before settings were recorded
 
 
 def num_answers(config: TextConfig, replies: int) -> int:
@@ -101,22 +120,43 @@ def test_rows_are_measured_once_published_and_shown_on_the_page(call, tmp_path):
     call(*rows_of_two, "--publish")
     assert read_rows(published) == rows
     page = (tmp_path / "docs/results-real.md").read_text()
-    assert "| 0.0005 (not tuned) |" in page and "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
+    assert "| 0.0002 constant (not tuned) |" in page and "| team + AT-GRPO | 2 / 0 | " in page
+    assert page.endswith("## Notes\n")
     assert f"3 rows at commit {trained['commit']} on {trained['processor']}." in " ".join(page.split())
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
 
 
-def test_another_rate_than_the_configs_is_chosen_by_one_standard_error():
-    def chosen(low: float, high: float, method: str = "team + GRPO") -> float:
-        return rates.chosen_rate("story", method, {"story": {"team + GRPO": {2e-4: low, 5e-4: 0.5, 1e-3: high}}})
+def scores(low: list[float], high: list[float], middle: tuple[float, ...] = (0.5, 0.6, 0.7)) -> dict:
+    """Scores of one method by the rates 1e-4, 2e-4 (the config's) and 5e-4, each with three seeds."""
+    runs = zip(rates.RATES, (low, middle, high), strict=True)
+    return {rate: dict(zip(rates.TUNING_SEEDS, values, strict=True)) for rate, values in runs}
 
-    # Standard error of the difference of 0.5 and 0.55, each of 200 instances: sqrt((0.25 + 0.2475) / 200) = 0.0499.
-    assert chosen(0.5, 0.55) == 1e-3
-    assert chosen(0.55, 0.545) == 2e-4
-    assert chosen(0.545, 0.545) == 5e-4
-    assert chosen(0.5, 0.55, "team + GRPO, 8 examples") == 1e-3
-    assert chosen(0.5, 0.55, "single agent + GRPO") == 5e-4  # not measured
-    assert not rates.is_tuned("story", "team + GRPO", {"story": {"team + GRPO": {2e-4: 0.5, 5e-4: 0.5}}})
+
+def test_rate_of_a_task_is_chosen_by_one_standard_error_of_paired_runs():
+    # leads of the higher rate by seed: 0.02, 0.05, 0.08; mean 0.05, standard error 0.03 / sqrt(3) = 0.0173
+    leading = scores([0.4, 0.4, 0.4], [0.52, 0.65, 0.78])
+    assert rates.chosen_rate("story", {"story": {"team + GRPO": leading}}) == 5e-4
+    # leads -0.1, 0.0, 0.13: mean 0.01, standard error 0.0666
+    unsteady = scores([0.4, 0.4, 0.4], [0.4, 0.6, 0.83])
+    assert rates.chosen_rate("story", {"story": {"team + GRPO": unsteady}}) == 2e-4
+    # a second method that loses more than the first gains: the task has one rate
+    losing = scores([0.4, 0.4, 0.4], [0.3, 0.4, 0.5])
+    assert rates.chosen_rate("story", {"story": {"team + GRPO": leading, "single": losing}}) == 2e-4
+
+
+def test_rate_of_the_config_stays_until_every_run_is_measured():
+    whole = scores([0.4, 0.4, 0.4], [0.8, 0.8, 0.8])
+    assert rates.is_tuned("story", {"story": {"team": whole}})
+    few = {rate: dict(list(runs.items())[:2]) for rate, runs in whole.items()}
+    for measured in ({}, {"story": {}}, {"story": {"team": few}}, {"story": {"team": whole, "single": few}}):
+        assert not rates.is_tuned("story", measured) and rates.chosen_rate("story", measured) == rates.CONFIG_RATE
+
+
+def test_rate_at_an_edge_of_those_tried_is_not_published():
+    at_edge = {"story": {"team": scores([0.4, 0.4, 0.4], [0.8, 0.8, 0.8])}}
+    with pytest.raises(SystemExit, match=r"the rate of story, 0\.0005, is at an edge"):
+        rates.check_inside(["story"], at_edge)
+    rates.check_inside(["sums"], at_edge)
 
 
 @pytest.mark.slow
@@ -124,23 +164,26 @@ def test_another_rate_than_the_configs_is_chosen_by_one_standard_error():
 def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
     only, here = ("--only", "story/single agent + GRPO/0"), tmp_path / "runs/measured/real/rows.jsonl"
     call(*only)
-    assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 5e-4
+    assert read_rows(here)["story/single agent + GRPO/0"]["lr"] == 2e-4
     call("--publish", *only)
     tuning = ("--tune", "--only", "story/single agent + GRPO")
     call(*tuning)
     tuned = read_yaml(tmp_path / "runs/measured/real/rates.yaml")["story"]["single agent + GRPO"]
-    assert set(tuned) == {2e-4, 5e-4, 1e-3} and not (tmp_path / "rates.yaml").exists()
+    assert tuned.keys() == set(rates.RATES) and tuned[2e-4].keys() == set(rates.TUNING_SEEDS)
+    assert not (tmp_path / "rates.yaml").exists()
     call(*tuning, "--publish")
     assert read_yaml(tmp_path / "rates.yaml") == read_yaml(tmp_path / "runs/measured/real/rates.yaml")
-    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 1.0}}}))
+    better = tuned | {5e-4: dict.fromkeys(rates.TUNING_SEEDS, 1.0)}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": better}}))
     assert " open " in call("--list", *only)[0]
     call(*only)
     row = read_rows(here)["story/single agent + GRPO/0"]
-    assert row["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
+    assert row["lr"] == 5e-4 and len(list((tmp_path / "runs/reproduce-real").glob("*-grpo-0-*"))) == 2
     assert list(row["returns"]) == ["solver"] and row["seed"] == 0
-    call("--publish", *only)
+    with pytest.raises(subprocess.CalledProcessError):
+        call("--publish", *only)  # the rate is at an edge of those tried
     page = (tmp_path / "docs/results-real.md").read_text()
-    assert "| single agent + GRPO | 1 / 0 |" in page and "| 0.001 |" in page and "(not tuned)" not in page
+    assert "| single agent + GRPO | 1 / 0 |" in page and "| 0.0002 constant |" in page
 
 
 @pytest.mark.slow

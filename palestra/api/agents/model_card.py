@@ -95,7 +95,7 @@ def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
 
 def _describe_base(base: str) -> str:
     if base in PACKAGED_BASES:
-        return f"`{base}`, of the package {PACKAGED_BASES[base].module}"
+        return f"`{base}`, of the package {PACKAGED_BASES[base].package}"
     return (
         f"`{base}`, which ships with palestra"
         if _is_known(base)

@@ -6,6 +6,7 @@ A quantised file is dequantised to float32. Its tokenizer and chat template are 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.files import DamagedFile, acquire_lock, atomic_folder, checksums, find_damage
 from palestra.engine.bases.gguf_fields import check_tensors, complete_config, refuse
-from palestra.engine.bases.packaged_bases import cache_folder
+from palestra.engine.bases.packaged_bases import Parts, cache_folder, gguf_stem
 from palestra.engine.bases.pretrained import load_config, load_model, load_tokenizer, model_from_config
 
 # Written last: {"gguf": file name, "files": sizes and checksums of the folder, "converter": CONVERTER}
@@ -34,7 +35,7 @@ KNOWN_TO_READ = "transformers 5.23"
 SAMPLE_TEXT = "Two  words, 12 +3,\nCafé."
 
 
-def converted_folder(file: Path) -> Path:
+def converted_folder(parts: Parts) -> Path:
     """Returns the folder with the model and tokenizer of a GGUF file, in a form that `from_pretrained` loads.
 
     The first call converts the file (4 bytes of disk per parameter) and says so on stderr; others find the folder in
@@ -43,19 +44,20 @@ def converted_folder(file: Path) -> Path:
     `gguf` is missing, or the file is damaged, of an architecture that transformers does not convert, or has fields or
     tensors that would be dropped.
     """
-    stat = file.stat()
-    return _convert_once(file.resolve(), stat.st_size, stat.st_mtime_ns)
+    stats = [part.stat() for part in parts]
+    changes = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    return _convert_once(tuple(part.resolve() for part in parts), changes)
 
 
 @cache  # hashes a file once per process
-def _convert_once(file: Path, size: int, mtime_ns: int) -> Path:
-    folder = cache_folder(file)
+def _convert_once(parts: Parts, changes: tuple[tuple[int, int], ...]) -> Path:
+    folder = cache_folder(parts)
     if _is_intact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with acquire_lock(folder.with_name(f"{folder.name}.lock"), f"the converted model {folder}", wait=True):
         if not _is_intact(folder):  # another process may have converted it meanwhile
-            atomic_folder(folder, lambda temporary: _convert(file, temporary))
+            atomic_folder(folder, lambda temporary: _convert(parts, temporary))
     return folder
 
 
@@ -68,8 +70,9 @@ def _is_intact(folder: Path) -> bool:
         return False
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _convert(parts: Parts, folder: Path) -> None:
     """Writes the model of a GGUF file, its tokenizer and the manifest to `folder`."""
+    file = parts[0] if len(parts) == 1 else _join(parts, folder)
     _check_readable(file)
     disable_progress_bar()
     with _reading_once():
@@ -85,8 +88,20 @@ def _convert(file: Path, folder: Path) -> None:
     split_digits(tokenizer, reader)
     check_tokenizer(tokenizer, reader, file)
     tokenizer.save_pretrained(folder)
+    if file.parent == folder:
+        file.unlink()
     manifest = {"gguf": file.name, "files": checksums(folder), "converter": CONVERTER}
     (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _join(parts: Parts, folder: Path) -> Path:
+    """Writes the parts of a file to one in `folder`; returns its path."""
+    joined = folder / f"{gguf_stem(parts)}.gguf"
+    with joined.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, out)
+    return joined
 
 
 def _read(file: Path) -> tuple[Any, Any, Any]:

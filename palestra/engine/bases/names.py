@@ -75,8 +75,8 @@ def resolve_base(base: str) -> str:
         return str(SHIPPED_BASES_DIR / base)
     if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
         raise ValueError(f"{base!r:.40} is not a base: write the name of a shipped one, a local folder or a hub name")
-    if file := find_gguf(base):
-        return str(converted_folder(file))
+    if parts := find_gguf(base):
+        return str(converted_folder(parts))
     if "/" not in base and (near := difflib.get_close_matches(base, [*shipped, *PACKAGED_BASES], n=1, cutoff=0.7)):
         raise ValueError(
             f'cannot load the base "{base}": did you mean {near[0]}? A folder of that name is ./{base}; one of '

@@ -25,9 +25,8 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from palestra.core.config import StrictModel
 from palestra.core.losses import LossInputs, TensorMetrics, has_dropout
-from palestra.core.optimizers import AdamW, OptimizerConfig
+from palestra.core.optimizers import AdamW, OptimizedPolicy, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.fsdp import is_sharded, local_shard
@@ -92,7 +91,7 @@ DEFAULT_OPTIMIZER = AdamW()
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
-class OptimConfig(StrictModel):
+class OptimConfig(OptimizedPolicy):
     """The optimizer, learning rates, and clipping of the gradient norm."""
 
     lr: float = Field(1e-3, ge=0, le=1_000_000)
@@ -118,11 +117,10 @@ class AdapterWeights:
     """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
     linear value head on the last layer's features.
 
-    `reference` is the adapter of KL penalties (None: the bare base); a full model has one if `full_reference` asks for
-    a copy of its weights, in memory or on disk. `precision` is the dtype of the products; the
-    trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
-    ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
-    optimizer step, which then equals that of one process.
+    `reference` is the adapter of KL penalties (None: the bare base); a full model has one after `add_full_reference`.
+    `precision` is the dtype of the products; the trained weights keep their dtype. `checkpointing` recomputes each
+    decoder layer in the backward pass. With several ranks in `group`, each rank gets all samples of a batch and
+    processes its part; gradients are summed before the optimizer step, which then equals that of one process.
 
     A full model has no snapshots: its policy samples from the weights in training, which change only between rollouts.
     """
@@ -138,7 +136,6 @@ class AdapterWeights:
         precision: Precision = "auto",
         checkpointing: bool = False,
         critic: bool = False,
-        full_reference: ReferenceKind = "none",
         group: ProcessGroup = SINGLE_PROCESS,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
     ) -> None:
@@ -159,9 +156,6 @@ class AdapterWeights:
         self.parameters += list(self.critic.parameters()) if self.critic else []
         self.reference: Adapter | None = None
         self.full_reference: ReferenceWeights | None = None
-        if adapter is None and full_reference != "none":
-            weights = list(engine.model.parameters())
-            self.full_reference = ReferenceWeights(weights, on_disk=full_reference == "disk")
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -189,6 +183,10 @@ class AdapterWeights:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         apart = {id(w) for module in ends for w in module.parameters()}
         return [p for p in self.policy_parameters if p.dim() == 2 and id(p) not in apart]
+
+    def add_full_reference(self, *, on_disk: bool) -> None:
+        """Copies the weights of a full model, in memory or on disk, as the reference of KL penalties."""
+        self.full_reference = ReferenceWeights(list(self.engine.model.parameters()), on_disk=on_disk)
 
     def set_reference(self) -> None:
         """Replaces the reference by a copy of the current adapter, or of the weights of a full model that has a

@@ -80,7 +80,7 @@ class CoderTester(Env):
     name: ClassVar[str] = "code"
     replaces_state = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         source: str = "own",

@@ -60,7 +60,7 @@ class Debate(Env):
     name: ClassVar[str] = "debate"
     replaces_state = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         mode: DebateMode = "competitive",

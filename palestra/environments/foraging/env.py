@@ -37,7 +37,7 @@ class Foraging(NativeEnv):
 
     name: ClassVar[str] = "foraging"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         num_envs: int = 64,
         *,

@@ -55,7 +55,7 @@ class Math(Env):
     name: ClassVar[str] = "math"
     replaces_state = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         team: MathTeam = "solver_checker",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from palestra.core.config.key_hints import nearest
 from palestra.environments.math.answer_extraction import MAX_ANSWER_CHARS, boxed_content
 from palestra.environments.math.generate import DEFAULT_KINDS, DIFFICULTIES, PROBLEM_GENERATORS, generate_problem
 from palestra.environments.math.problem import Problem, ProblemKind
@@ -31,8 +31,7 @@ def load_problems(path: Path, columns: Mapping[str, str] | None, split: Split | 
     """
     columns = dict(columns or {})
     for name in columns.keys() - {"question", "answer"}:
-        near = difflib.get_close_matches(name, ("question", "answer"), n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = nearest(name, ("question", "answer"))
         raise ValueError(f'columns: "{name}" is neither question nor answer{hint}')
     changed = path.stat().st_mtime_ns if path.exists() else 0
     return _of_split(path, columns.get("question"), columns.get("answer"), changed, split)

@@ -114,7 +114,7 @@ class Tools(Env):
     name: ClassVar[str] = "tools"
     replaces_state = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         team: ToolsTeam = "single",

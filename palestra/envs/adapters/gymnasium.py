@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
@@ -51,11 +51,11 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
         shape = space.shape
         pixels = _is_bytes(space)
         if (stored := _image_shape(shape)) is not None:
-            encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
+            encode = to_array if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
             scaled = encode if pixels else _unit_scaled(encode, space)
             return ObsEncoder(stored[0], pixels, scaled)
         if len(shape) == 1 and not pixels:
-            return ObsEncoder(shape, False, partial(np.asarray, dtype=np.float32))
+            return ObsEncoder(shape, False, _float32)
         scale = 1 / 255 if pixels else 1.0
         return ObsEncoder((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
     if isinstance(space, spaces.Text):
@@ -87,7 +87,7 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[in
 
 
 def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> np.ndarray:
-    array = np.asarray(value)
+    array = to_array(value)
     before = array.ndim - len(order)
     return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
 
@@ -128,15 +128,19 @@ def _encode_parts(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.nda
     return np.concatenate([part.encode(value[key]) for key, part in parts], dtype=np.float32)
 
 
+def _float32(value: Any) -> np.ndarray:
+    return np.asarray(to_array(value), np.float32)
+
+
 def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
-    array = np.asarray(value, np.float32)
+    array = _float32(value)
     array = array.reshape(*array.shape[: array.ndim - dimensions], -1)
     return array if scale == 1.0 else array * np.float32(scale)
 
 
 def _flat(space: spaces.Space, value: Any) -> np.ndarray:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):  # else another place of the row would be 1
-        places = np.asarray(value) - space.start
+        places = to_array(value) - space.start
         sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
         if np.size(value) != np.size(sizes) or not ((places >= 0) & (places < sizes)).all():
             raise ValueError(f"the observation {value!r:.60} is not in {space}: correct the one or the other")
@@ -300,7 +304,11 @@ class GymnasiumGame:
         self.has_dict_obs = [is_masked for _, is_masked in split]
         self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
         if len(self.obs_encoders) != count:
-            raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.obs_encoders)}")
+            raise ValueError(
+                f"{self.env} acts in a Tuple, of which each part is a seat, and shows {len(self.obs_encoders)} "
+                f"observation(s) for {count} seats: wrap the env so that one agent acts in one space, such as "
+                "MultiDiscrete, or that each of several sees its part of a Tuple"
+            )
         _, info = read_result(self.env.reset(seed=0), 2, f"{self.env}.reset")
         self.is_multi_agent = several
         has_masked_obs = any(self.has_dict_obs)

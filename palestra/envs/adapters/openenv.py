@@ -52,7 +52,7 @@ class OpenEnv(Env):
     name: ClassVar[str] = "openenv"
     seats = ("agent",)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         url: str,

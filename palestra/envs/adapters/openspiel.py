@@ -3,7 +3,6 @@ envs and as rules."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -12,6 +11,7 @@ import numpy as np
 import pyspiel
 from open_spiel.python.policy import Policy
 
+from palestra.core.config.key_hints import nearest
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
@@ -127,9 +127,9 @@ def _load_game(game: str) -> Any:
     try:
         loaded = pyspiel.load_game(game)
     except (pyspiel.SpielError, RuntimeError) as error:
-        near = difflib.get_close_matches(game, pyspiel.registered_names(), 3, 0.4)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise ValueError(f'OpenSpiel cannot load the game "{game}"{hint}: {str(error).splitlines()[0]}') from error
+        why = str(error).splitlines()[0]
+        hint = nearest(game, pyspiel.registered_names())
+        raise ValueError(f'OpenSpiel cannot load the game "{game}" ({why}){hint}') from error
     if loaded.get_type().dynamics == pyspiel.GameType.Dynamics.MEAN_FIELD:
         raise ValueError(f'"{game}" is a mean-field game, which has no seats: choose one played by single players')
     return loaded

@@ -7,7 +7,6 @@ them during each call: concurrent games are independent, and equal seeds give eq
 from __future__ import annotations
 
 import copy
-import difflib
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from palestra.core.config.key_hints import nearest
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, OUTCOME_TERM, terms_info, total_rewards
@@ -207,8 +207,7 @@ def make_game(game: str, options: dict[str, Any]) -> Any:
     arena = _textarena()
     registry = arena.envs.registration.ENV_REGISTRY
     if game not in registry:
-        near = ", ".join(difflib.get_close_matches(game, registry, 3, 0.4))
-        raise ValueError(f'TextArena has no game "{game}"; near it: {near or "none"}')
+        raise ValueError(f'TextArena has no game "{game}"{nearest(game, list(registry))}')
     try:
         return arena.make(game, **options)
     except TypeError as error:

@@ -90,7 +90,7 @@ class Verifiers(Workflow):
 
     name: ClassVar[str] = "verifiers"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         taskset: str,

@@ -52,7 +52,11 @@ class VectorEnvSpec:
 
     def __post_init__(self) -> None:
         if len({type(space) for space in self.action_spaces}) > 1:
-            raise ValueError(f"the seats {', '.join(self.seats)} have different kinds of actions: wrap the env to one")
+            kinds = ", ".join(type(space).__name__ for space in self.action_spaces)
+            raise ValueError(
+                f"the seats {', '.join(self.seats)} have different kinds of actions ({kinds}): wrap the env so that "
+                "all have one, such as MultiDiscrete for choices"
+            )
         if len({len(shape) if len(shape) == 1 else shape for shape in self.observation_shapes}) > 1:
             raise ValueError(
                 f"observations of shapes {self.observation_shapes} do not fit in one array: only those of one "
@@ -128,6 +132,7 @@ class RenderedEnv(Protocol):
 
 
 MakeSingleEnv = Callable[[], SingleEnv]
+MAX_EXACT_INTEGER = 2**24  # of float32
 MAX_REPLAY_STEPS = 100_000  # longer episodes are not saved: replaying them would take too long
 
 
@@ -339,10 +344,29 @@ def require_flag(value: Any, name: str) -> bool:
     return flag
 
 
+def to_array(value: Any, what: str = "an observation") -> np.ndarray:
+    """Returns a value for networks as an array. Raises ValueError for one that loses a part in float32: the mask of a
+    masked array, imaginary parts, and digits of large integers."""
+    array = np.asarray(value)
+    kind = array.dtype.kind
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(f"{what} is a masked array, and networks see no mask: fill it, and show its mask as numbers")
+    if kind == "c":
+        raise ValueError(f"{what} has complex numbers: show real and imaginary parts as numbers of their own")
+    if kind in "iu" and array.itemsize > 2 and array.size:
+        largest = max(int(array.max()), -int(array.min()))
+        if largest > MAX_EXACT_INTEGER:
+            raise ValueError(
+                f"{what} has an integer of size {largest}, and float32 rounds those above {MAX_EXACT_INTEGER}: scale "
+                "it, or show its digits as numbers of their own"
+            )
+    return array
+
+
 def to_action_mask(mask: Any, space: Discrete, seat: Seat) -> np.ndarray:
     """Returns an action mask as bool [actions]. Raises ValueError for another length, and for values other than 0 and
     1, such as those that are added to logits."""
-    given = np.asarray(mask)
+    given = to_array(mask, f'the action_mask of seat "{seat}"')
     legal = given.astype(bool)
     # bytes are compared in a fifth of the time of arrays
     is_odd = given.tobytes() != legal.tobytes() if given.itemsize == 1 else not (given == legal).all()

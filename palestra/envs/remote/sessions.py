@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -152,12 +153,7 @@ class EnvSessions:
         client.sessions[request.session] = session
         self.clients.add(client)
         self.num_open += 1
-        env = session.ready_env
-        waits = env.blocking or any(map(inspect.iscoroutinefunction, (env.reset, env.instance_of)))
-        if request.open.actions or waits:
-            return session.add_task(self._played(env, seed, request.open.actions, reply))
-        write_value(reply.instance, env.instance_of(seed))
-        return self._then(env.reset(seed), lambda step: write_step(reply.opened.steps.add(), step))
+        return session.add_task(self._played(session.ready_env, seed, request.open.actions, reply))
 
     def _step(self, client: ClientSessions, request: pb.Request, reply: pb.Reply) -> Unfinished:
         env = _of(client, request).ready_env
@@ -269,10 +265,15 @@ class EnvSessions:
         return result
 
     async def _played(self, env: Env, seed: int, actions: Iterable[pb.Pairs], reply: pb.Reply) -> None:
-        """Resets the env, replays `actions`, and writes the seed's instance and all steps."""
-        write_value(reply.instance, await self._waited(self._called(env, env.instance_of, seed)))
+        """Resets the env, replays `actions`, and writes the seed's instance, also if the reset fails, and all steps."""
         steps = reply.opened.steps
-        write_step(steps.add(), await self._waited(self._called(env, env.reset, seed)))
+        try:
+            write_step(steps.add(), await self._waited(self._called(env, env.reset, seed)))
+        except Exception:
+            with suppress(Exception):
+                write_value(reply.instance, await self._waited(self._called(env, env.instance_of, seed)))
+            raise
+        write_value(reply.instance, await self._waited(self._called(env, env.instance_of, seed)))
         for action in actions:
             write_step(steps.add(), await self._waited(self._called(env, env.step, read_mapping(action))))
             await asyncio.sleep(0)  # let other sessions run: the env itself may never await

@@ -3,14 +3,14 @@ turns that show them."""
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from palestra.core.chat import Chat
+from palestra.core.config.key_hints import nearest
 from palestra.core.plain_values import check_text
 from palestra.core.types import Seat
 from palestra.envs.step_values import number
@@ -148,12 +148,10 @@ def shown_columns(turns: Sequence[Turn], columns: Sequence[str]) -> dict[str, bo
     return shown
 
 
-def _unknown_name(seat: Seat, name: str, seats: Sequence[Seat], known: Collection[str]) -> str:
+def _unknown_name(seat: Seat, name: str, seats: Sequence[Seat], known: Sequence[str]) -> str:
     if name in seats:
         return (
             f"the prompt of {seat} shows {{{name}}}, who has not answered then (turns: {', '.join(seats)}): write "
             f"a list of prompts for {seat}, one for each turn, or show {{transcript}}"
         )
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {{{close[0]}}}?" if close else ""
-    return f"row 0 has no {name}, which the prompt of {seat} shows; there are {', '.join(known)}{hint}"
+    return f"row 0 has no {name}, which the prompt of {seat} shows{nearest(name, known)}; there are {', '.join(known)}"

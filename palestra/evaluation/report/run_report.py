@@ -37,22 +37,7 @@ def summary_table(path: str | Path) -> Table:
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for key, lines in logs.evals.items():
-        last = lines[-1]
-        name = eval_label(logs.config, key)
-        n = f"{last.get('instances', last['episodes']):.0f}"
-        for rate, what in success_keys(last).items():
-            of_team = what.removeprefix("success")
-            cells = _ends(lines, partial(success_interval, key=rate))
-            table.add_row(f"{name}: success of {n}{of_team}", *cells, style="bold")
-        for title, _ in sample_rows(last):
-            sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
-            table.add_row(f"{name}: {title} of {n}", *sampled)
-        if shows_return(last):
-            table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
-        if shows_return(last) and len(set(last["returns"].values())) > 1:
-            for seat in paid_seats(last):
-                table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
-        table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
+        _add_eval_rows(table, eval_label(logs.config, key), lines)
     rates = success_keys(*logs.team)
     if rates:
         begin, end, which = end_windows(logs.team)
@@ -70,6 +55,24 @@ def summary_table(path: str | Path) -> Table:
             if ends != [None, None]:
                 table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
     return table
+
+
+def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> None:
+    last = lines[-1]
+    n = f"{last.get('instances', last['episodes']):.0f}"
+    for rate, what in success_keys(last).items():
+        of_team = what.removeprefix("success")
+        cells = _ends(lines, partial(success_interval, key=rate))
+        table.add_row(f"{name}: success of {n}{of_team}", *cells, style="bold")
+    for title, _ in sample_rows(last):
+        sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
+        table.add_row(f"{name}: {title} of {n}", *sampled)
+    if shows_return(last):
+        table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
+    if shows_return(last) and len(set(last["returns"].values())) > 1:
+        for seat in paid_seats(last):
+            table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
+    table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:

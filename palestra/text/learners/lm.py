@@ -73,8 +73,10 @@ def build_weights(
     """Returns weights to train in this process: an adapter on an engine's base, new or from `config.path`, or its whole
     model."""
     if isinstance(config, FullPolicyConfig):
-        options = weights_options(config, group) | {"critic": critic, "full_reference": config.reference}
-        return AdapterWeights(engine, None, **options)
+        full = AdapterWeights(engine, None, critic=critic, **weights_options(config, group))
+        if config.reference != "none":
+            full.add_full_reference(on_disk=config.reference == "disk")
+        return full
     adapter = new_adapter(config, engine, seed if config.seed is None else config.seed)
     return load_start(AdapterWeights(engine, adapter, critic=critic, **weights_options(config, group)), config)
 

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -163,8 +164,11 @@ class EpisodeRunner:
             episode.picture = env.picture
             try:
                 first = require_step(await _call(env, env.reset, spec.instance), "reset")
-            finally:  # an env on another machine knows it from here on
-                episode.instance = await _instance_of(env, spec.instance)
+            except Exception:  # its instance is counted all the same; its own error is the one that is told
+                with suppress(Exception):
+                    episode.instance = await _instance_of(env, spec.instance)
+                raise
+            episode.instance = await _instance_of(env, spec.instance)
             await growth.start(env, growth.check_step(env, first))
         except NoReward as error:
             growth.lose((), error)

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.core.files import read_arrays, write_arrays
-from palestra.core.optimizers import Adam
+from palestra.core.optimizers import Adam, OptimizedPolicy
 from palestra.core.types import RolloutBatch
 from palestra.envs.vector_base import VectorEnv
 from palestra.vector.learners.optimizers import NetOptimizer, StackedOptimizer
@@ -38,7 +38,7 @@ MAX_NORMALISED_INPUT = (
 )
 
 
-class NetPolicyConfig(NetConfig):
+class NetPolicyConfig(OptimizedPolicy, NetConfig):
     """A small network in training."""
 
     type: Literal["net"] = "net"

@@ -305,7 +305,7 @@ def _close_slot(book: CreditColumns, events: CreditEvents, count: int, where: tu
 
 
 @jit
-def _assign_credit(
+def _assign_credit(  # noqa: C901 - compiled as functions of their own, its parts take half as long again
     book: CreditColumns, rollout: RolloutArrays, events: CreditEvents, power: np.ndarray, oldest: int, clock: int
 ) -> int:
     steps, games, seats = rollout.rewards.shape

@@ -1,5 +1,6 @@
 """GGUF files as bases: converted once to the cache, equal to what transformers loads, errors that name the cause."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,13 @@ from palestra.dashboard.trees import find_tokenizer, token_texts
 from palestra.engine.bases import gguf
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import resolve_base
-from palestra.engine.bases.packaged_bases import find_gguf, is_installed
+from palestra.engine.bases.packaged_bases import (
+    PACKAGED_BASES,
+    PackagedBase,
+    find_gguf,
+    is_installed,
+    packaged_folder,
+)
 from palestra.engine.conversation.encoder import ChatEncoder
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
@@ -122,6 +129,34 @@ def test_missing_packages_are_named_with_the_install_command(
         resolve_base("smolm2")
 
 
+def test_file_cut_into_packages_is_joined_and_converted_once(
+    tiny_file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    content = tiny_file.read_bytes()
+    middle = len(content) // 2
+    halves = {"zq7_first": ("tiny.gguf.part00", content[:middle]), "zq7_second": ("tiny.gguf.part01", content[middle:])}
+    cut = PackagedBase("zq7", {module: f"data/{name}" for module, (name, _) in halves.items()}, "pip install zq7")
+    monkeypatch.setitem(PACKAGED_BASES, "zq7-tiny", cut)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    assert not is_installed("zq7-tiny") and packaged_folder("zq7-tiny") is None
+    with pytest.raises(ValueError, match='the base "zq7-tiny" is in a package that is not installed: pip install zq7'):
+        resolve_base("zq7-tiny")
+    for module, (name, half) in halves.items():
+        file = tmp_path / "packages" / module / "data" / name
+        file.parent.mkdir(parents=True)
+        (file.parents[1] / "__init__.py").write_text("raise RuntimeError('packages are not imported')")
+        file.write_bytes(half)
+    importlib.invalidate_caches()
+    folder = Path(resolve_base("zq7-tiny"))
+    assert packaged_folder("zq7-tiny") == folder == Path(resolve_base(str(tiny_file)))  # one folder for one content
+    assert not list(folder.glob("*.gguf")) and [path.name for path in cache.iterdir() if path.is_dir()] == [folder.name]
+    own = Engine.load("zq7-tiny", device="cpu").model
+    torch.testing.assert_close(dict(own.named_parameters()), dict(tiny_llama().named_parameters()))
+    (tmp_path / "packages/zq7_second/data/tiny.gguf.part01").unlink()
+    with pytest.raises(ValueError, match=r"no file .*part01: install the package again with pip install zq7"):
+        resolve_base("zq7-tiny")
+
+
 # ---- SmolLM2-135M-Instruct; the first use converts it into the user's cache, which takes ten seconds
 
 
@@ -172,8 +207,7 @@ def test_tokens_of_smollm2_are_shown_in_the_dashboard(smollm: Engine):
 @pytest.mark.slow
 def test_passes_and_gradients_of_smollm2_equal_transformers(smollm: Engine):
     """Sampling, packed training and the gradients of an adapter, against transformers reading the GGUF file itself."""
-    file = find_gguf("smollm2")
-    assert file
+    (file,) = find_gguf("smollm2") or ()
     plain = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -305,7 +305,9 @@ def test_reference_of_a_full_model_is_saved_and_restored(tmp_path, kind):
     computing them does not change the trained weights."""
 
     def full():
-        return AdapterWeights(tiny_lm(4), None, full_reference=kind)
+        weights = AdapterWeights(tiny_lm(4), None)
+        weights.add_full_reference(on_disk=kind == "disk")
+        return weights
 
     (samples,) = batches(1)
     trainer = full()

@@ -25,34 +25,37 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def make_lbforaging(
-    *,
-    size: int = 8,
-    agents: int = 2,
-    food: int = 3,
-    sight: int | None = None,
-    cooperative: bool = False,
-    max_steps: int = 50,
-    min_level: int = 1,
-    max_level: int = 2,
-    min_food_level: int = 1,
-    max_food_level: int | None = None,
-    normalize: bool = True,
-    penalty: float = 0.0,
-) -> ForagingEnv:
+DEFAULTS: dict[str, Any] = {
+    "size": 8,
+    "agents": 2,
+    "food": 3,
+    "sight": None,
+    "cooperative": False,
+    "max_steps": 50,
+    "min_level": 1,
+    "max_level": 2,
+    "min_food_level": 1,
+    "max_food_level": None,
+    "normalize": True,
+    "penalty": 0.0,
+}
+
+
+def make_lbforaging(options: dict[str, Any]) -> ForagingEnv:
+    setting = DEFAULTS | options
     return ForagingEnv(
-        players=agents,
-        min_player_level=min_level,
-        max_player_level=max_level,
-        min_food_level=min_food_level,
-        max_food_level=max_food_level,
-        field_size=(size, size),
-        max_num_food=food,
-        sight=size if sight is None else sight,
-        max_episode_steps=max_steps,
-        force_coop=cooperative,
-        normalize_reward=normalize,
-        penalty=penalty,
+        players=setting["agents"],
+        min_player_level=setting["min_level"],
+        max_player_level=setting["max_level"],
+        min_food_level=setting["min_food_level"],
+        max_food_level=setting["max_food_level"],
+        field_size=(setting["size"], setting["size"]),
+        max_num_food=setting["food"],
+        sight=setting["size"] if setting["sight"] is None else setting["sight"],
+        max_episode_steps=setting["max_steps"],
+        force_coop=setting["cooperative"],
+        normalize_reward=setting["normalize"],
+        penalty=setting["penalty"],
     )
 
 
@@ -83,7 +86,7 @@ def cooperative_actions(env: ForagingEnv, share: float, rng: np.random.Generator
 def test_games_equal_the_lbforaging_package(options: dict[str, Any]) -> None:
     rng, eaten, cut = np.random.default_rng(1), 0, 0
     for seed in range(6):
-        env, other = Foraging(1, **options), make_lbforaging(**options)
+        env, other = Foraging(1, **options), make_lbforaging(options)
         frame, (obs, _) = env.reset(np.array([seed])), other.reset(seed=seed)
         for _ in range(250):
             assert np.array_equal(frame.obs[0], np.stack(obs))

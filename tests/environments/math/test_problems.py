@@ -350,7 +350,7 @@ def test_a_changed_file_is_read_again(tmp_path):
             {"answer": "gold"},
             r'no column "gold" for the answer; its columns: question',
         ),
-        ('{"question": "2+2?", "answer": "4"}', {"anwser": "gold"}, r'"anwser" is neither.*did you mean "answer"'),
+        ('{"question": "2+2?", "answer": "4"}', {"anwser": "gold"}, r'"anwser" is neither.*did you mean answer'),
         ('{"question": "2+2?", "answer": ""}', None, r'row 1 has nothing in column "answer"'),
         ('{"question": "2+2?", "answer": "#### "}', None, r"row 1: no answer in column"),
         ('{"question": "2+2?"', None, r"line 1 is not a JSON object"),

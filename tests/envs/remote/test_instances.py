@@ -47,6 +47,13 @@ def test_an_instance_whose_reset_fails_is_still_one(server):
     assert {e.error for e in there} == {None, "ValueError: row 1 is broken"}
 
 
+def test_the_error_of_a_reset_is_told_and_not_that_of_its_instance(server):
+    for at in ({"at": [server.address]}, {}):
+        episodes = play(12, broken=1, form="drawn", **at)
+        assert {e.error for e in episodes} == {None, "ValueError: row 1 is broken"}
+        assert {e.instance for e in episodes if e.error is None} == {0, 2}  # known after the reset only
+
+
 @pytest.mark.parametrize("place", ["here", "there"])
 def test_an_instance_that_cannot_be_compared_fails_its_episode(server, place):
     at = {"at": [server.address]} if place == "there" else {}

@@ -227,7 +227,7 @@ def test_rules_are_found_by_env_name() -> None:
     seen = rules_for_env("openspiel", game="kuhn_poker", view="observation")
     assert isinstance(seen, OpenSpielRules) and seen.tensor_kind == "observation"
     assert rules_for_env("openspiel", game="matrix_pd") is None and rules_for_env("simple_spread") is None
-    with pytest.raises(ValueError, match="near it: leduc_poker"):
+    with pytest.raises(ValueError, match="did you mean leduc_poker"):
         rules_for_env("openspiel", game="leduc_pocker")
 
 

@@ -14,7 +14,7 @@ import palestra as pl
 from palestra.core.files import read_lines
 from palestra.core.types import Answer, Episode, Node
 from palestra.envs import check_env
-from palestra.evaluation.collect import passes_filter
+from palestra.evaluation.collect import EpisodeFilter
 from palestra.text.algorithms.sft import SFT
 from palestra.text.rollouts.metrics import episode_metrics, instance_outcomes
 from palestra.text.rollouts.sample_metrics import sample_metrics
@@ -67,7 +67,7 @@ def test_the_answers_of_the_seat_that_succeeded_are_imitated() -> None:
     played = [episode(WON), episode(DRAWN), episode(LOST)]
     found = {name: len(SFT(imitate="success").build_samples(played, name, {})[0]) for name in ("red", "blue")}
     assert found == {"red": 1, "blue": 1}
-    assert [passes_filter(each, None, successes=True) for each in played] == [True, False, True]
+    assert [EpisodeFilter(successes=True).passes(each) for each in played] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from palestra.envs.adapters.gymnasium import (
     without_action_mask,
 )
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_reward
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.vector_base import Discrete
 
 MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
@@ -126,7 +126,7 @@ class _PettingZooGame:
         return observation, to_action_mask(mask, space, self.spec.seats[seat])
 
     def state(self) -> np.ndarray | None:
-        return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
+        return np.asarray(to_array(self.env.state(), "the global state"), np.float32) if self.spec.state_size else None
 
     def clear_ended(self) -> None:
         """Clears the agents that ended, and those that reported success, in the last game."""

@@ -95,7 +95,7 @@ class PlanPath(GridGame):
     compact_name = "path"
     rules_text = RULES_TEXT
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         size: int = 10,

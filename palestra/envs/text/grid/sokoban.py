@@ -104,7 +104,7 @@ class Sokoban(GridGame):
     compact_name = "sokoban"
     rules_text = RULES_TEXT
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a parameter for each option
         self,
         *,
         size: int = 6,

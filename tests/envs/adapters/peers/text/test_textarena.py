@@ -147,7 +147,7 @@ def test_uncopyable_game_is_forked_by_replay() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"game": "TicTacTo-v0"}, 'no game "TicTacTo-v0"; near it: TicTacToe-v0'),
+        ({"game": "TicTacTo-v0"}, 'no game "TicTacTo-v0": did you mean TicTacToe-v0'),
         ({"game": "TicTacToe-v0", "players": 1}, "does not begin with players=1.*set players"),
         ({"game": "TicTacToe-v0", "options": {"size": 5}}, "does not take the options"),
         ({"game": "GuessWho-v0"}, "needs more than TextArena provides"),
