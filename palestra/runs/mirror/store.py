@@ -25,7 +25,7 @@ from palestra.core.files import (
 )
 from palestra.runs.mirror import is_store_url
 
-EXTRAS = {"s3": "palestra[s3]", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+EXTRAS = {"s3": "palestra[s3]", "s3a": "palestra[s3]", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 WRITER_FILE = "writer.json"  # in the store
 RENAMING_STORES = ("file", "local", "sftp", "ssh", "smb", "hdfs")  # in others, objects appear whole
 MAX_WRITER_BYTES = 2**16
