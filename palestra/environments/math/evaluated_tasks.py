@@ -92,7 +92,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _bounded(number: int | Fraction) -> Fraction:
+def _check_size(number: int | Fraction) -> Fraction:
     value = Fraction(number)
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("too large")
@@ -109,7 +109,7 @@ _EXACT = AllowedParts(
         ast.Div: operator.truediv,
         ast.Pow: _power,
     },
-    _bounded,
+    _check_size,
 )
 DIRECT_SCORERS: dict[str, Callable[[str, ReasoningEntry], AnswerGrade]] = {
     "string_insertion": score_string_insertion,

@@ -77,7 +77,7 @@ class RunStore:
         self.renames = self.url.partition("://")[0] in RENAMING_STORES
 
     @cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _client(self) -> tuple[Any, str]:
         fs, root = url_to_fs(self.url)
         return fs, root.rstrip("/")
 
@@ -86,7 +86,7 @@ class RunStore:
         """Context that yields the fsspec file system and the path of the copy in it, and turns any
         error of the store's client into StoreError."""
         try:
-            yield self._opened
+            yield self._client
         except DamagedFile:
             raise
         except Exception as error:  # each client raises exceptions of its own
