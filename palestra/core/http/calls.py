@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
+from palestra.core.plain_values import plain_value
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
@@ -168,6 +169,10 @@ def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> 
         raise ValueError("messages must be a list of messages, each with a role")
     if any(_has_pictures(message.get("content")) for message in messages):
         raise ValueError("messages of text only are answered here: send parts of type text")
+    try:
+        plain_value([messages, tools])
+    except ValueError as error:
+        raise ValueError(f"the conversation has {error}, which no tokenizer encodes") from None
     _check_types(messages, tools)
     for i, message in enumerate(messages):
         _check_message(message, f"messages.{i}")
