@@ -18,6 +18,7 @@ import numpy as np
 TEXT_TYPES = (Decimal, Fraction, complex, UUID, PurePath, Enum)  # `str` loses nothing
 TIME_TYPES = (datetime.date, datetime.time)  # `isoformat` loses nothing; a datetime is a date
 MAX_DEPTH = 100  # nesting of containers
+MAX_ITEM_BYTES = {"f": 8, "c": 16}  # of NumPy's numbers: wider ones lose digits
 MAX_INTEGER_BITS = 14_000  # Python reads integers of up to 4300 digits
 
 
@@ -37,7 +38,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
             raise ValueError(f"an integer of {value.bit_length():,} bits")
         return value
     if isinstance(value, np.ndarray | np.generic):
-        return plain_value(value.tolist(), depth) if value.dtype.kind != "V" else _refuse(value)
+        return _plain_array(value, depth)
     if isinstance(value, TEXT_TYPES):
         return str(value)
     if isinstance(value, TIME_TYPES):
@@ -53,6 +54,14 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
     return _refuse(value)
+
+
+def _plain_array(value: np.ndarray | np.generic, depth: int) -> Any:
+    if value.dtype.kind in "Vm" or value.dtype.itemsize > MAX_ITEM_BYTES.get(value.dtype.kind, value.dtype.itemsize):
+        return _refuse(value)
+    if value.dtype.kind == "M":  # as text: those in nanoseconds would be integers
+        return plain_value(np.datetime_as_string(value).tolist(), depth)
+    return plain_value(value.tolist(), depth)
 
 
 def check_text(text: str) -> str:

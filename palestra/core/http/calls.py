@@ -135,6 +135,9 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
         if key not in CALL_KEYS and not asks_nothing(key, value):
             other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
             raise ValueError(f"{key[:64]!r} is not used here: leave it out{other}")
+    if body.get("stream") not in (None, True, False):
+        raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
+    check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
     chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
@@ -144,6 +147,12 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
 def asks_nothing(key: str, value: Any) -> bool:
     """Returns whether a field of a request changes nothing about the answer, though it is not used."""
     return value in EMPTY or key in BOOKKEEPING or (key in DEFAULTS and bool(value == DEFAULTS[key]))
+
+
+def check_limits(earlier: Any, later: Any) -> None:
+    """Raises ValueError for two limits of an answer's tokens, by the two names that the field has had."""
+    if None not in (earlier, later) and earlier != later:
+        raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
 
 
 def _check_part(part: Json, used: Collection[str], where: str) -> None:
