@@ -24,8 +24,9 @@ from pathlib import Path
 from results.real import rates, report as page, run as real
 rates.RATES_FILE = Path("rates.yaml")
 real.DEV_EPISODES = 3
-real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4})}
-real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
+rates.TUNING_SEEDS = real.TUNING_SEEDS = (100, 101)
+real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4}, (0, 1))}
+real.EPISODES, page.NOTES = 3, Path("notes.md")
 if __name__ == "__main__":
     real.main()
 """
@@ -173,7 +174,7 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
     tuning = ("--tune", "--only", "story/single agent + GRPO")
     call(*tuning)
     tuned = read_yaml(tmp_path / "runs/measured/real/rates.yaml")["story"]["single agent + GRPO"]
-    assert tuned.keys() == set(rates.RATES) and tuned[2e-4].keys() == set(rates.TUNING_SEEDS)
+    assert tuned.keys() == set(rates.RATES) and tuned[2e-4].keys() == {100, 101}
     assert not (tmp_path / "rates.yaml").exists()
     call(*tuning, "--publish")
     assert read_yaml(tmp_path / "rates.yaml") == read_yaml(tmp_path / "runs/measured/real/rates.yaml")
