@@ -105,7 +105,9 @@ def open_eval(
     what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], episodes: int, options: EvalOptions
 ) -> AbstractContextManager[EvalSetup]:
     """Returns a context with the setup of an evaluation of `episodes` episodes, of language agents or of networks; see
-    `evaluate`."""
+    `evaluate`. Raises TypeError for an option that does not exist."""
+    if unknown := options.keys() - EvalOptions.__annotations__.keys():
+        raise TypeError(f"an evaluation has no option {min(unknown)}: it has {', '.join(EvalOptions.__annotations__)}")
     target = find_target(what, env, options.get("checkpoint"))
     samples = options.get("samples", 1)
     if target.is_vector:

@@ -54,6 +54,12 @@ def test_seats_are_assigned_by_wildcards_in_both_kinds(text: Path, vector: Path)
     assert names == {"seat0": "random/seat0", "seat1": "random/seat1"}
 
 
+def test_an_option_that_does_not_exist_is_refused(text: Path) -> None:
+    """`temperature` is an option of the command, and of `sampling`: it was ignored here."""
+    with pytest.raises(TypeError, match="no option temperature: it has sampling, greedy"):
+        evaluate(text, episodes=2, temperature=0)  # type: ignore[call-arg]
+
+
 def test_result_has_policies_metrics_and_optional_episodes(text: Path, vector: Path) -> None:
     spoken = evaluate(text, seats={"guide": "expert", "walker": "expert"}, episodes=3)
     assert spoken.metrics["episodes"] == len(spoken.episodes) == 3 and spoken.metrics["success"] == 1
