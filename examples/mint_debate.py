@@ -36,6 +36,8 @@ WIN, LOSE = 1.0, -0.5
 
 
 class Topic(NamedTuple):
+    """The word that is right in a debate, and the one that is wrong."""
+
     truth: str
     error: str
 
@@ -45,6 +47,8 @@ class Topic(NamedTuple):
 
 
 class Speech(NamedTuple):
+    """An answer of a debater, with the prompt and the log-probabilities of its tokens."""
+
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]

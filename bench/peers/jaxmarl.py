@@ -68,6 +68,8 @@ def make_env(name: str) -> LogWrapper:
 
 
 class Ippo:
+    """JaxMARL's IPPO in one compiled function, with the sizes of a spec."""
+
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.env = make_env(spec.env)

@@ -76,7 +76,7 @@ def require_packages(what: str, extra: str, *packages: str) -> None:
         raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'palestra[{extra}]'")
 
 
-class user_errors:
+class user_errors:  # noqa: N801 - called like a function, in `with`
     """Context that turns expected errors into one red line and an exit code, without a traceback.
 
     Exit code 2: a mistake of the user (ValueError). Exit code 1: a failed run (RunFailed, with the traceback of the

@@ -35,10 +35,12 @@ CheckpointOption = Annotated[
 
 
 def sampling_options(temperature: float | None) -> dict[str, Any]:
+    """Returns the changes to the sampling of language models; none for None."""
     return {} if temperature is None else {"temperature": temperature}
 
 
 def require_text_env(what: Path, name: str) -> None:
+    """Raises ValueError, which names the option `name`, if the target is a vector env."""
     from palestra.evaluation.target import find_target
 
     if find_target(what).is_vector:

@@ -18,6 +18,7 @@ import numpy as np
 TEXT_TYPES = (Decimal, Fraction, complex, UUID, PurePath, Enum)  # `str` loses nothing
 TIME_TYPES = (datetime.date, datetime.time)  # `isoformat` loses nothing; a datetime is a date
 MAX_DEPTH = 100  # nesting of containers
+MAX_ITEM_BYTES = {"f": 8, "c": 16}  # of NumPy's numbers: wider ones lose digits
 MAX_INTEGER_BITS = 14_000  # Python reads integers of up to 4300 digits
 
 
@@ -34,8 +35,8 @@ def plain_value(value: Any, depth: int = 0) -> Any:
         return check_text(value)
     if isinstance(value, int):
         return _check_bits(value)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "V":
-        return plain_value(value.tolist(), depth)
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain_array(value, depth)
     if isinstance(value, TEXT_TYPES):
         return str(value)
     if isinstance(value, TIME_TYPES):
@@ -60,7 +61,15 @@ def _plain_container(value: Any, depth: int) -> Any:
         return [plain_value(item, depth + 1) for item in _sort(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
-    raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))
+    return _refuse(value)
+
+
+def _plain_array(value: np.ndarray | np.generic, depth: int) -> Any:
+    if value.dtype.kind in "Vm" or value.dtype.itemsize > MAX_ITEM_BYTES.get(value.dtype.kind, value.dtype.itemsize):
+        return _refuse(value)
+    if value.dtype.kind == "M":  # as text: those in nanoseconds would be integers
+        return plain_value(np.datetime_as_string(value).tolist(), depth)
+    return plain_value(value.tolist(), depth)
 
 
 def check_text(text: str) -> str:

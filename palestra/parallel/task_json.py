@@ -46,6 +46,7 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
 
 
 def check_keys(tree: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
+    """Raises ValueError, which begins with `where`, for a missing or unknown key of `tree`."""
     if missing := [key for key in keys if key not in tree]:
         raise ValueError(f'{where}key "{missing[0]}" is missing')
     if unknown := [key for key in tree if key not in keys]:

@@ -1,0 +1,1 @@
+"""The training service: training and sampling over HTTP for clients of Tinker and MinT."""

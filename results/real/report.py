@@ -22,23 +22,25 @@ TITLES = {
     "sums": "Sums of two numbers below 100 (`math_review`, results/real/configs/sums_team.yaml)",
     "tools": "A calculator and a search (`tool_review`, results/real/configs/tools_team.yaml)",
     "chain": "A story in four parts (`math_relay`, results/real/configs/chain_team.yaml)",
+    "gemma story": "A story in two parts, with Gemma 3 270M (pretrained; as lines: results/real/configs/lines.jinja)",
+    "gemma sums": "Sums of two numbers below 100, with Gemma 3 270M",
     "guess": "A thing described and guessed among eight (`describe_guess`, results/real/configs/guess_team.yaml)",
 }
 HEAD = """# Results with a real model
 
 Made by `python results/real/run.py --report` from the published rows; without `--report` it measures them again,
-about seven hours of one core, and prints both; `--list` names them. Scripts, configs, notes and rows are in
-[results/real/](../results/real/). SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy
-answers. *lr* is the learning rate and its schedule. Rows at a linear rate have the settings of now: all methods of a
-task have one rate, by a rule (rates.py there), and each adapter has equally many answers per optimizer step; "(not
-tuned)" is the rate of the config. Rows at a constant rate were measured before, each with a rate of its own that was
-chosen by one run a rate, and an adapter of one role had half the answers of a shared one in a step: rows of the two
-kinds are not comparable. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 %
-interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
-answer ends before its token limit and states a number (with tools: a number or a call; guessing: a thing of the
-list); *right if complete* is the success among these; "–" where it was not counted. *Answers* are those trained on
-(with SFT, the expert's). CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under
-the load of that day: a busy machine takes more of them for the same work.{gpu}"""
+some 40 hours of one core, and prints both; `--list` names them. Scripts, configs, notes and rows are in
+[results/real/](../results/real/). SmolLM2-135M-Instruct where no other model is named, LoRA rank 16, {episodes:.0f}
+held-out instances, greedy answers. *lr* is the learning rate and its schedule. Rows at a linear rate have the settings
+of now: all methods of a task have one rate, by a rule (rates.py there), and each adapter has equally many answers per
+optimizer step; "(not tuned)" is the rate of the config. Rows at a constant rate were measured before, each with a rate
+of its own that was chosen by one run a rate, and an adapter of one role had half the answers of a shared one in a step:
+rows of the two kinds are not comparable. One seed: the 95 % Wilson interval over instances. Several: the mean over
+seeds with its 95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of
+episodes whose last answer ends before its token limit and states a number (with tools: a number or a call; guessing: a
+thing of the list); *right if complete* is the success among these; "–" where it was not counted. *Answers* are those
+trained on (with SFT, the expert's). CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine
+and under the load of that day: a busy machine takes more of them for the same work.{gpu}"""
 GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU

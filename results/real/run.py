@@ -1,10 +1,10 @@
-"""Reproduces docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in
-English.
+"""Reproduces docs/results-real.md: SmolLM2-135M-Instruct and Gemma 3 270M alone and in teams, untrained and trained, on
+tasks in English.
 
-    python results/real/run.py                              all 105, about 12 hours of one core; interrupted ones go on
+    python results/real/run.py                              all 217, about 40 hours of one core; interrupted ones go on
     python results/real/run.py --list                       the rows: published, measured here, open
     python results/real/run.py --only "sums/single agent/"  one row, a minute; a trained one up to 15
-    python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/
+    python results/real/run.py --only story/                names that begin with "story/"; also kuhn/, service/, gemma
     python results/real/run.py --report                     only rewrite the page and its plots from the published rows
     python results/real/run.py --publish                    publish what was measured here, and rewrite the page
     python results/real/run.py --tune                       choose learning rates again and stop; --publish as for rows
@@ -95,7 +95,8 @@ CPU = Place()
 
 @dataclass(frozen=True)
 class Task:
-    """A task: the config of its team, the changes for a single agent, and the seeds of trained methods.
+    """A task: the config of its team, the changes for a single agent, the seeds of trained methods, and the changes for
+    adapters on another base than that of the config.
 
     On stories and sums a single agent answers once where a team answers twice: with twice the episodes, the samples are
     equal. With tools it answers as often as a team. On chains its answer has all calculations: with as many episodes,
@@ -104,6 +105,7 @@ class Task:
     config: Path
     alone: dict[str, Any]
     seeds: Sequence[int] = SEEDS
+    base: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ def on_sums(algorithm: str) -> Method:
     return Method({}, is_team=False, config=CONFIGS / f"sums_{algorithm}.yaml", tasks=["sums"])
 
 
+def has_rows(method: Method, task: str) -> bool:
+    """True if the method has rows on a task, whatever its base."""
+    return task.removeprefix(GEMMA) in method.tasks
+
+
 GRPO = {"type": "grpo", "branch_at": "root", "group_size": 8, "scale": "none"}
 TASKS = {
     "story": Task(
@@ -141,6 +148,11 @@ TASKS = {
     "chain": Task(CONFIGS / "chain_team.yaml", {"env.team": "single", "policies.agent.sampling.max_tokens": 52}),
     "guess": Task(CONFIGS / "guess_team.yaml", {}),
 }
+# A pretrained model of another family, without a chat template of its own: an answer is a line.
+GEMMA = "gemma "
+LINES = (CONFIGS / "lines.jinja").read_text()
+ON_GEMMA = {"base": "gemma3-270m", "chat_template": LINES, "sampling": {"stop": ["\n"]}}
+TASKS |= {GEMMA + name: replace(TASKS[name], base=ON_GEMMA) for name in ("story", "sums")}
 ALL = (*Method.tasks, "guess")
 # Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
 UNCHAINED = ("story", "sums", "tools")
@@ -241,7 +253,7 @@ def tuning_rows() -> dict[str, TableRow]:
         for name, method in METHODS.items()
         for rate in RATES
         for seed in TUNING_SEEDS
-        if task in method.tasks and method.algorithm is not None and not (method.config or "shots" in method.env)
+        if has_rows(method, task) and method.algorithm is not None and not (method.config or "shots" in method.env)
     ]
     return {row.name: row for row in rows}
 
@@ -254,7 +266,7 @@ def prompt_rows() -> dict[str, TableRow]:
         for task in TASKS
         for name, method in methods.items()
         for shots in EXAMPLES
-        if task in method.tasks
+        if has_rows(method, task)
     ]
     return {row.name: row for row in rows}
 
@@ -265,7 +277,7 @@ def table_rows() -> Iterator[TableRow]:
         for name, task in TASKS.items():
             for method_name, method in METHODS.items():
                 seeds = (0,) if method.algorithm is None else task.seeds
-                if name in method.tasks and seed in seeds:
+                if has_rows(method, name) and seed in seeds:
                     yield TableRow(name, method_name, seed)
 
 
@@ -313,14 +325,23 @@ def method_config(row: TableRow) -> Tree:
     has a config of its own."""
     task, method = TASKS[row.task], METHODS[row.method]
     if method.config:
-        return load(method.config) | {"seed": row.seed, "checkpoint_every": 4}
-    tree = copy.deepcopy(load(task.config)) | {"seed": row.seed, "evals": {}, "checkpoint_every": 4}
+        return on_base(load(method.config), task) | {"seed": row.seed, "checkpoint_every": 4}
+    tree = on_base(load(task.config), task) | {"seed": row.seed, "evals": {}, "checkpoint_every": 4}
     if method.is_shared or not method.is_team:
         tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
     if not method.is_team:
         tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in task.alone.items()])
     tree["env"] = tree["env"] | method.env | ({} if row.shots is None else {"shots": row.shots})
     tree["algorithm"] = method.algorithm or tree["algorithm"]
+    return tree
+
+
+def on_base(tree: Tree, task: Task) -> Tree:
+    """A copy of the config with the adapters on the task's base."""
+    tree = copy.deepcopy(tree)
+    for policy in tree["policies"].values():
+        if task.base and policy["type"] == "lora":
+            policy |= task.base | {"sampling": policy["sampling"] | task.base["sampling"]}
     return tree
 
 

@@ -38,6 +38,8 @@ class Colour(enum.Enum):
         (np.float32(0.5), 0.5),
         (np.bool_(True), True),
         (np.datetime64("2026-01-02"), "2026-01-02"),
+        (np.array(["2026-01-02T03"], "datetime64[ns]"), ["2026-01-02T03:00:00.000000000"]),
+        (np.datetime64("2026-01-02T03:04:05"), "2026-01-02T03:04:05"),
         (datetime.datetime(2026, 1, 2, 3), "2026-01-02T03:00:00"),
         (datetime.time(3, 4), "03:04:00"),
         (decimal.Decimal("0.10"), "0.10"),
@@ -72,6 +74,9 @@ def test_tuple_keys_are_read_back_as_they_were():
         ({"a\ud83d": 1}, "lone surrogate"),
         pytest.param(10**5000, "an integer of", id="integer"),
         (Point, "a type"),
+        (np.longdouble(1) / 3, "a numpy.longdouble"),
+        (np.array([np.longdouble(1)]), "a numpy.ndarray"),
+        (np.timedelta64(5, "ns"), "a numpy.timedelta64"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(value, message):

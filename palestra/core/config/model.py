@@ -34,10 +34,10 @@ class DocumentedType(ModelMetaclass):
     takes parsing the source."""
 
     @property
-    def __doc__(cls) -> str:  # type: ignore[override]
+    def __doc__(cls) -> str:  # type: ignore[override] # noqa: N805 - a metaclass
         return docstring_with_keys(cls)  # type: ignore[arg-type]
 
-    def __call__(cls, *args: Any, **keys: Any) -> Any:
+    def __call__(cls, *args: Any, **keys: Any) -> Any:  # noqa: N805 - a metaclass
         """Returns a config made in Python. Raises ValueError with the same message as `validate`."""
         try:
             return super().__call__(*args, **keys)

@@ -111,6 +111,7 @@ def shorten(text: str) -> str:
 
 
 def name_kind(value: Any) -> str:
+    """Returns the kind of a value in words, such as "a mapping" or "nothing"."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
 

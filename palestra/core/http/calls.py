@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
+from palestra.core.plain_values import plain_value
 
 ANY_KEY = ""  # key of a session that accepts any key
 SAMPLING_KEYS = (
@@ -134,6 +135,9 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
         if key not in CALL_KEYS and not asks_nothing(key, value):
             other = f", or send {json.dumps(DEFAULTS[key])}" if key in DEFAULTS else ""
             raise ValueError(f"{key[:64]!r} is not used here: leave it out{other}")
+    if body.get("stream") not in (None, True, False):
+        raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
+    check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
     chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
@@ -143,6 +147,12 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
 def asks_nothing(key: str, value: Any) -> bool:
     """Returns whether a field of a request changes nothing about the answer, though it is not used."""
     return value in EMPTY or key in BOOKKEEPING or (key in DEFAULTS and bool(value == DEFAULTS[key]))
+
+
+def check_limits(earlier: Any, later: Any) -> None:
+    """Raises ValueError for two limits of an answer's tokens, by the two names that the field has had."""
+    if None not in (earlier, later) and earlier != later:
+        raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
 
 
 def _check_part(part: Json, used: Collection[str], where: str) -> None:
@@ -168,6 +178,10 @@ def parse_conversation(messages: Any, tools: Any = None, choice: Any = None) -> 
         raise ValueError("messages must be a list of messages, each with a role")
     if any(_has_pictures(message.get("content")) for message in messages):
         raise ValueError("messages of text only are answered here: send parts of type text")
+    try:
+        plain_value([messages, tools])
+    except ValueError as error:
+        raise ValueError(f"the conversation has {error}, which no tokenizer encodes") from None
     _check_types(messages, tools)
     for i, message in enumerate(messages):
         _check_message(message, f"messages.{i}")

@@ -50,11 +50,13 @@ def tokenizer_of(base: str) -> Any:
 
 
 def plain_note(name: str, reason: str, *, uses_cache: bool) -> str:
+    """Returns the line that says why a model runs by transformers' own forward."""
     how = "forward and cache" if uses_cache else "forward, without a cache"
     return f"{name} runs by transformers' own {how}, which is slower than packed rows: {reason}"
 
 
 def expert_notes(name: str, model: PreTrainedModel) -> list[str]:
+    """Returns a line about the experts of a mixture, which adapters leave out; none for a model without experts."""
     weights = list(decoder_of(model).parameters())
     stacked = [w for w in weights if w.dim() == 3 and w.shape[1] > 1]  # not the weights of convolutions
     share = sum(w.numel() for w in stacked) / sum(w.numel() for w in weights)

@@ -8,6 +8,7 @@ dialects are read by response templates of `transformers`, as is any base that s
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from abc import ABC, abstractmethod
@@ -156,6 +157,48 @@ class ElementCalls(MarkedCalls):
 
 
 @dataclass(frozen=True)
+class PythonCalls(MarkedCalls):
+    """Calls as a list of Python's with keyword arguments, whose values may be JSON's."""
+
+    def read_at(self, text: str, found: re.Match[str], tools: Sequence[Json]) -> tuple[list[ToolCall], int]:
+        """Returns the calls between the mark `found` and the close, and the index of the close."""
+        closed = self.close.search(text, found.end())
+        if closed is None:
+            raise ValueError("the call does not end")
+        body = text[found.end() : closed.start()].strip()
+        try:
+            calls = _JsonNames().visit(_parse_python(body)).elts
+            return [_python_call(call) for call in calls], closed.start()
+        except (SyntaxError, AttributeError, TypeError, KeyError, RecursionError, MemoryError) as error:
+            raise ValueError("no list of calls in Python") from error
+
+
+def _parse_python(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:  # templates that escape nothing write line breaks into texts
+        return ast.parse(text.replace("\n", "\\n"), mode="eval").body
+
+
+def _python_call(call: ast.Call) -> ToolCall:
+    if call.args or not all(word.arg for word in call.keywords):
+        raise ValueError("arguments without a name")
+    arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    return ToolCall(ast.unparse(call.func), json.loads(json.dumps(arguments)))
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces the names of values in JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        node.keywords = [self.visit(word) for word in node.keywords]
+        return node
+
+
+@dataclass(frozen=True)
 class ResponseTemplateCalls:
     """Calls read by a response template of `transformers` (its documentation, "Response parsing"). An answer with
     fewer texts `closed` than `opened` was cut, which the template would not notice."""
@@ -290,9 +333,10 @@ def _element_calls(one: str, two: str = "") -> CallReader | None:
     key_open = between[len(value_close) :].lstrip()
     if not value_close.strip() or not key_open or not after_name.endswith(key_open):
         return None
+    first, last = (r"\n?" if edge == "\n" else "" for edge in (after_key[-1:], value_close[:1]))
     element = (
-        rf"\s*{re.escape(key_open)}(?P<key>[^\s<>\"']+){_any_truth(after_key)}\n?(?P<value>.*?)"
-        rf"\n?{_flexible(value_close, before=False)}"
+        rf"\s*{re.escape(key_open)}(?P<key>[^\s<>\"']+){_any_truth(after_key)}{first}(?P<value>.*?)"
+        rf"{last}{_flexible(value_close, before=False)}"
     )
     parts = _parts(one, two, after[len(value_close) :])
     if not parts.mark.strip():
@@ -376,8 +420,6 @@ def _dialect(opened: str, close: str, content: str, arguments: Json, end: str) -
     return {"defaults": {"role": "assistant"}, "start_anchor": end, "fields": {"tool_calls": calls, "content": text}}
 
 
-_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_NESTED = rf"(?:[^\[\]{{}}'\"]|{_QUOTED}|[\[{{](?:[^\[\]{{}}'\"]|{_QUOTED})*[\]}}])*"
 DIALECTS = (
     # Gemma 4: <|tool_call>call:f{a:<|"|>text<|"|>,b:7}<tool_call|>
     ResponseTemplateCalls(
@@ -392,18 +434,10 @@ DIALECTS = (
         "<tool_call|>",
     ),
     # LFM2.5: <|tool_call_start|>[f(a='text', b=7)]<|tool_call_end|>
-    ResponseTemplateCalls(
-        _dialect(
-            r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>[\w.-]+)\(",
-            r"\)(?:\]<\|tool_call_end\|>)?\s*",
-            "xml-inline",
-            {
-                "tag_pattern": rf"(?P<key>\w+)=(?P<value>{_QUOTED}|[\[{{]{_NESTED}[\]}}]|[^,)]*)",
-                "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
-            },
-            r"<\|im_end\|>",
-        ),
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
+    PythonCalls(
+        "",
+        re.compile(r"<\|tool_call_start\|>"),
+        re.compile(r"<\|tool_call_start\|>"),
+        re.compile(r"<\|tool_call_end\|>\s*"),
     ),
 )

@@ -32,7 +32,7 @@ class PageTable(NamedTuple):
     answer_R: Tensor
 
     @property
-    def length_R(self) -> Tensor:
+    def length_R(self) -> Tensor:  # noqa: N802 - the suffix is the shape
         """Number of tokens of each row."""
         return self.prompt_R + self.answer_R
 

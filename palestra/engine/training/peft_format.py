@@ -18,13 +18,15 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, conversion_mapping
 
+from palestra.core.files import read_json
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot, Weights
 from palestra.engine.lora.config import LoraConfig, matches_pattern, names_of_targets
@@ -39,19 +41,43 @@ WEIGHT_END = ".weight"
 MISREAD = {"laguna": ".shared_experts."}  # layers whose tensors PEFT looks for under wrong names, by kind of model
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
-UNSUPPORTED = (
-    "lora_bias",
-    "layer_replication",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "ensure_weight_tying",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "velora_config",
-    "monteclora_config",
-)
+USED = ("peft_type", "bias", "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", *VARIANTS)
+HARMLESS = {  # about the base, or about how the adapter was trained, which its tensors show
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_config", "megatron_core"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
+}
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no pattern ({error})") from None
+    return pattern
+
+
+_Pattern = Annotated[str, AfterValidator(_check_pattern)]
+
+
+class _PeftConfig(BaseModel):
+    """Types of the options of PEFT's configs that are read; others may be of any."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(allow_inf_nan=False)
+    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[_Pattern, int] | None = None
+    alpha_pattern: dict[_Pattern, float] | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str | None = None
 
 
 def save_adapter(folder: Path, adapter: Adapter, base: str, model: PreTrainedModel | None = None) -> None:
@@ -160,8 +186,14 @@ def load_adapter(folder: Path, engine: Engine) -> Adapter:
     that is not supported, or it does not fit the base."""
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
-    about = json.loads((folder / "adapter_config.json").read_text())
-    _check_supported(about, folder)
+    about = read_json(folder / "adapter_config.json", dict)
+    try:
+        _PeftConfig.model_validate(about)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"the adapter at {folder} has a wrong {place} in its config: {wrong['msg']}") from None
+    _refuse(_other_kinds(about), folder)
     stacked = [t for t in about.get("target_parameters") or () if not _is_of_linear(t, engine)]
     about["target_parameters"] = stacked
     tensors = _without_prefix(load_file(folder / "adapter_model.safetensors"))
@@ -202,22 +234,19 @@ def _layout(adapter: Adapter) -> dict[str, Any]:
     return shapes | {name: adapter.scale_of(name) for name in (*adapter.weights, *adapter.extras.experts)}
 
 
-def _check_supported(about: Mapping[str, Any], folder: Path) -> None:
-    """Raises ValueError if the PEFT config is of another kind than LoRA, or has options that are not supported."""
-    _refuse({key: about[key] for key in UNSUPPORTED if about.get(key)} | _other_kinds(about), folder)
-
-
 def check_plain_lora(config: dict[str, Any], folder: Path) -> None:
     """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
     biases)."""
-    unusual = {key: config[key] for key in (*VARIANTS, *UNSUPPORTED) if config.get(key)}
+    unusual = {key: config[key] for key in VARIANTS if config.get(key)}
     if all(str(target).endswith(WEIGHT_END) for target in unusual.get("target_parameters", ())):  # of linear layers
         unusual.pop("target_parameters", None)
     _refuse(unusual | _other_kinds(config), folder)
 
 
 def _other_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
-    unusual: dict[str, Any] = {}
+    """Returns the options of another kind than LoRA, and those that are not known."""
+    known = HARMLESS.union(USED)
+    unusual = {key: value for key, value in config.items() if key not in known and value not in NOTHING}
     if config.get("peft_type") != "LORA":
         unusual["peft_type"] = config.get("peft_type")
     if config.get("bias", "none") != "none":

@@ -1,0 +1,1 @@
+"""A coder and a tester on programming problems; programs run in a sandbox."""

@@ -335,12 +335,14 @@ def _restart(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -
 
 @jit
 def begin_all(g: CombatArrays, rules: CombatParams, start: StartParams) -> None:
+    """Starts a new battle in every game."""
     for b in range(len(g.steps)):
         _restart(g, rules, start, b)
 
 
 @jit
 def step_all(g: CombatArrays, rules: CombatParams, start: StartParams, actions: np.ndarray) -> None:
+    """Plays a step of every game; one that ends starts anew in it."""
     units = g.units.shape[1]
     walk_U2 = np.zeros((units, 2))
     shot_U = np.zeros(units, np.int64)

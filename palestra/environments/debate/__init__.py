@@ -1,0 +1,1 @@
+"""Two debaters, judged by rules, by a seat or by an endpoint."""

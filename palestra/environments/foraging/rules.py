@@ -300,6 +300,7 @@ def _load(g: ForagingArrays, rules: ForagingParams, b: int, chosen_N: np.ndarray
 
 @jit
 def begin_all(g: ForagingArrays, rules: ForagingParams) -> None:
+    """Starts a new game in every place."""
     for b in range(len(g.steps)):
         g.agents[b] = -1
         _begin_game(g, rules, b)
@@ -308,6 +309,7 @@ def begin_all(g: ForagingArrays, rules: ForagingParams) -> None:
 
 @jit
 def step_all(g: ForagingArrays, rules: ForagingParams, actions: np.ndarray) -> None:
+    """Plays a step of every game; one that ends starts anew in it."""
     games, agents = actions.shape
     chosen_N = np.zeros(agents, np.int64)
     to_N2 = np.zeros((agents, 2), np.int64)

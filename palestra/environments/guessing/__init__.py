@@ -1,0 +1,1 @@
+"""Guessing games in words: a number, twenty questions, and words that another seat describes."""

@@ -266,6 +266,7 @@ def _store_final(g: OvercookedArrays, b: int) -> None:
 
 @jit
 def begin_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams) -> None:
+    """Starts a new game in every place."""
     for b in range(len(g.steps)):
         g.played[b] = 0
         g.shaped[b] = 0
@@ -275,6 +276,7 @@ def begin_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams) ->
 
 @jit
 def step_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, actions: np.ndarray) -> None:
+    """Plays a step of every game; one that ends starts anew in it."""
     chosen_N = np.zeros(2, np.int64)
     from_N = np.zeros(2, np.int64)
     to_N = np.zeros(2, np.int64)

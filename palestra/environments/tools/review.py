@@ -265,6 +265,7 @@ def is_right(reply: str, question: Question) -> bool:
 
 
 def render(call: ToolCall) -> str:
+    """Returns a call as the model writes it."""
     return render_tool_call(call.name, call.arguments)
 
 

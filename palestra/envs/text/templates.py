@@ -11,14 +11,13 @@ from typing import Any
 
 from palestra.core.chat import Chat
 from palestra.core.config.key_hints import nearest
-from palestra.core.plain_values import check_text
+from palestra.core.http.calls import parse_conversation
 from palestra.core.types import Seat
 from palestra.envs.step_values import number
 
 Template = str | Sequence[Mapping[str, str]]
 Turn = tuple[Seat, Template]
 TRANSCRIPT = "transcript"  # the name of all answers so far
-ROLES = ("system", "user", "assistant")
 
 
 class _WholeNames(string.Formatter):
@@ -49,6 +48,8 @@ def template_names(template: Template) -> list[str]:
     if isinstance(template, str):
         return list(dict.fromkeys(_names(template)))
     check_messages(template)
+    if not all(isinstance(message.get("content"), str) for message in template):
+        raise ValueError(f"{template!r:.60} has a message without a text as content, in which names are filled in")
     return list(dict.fromkeys(name for message in template for name in _names(message["content"])))
 
 
@@ -68,27 +69,18 @@ def _names(text: str) -> Iterator[str]:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises ValueError for messages that are no prompt: others than {"role", "content"} of text, or a last one that is
-    not the user's."""
+    """Raises ValueError for messages that are no prompt: those that no conversation has, or that end with an answer."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"{messages!r:.60} is neither a text nor a list of messages")
-    for message in messages:
-        known = isinstance(message, Mapping) and set(message) == {"role", "content"}
-        if not known or not all(isinstance(value, str) for value in message.values()):
-            raise ValueError(f"the message {message!r:.60} is unknown: a message has role and content, both text")
-        if message["role"] not in ROLES:
-            raise ValueError(f"a message is of role {message['role']!r:.60}: write system, user or assistant")
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"messages end with {messages[-1]['role']}: the last message must be user")
+    parse_conversation([dict(one) if isinstance(one, Mapping) else one for one in messages])
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("messages end with an answer: the last message must be one that is answered, such as user's")
 
 
 def check_value(value: Any, *, may_be_messages: bool) -> None:
     """Raises ValueError for a value that no prompt shows: only texts, numbers, and messages as a whole prompt are."""
     if isinstance(value, str):
-        try:
-            check_text(value)
-        except ValueError as error:
-            raise ValueError(f"it is {error}: no tokenizer encodes it") from None
+        check_messages([{"role": "user", "content": value}])
     elif number(value) is None:
         if not may_be_messages:
             raise ValueError(f"{value!r:.60} is a {type(value).__name__}: write a text or a number")

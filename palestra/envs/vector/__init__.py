@@ -1,0 +1,1 @@
+"""Small compiled games: MPE, matrix games, Kuhn and Leduc poker, and liar's dice."""

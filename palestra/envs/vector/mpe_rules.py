@@ -29,6 +29,7 @@ from palestra.envs.vector.mpe_physics import (
 
 @jit
 def begin_spread(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
+    """Starts the marked games and writes their first observations."""
     begin_games(world, new_B)
     observe_spread(world, arrays, new_B)
 
@@ -43,6 +44,7 @@ def advance_spread(
     max_cycles: int,
     local_ratio: float,
 ) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
     apply_physics(world, actions_BND, continuous)
     reward_spread(world, arrays, local_ratio)
     observe_spread(world, arrays, all_B)
@@ -91,6 +93,7 @@ def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> 
 
 @jit
 def begin_adversary(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
+    """Starts the marked games and writes their first observations."""
     begin_games(world, new_B)
     observe_adversary(world, arrays, new_B)
 
@@ -99,6 +102,7 @@ def begin_adversary(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> N
 def advance_adversary(
     world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
     apply_physics(world, actions_BND, continuous)
     reward_adversary(world, arrays)
     observe_adversary(world, arrays, all_B)
@@ -140,6 +144,7 @@ def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) 
 
 @jit
 def begin_tag(world: World, arrays: MPEStepArrays, new_B: np.ndarray, hunters: int) -> None:
+    """Starts the marked games and writes their first observations."""
     begin_games(world, new_B)
     observe_tag(world, arrays, new_B, hunters)
 
@@ -154,6 +159,7 @@ def advance_tag(
     max_cycles: int,
     hunters: int,
 ) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
     apply_physics(world, actions_BND, continuous)
     reward_tag(world, arrays, hunters)
     observe_tag(world, arrays, all_B, hunters)
@@ -212,6 +218,7 @@ def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunter
 
 @jit
 def begin_speaker_listener(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
+    """Starts the marked games and writes their first observations."""
     begin_games(world, new_B)
     observe_speaker_listener(world, arrays, new_B)
 
@@ -220,6 +227,7 @@ def begin_speaker_listener(world: World, arrays: MPEStepArrays, new_B: np.ndarra
 def advance_speaker_listener(
     world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
     apply_physics(world, actions_BND, continuous)
     write_message(world, actions_BND, continuous)
     reward_speaker_listener(world, arrays)

@@ -1,0 +1,1 @@
+"""Algorithms for language agents: from episodes to samples with advantages, and the losses of their updates."""

@@ -1,0 +1,1 @@
+"""Learners of language agents: the weights in training, and their configs."""

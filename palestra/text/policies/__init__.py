@@ -1,0 +1,1 @@
+"""Policies at the seats of text envs: language models, endpoints, scripts and experts."""

@@ -1,0 +1,1 @@
+"""Rollouts in text envs: episodes and their branches, rows of data, metrics."""

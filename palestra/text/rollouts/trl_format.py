@@ -90,9 +90,9 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
 
 
 def _prompt(value: Any, place: str) -> Prompt:
+    prompt = _messages(value or "", place)
     if value is None or isinstance(value, str):
         return value or ""
-    prompt = _messages(value, place)
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{place} has a prompt that ends within an answer: put the beginning of the answer into the completion"
@@ -116,10 +116,10 @@ def _label(value: Any, place: str) -> bool:
 
 
 def _messages(value: Any, place: str) -> list[Json]:
-    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else, and
-    for messages with fields that are not used."""
+    """Returns text as one assistant message, or a list of messages unchanged. Raises ValueError for anything else, for
+    messages with fields that are not used, and for what no tokenizer encodes."""
     if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
+        value = [{"role": "assistant", "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f'{place} holds {str(value)[:60]!r}: give text, or a list of {{"role": ..., "content": ...}}')
     try:

@@ -1,0 +1,1 @@
+"""Algorithms for small networks: policy gradients, Q-learning, and replay with continuous actions."""

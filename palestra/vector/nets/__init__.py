@@ -1,0 +1,1 @@
+"""Networks of vector envs, replay buffers, and estimators of advantages."""

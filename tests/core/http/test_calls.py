@@ -78,11 +78,13 @@ def test_a_field_of_a_message_is_used_or_refused_by_name(name: str, value: Any, 
         ("logprobs", True),
         ("functions", [{"name": "add"}]),
         ("stream_options", {"include_more": True}),
+        ("stream", "false"),
+        ("max_completion_tokens", 7),
     ],
 )
 def test_what_is_not_done_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
-        parse_call(body(**{field: value}), ["a"])
+        parse_call(body(**{"max_tokens": 5, field: value}), ["a"])
 
 
 def test_fields_that_change_nothing_pass() -> None:

@@ -1,12 +1,15 @@
 """Checkpoints against `peft` in both directions, mismatched files, and bit-identical resume."""
 
 import json
+import shutil
 
 import numpy as np
 import peft
 import pytest
 import torch
 from helpers.small_models import random_adapter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +27,7 @@ from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
 from palestra.engine.training.checkpoints import load_full_model, load_training_state, save_training_state
-from palestra.engine.training.peft_format import load_adapter, save_adapter
+from palestra.engine.training.peft_format import HARMLESS, NOTHING, load_adapter, save_adapter
 from palestra.testing import tiny_lm, tiny_tokenizer
 
 IDS = np.random.default_rng(0).integers(5, 250, 24).astype(np.int32)
@@ -120,6 +123,7 @@ def edit(folder, **changes):
         {"trainable_token_indices": [3]},
         {"ensure_weight_tying": True},
         {"peft_type": "LOHA"},
+        {"use_next_year": 3},
         {"init_lora_weights": "pissa"},  # the adapter would be relative to a modified base
     ],
     ids=str,
@@ -129,6 +133,53 @@ def test_adapters_that_are_not_plain_lora_are_refused(base, tmp_path, changes):
     save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(), 1, 0.1), str(base))
     edit(tmp_path / "a", **changes)
     with pytest.raises(ValueError, match=f"not plain LoRA.*{next(iter(changes))}"):
+        load_adapter(tmp_path / "a", engine)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats(0, 2) | st.text("ab(q_proj.", max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab(", max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_lm(0)
+
+
+OPTIONS = st.sampled_from([*peft.LoraConfig().to_dict(), "use_next_year", "a"])
+
+
+@given(key=OPTIONS, value=JSON)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_option_of_an_adapter_is_used_or_refused_by_name(small, tmp_path, key, value):
+    engine, folder = small, tmp_path / "a"
+    if not folder.exists():
+        save_adapter(folder, random_adapter(engine, LoraConfig(target_modules="q_proj"), 1, 0.1), "small")
+        shutil.copyfile(folder / "adapter_config.json", tmp_path / "own.json")
+    shutil.copyfile(tmp_path / "own.json", folder / "adapter_config.json")
+    edit(folder, **{key: value})
+    try:
+        found = load_adapter(folder, engine).config
+    except ValueError as error:
+        named = key in str(error) or (key in ("r", "rank_pattern") and "do not fit" in str(error))
+        assert named and "\n" not in str(error)
+        return
+    if key in HARMLESS or value in NOTHING:
+        return
+    used = {"r": "rank", "lora_alpha": "alpha"}.get(key, key)
+    if key in ("rank_pattern", "alpha_pattern"):  # PEFT ignores patterns that match no layer
+        assert getattr(found, key).items() <= value.items()
+    elif key not in ("target_modules", "peft_type", "bias", "init_lora_weights"):  # the tensors show them
+        assert getattr(found, used) == value
+
+
+def test_a_config_that_is_no_object_is_refused(base, tmp_path):
+    engine = Engine.load(str(base), device="cpu")
+    save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(), 1, 0.1), str(base))
+    (tmp_path / "a" / "adapter_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json holds list, not dict"):
         load_adapter(tmp_path / "a", engine)
 
 

@@ -121,10 +121,11 @@ def test_a_policy_reads_the_messages_as_its_template_renders_them(tmp_path):
     [
         (None, "row 0 has no prompt"),
         ([], "row 0, prompt: .* is neither a text nor a list of messages"),
-        ([{"role": "user"}], "has role and content"),
-        ([{"role": "user", "content": "hi", "weight": 0}], "has role and content, both text"),
-        ([{"role": "tool", "content": "3"}, {"role": "user", "content": "hi"}], "role 'tool'"),
-        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure"}], "last message must be user"),
+        ([{"role": "user"}], "row 0, prompt: messages.0: the message has no content"),
+        ([{"role": "user", "content": "hi", "weight": 0}], "row 0, prompt: messages.0: .*'weight'"),
+        ([{"role": "user", "content": "\ud800"}], "has text with a lone surrogate, .*, which no tokenizer encodes"),
+        (["hi"], "row 0, prompt: messages must be a list of messages, each with a role"),
+        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure"}], "messages end with an answer"),
     ],
 )
 def test_other_prompts_are_refused(prompt, message):

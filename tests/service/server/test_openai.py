@@ -292,6 +292,8 @@ def test_sampling_settings_reach_the_sampler(answered: Any) -> None:
         {"parallel_tool_calls": False},
         {"top_logprobs": 2},
         {"logprobs": True, "stream": True},
+        {"max_tokens": 5, "max_completion_tokens": 7},
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
         {"messages": [{"role": "user", "content": "x", "weight": 0}]},
         {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]},
     ],

@@ -258,6 +258,8 @@ def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
             [{"messages": [{"role": "user", "content": "u", "mood": "sad"}, *answers_of(("assistant", "x"))]}],
             "row 1: messages.0: a message has the field 'mood', which is not used",
         ),
+        ([{"prompt": "x", "completion": "\ud800"}], "row 1: .* lone surrogate, .*, which no tokenizer encodes"),
+        ([{"messages": [{"role": "assistant", "content": "\ud800"}]}], "row 1: .* lone surrogate"),
         ([{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}], "a message of weight 0.5"),
     ],
 )

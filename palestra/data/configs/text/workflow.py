@@ -24,6 +24,8 @@ from palestra.envs.support.splits import split_of_text
 
 
 class State(TypedDict, total=False):
+    """What the nodes of the graph read and write."""
+
     question: str
     guess: str  # the reasoner's first answer
     found: str  # the value of the coder's expression
@@ -74,6 +76,7 @@ def question(play: WorkflowContext) -> str:
 
 
 def episode(play: WorkflowContext) -> WorkflowResult:
+    """Plays one episode: asks both seats by the graph, and pays the coder for its value and the team for the answer."""
     coder, reasoner = (
         ChatOpenAI(model=seat, base_url=play.base_url, api_key=play.api_key, max_retries=0) for seat in play.seats
     )

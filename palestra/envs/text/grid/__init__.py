@@ -1,0 +1,1 @@
+"""Plan-Path and Sokoban as text, for one agent or a team."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from palestra.core.chat import Chat
-from palestra.core.http.calls import asks_nothing, parse_conversation, wants_stream_usage
+from palestra.core.http.calls import asks_nothing, check_limits, parse_conversation, wants_stream_usage
 from palestra.service.wire.schemas.requests import (
     MAX_CHAT_CHARS,
     MAX_ENTRIES,
@@ -95,6 +95,9 @@ class ChatCompletionRequest(CompletionParams):
     def _conversation(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs are beside logprobs: send logprobs: true too")
+        check_limits(self.max_tokens, self.max_completion_tokens)
+        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise ValueError("reasoning_effort stands in chat_template_kwargs too: send one of them")
         self._chat = parse_conversation(self.messages, self.tools, self.tool_choice)
         return self
 
