@@ -10,7 +10,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 from uuid import UUID
 
 import numpy as np
@@ -61,14 +61,14 @@ def _plain_container(value: Any, depth: int) -> Any:
         return [plain_value(item, depth + 1) for item in _sort(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: plain_value(getattr(value, part.name), depth + 1) for part in fields(value)}
-    return _refuse(value)
+    _refuse(value)
 
 
 def _plain_array(value: np.ndarray | np.generic, depth: int) -> Any:
     if value.dtype.kind in "Vm" or value.dtype.itemsize > MAX_ITEM_BYTES.get(value.dtype.kind, value.dtype.itemsize):
-        return _refuse(value)
+        _refuse(value)
     if value.dtype.kind == "M":  # as text: those in nanoseconds would be integers
-        return plain_value(np.datetime_as_string(value).tolist(), depth)
+        return plain_value(np.datetime_as_string(np.asarray(value)).tolist(), depth)
     return plain_value(value.tolist(), depth)
 
 
@@ -111,3 +111,7 @@ def _sort(values: Iterable[Any]) -> list[Any]:
         return sorted(values)
     except TypeError:
         return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))
