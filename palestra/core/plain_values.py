@@ -60,7 +60,7 @@ def _plain_array(value: np.ndarray | np.generic, depth: int) -> Any:
     if value.dtype.kind in "Vm" or value.dtype.itemsize > MAX_ITEM_BYTES.get(value.dtype.kind, value.dtype.itemsize):
         return _refuse(value)
     if value.dtype.kind == "M":  # as text: those in nanoseconds would be integers
-        return plain_value(np.datetime_as_string(value).tolist(), depth)
+        return plain_value(np.datetime_as_string(np.asarray(value)).tolist(), depth)
     return plain_value(value.tolist(), depth)
 
 
