@@ -27,6 +27,10 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     finite numbers, a success that is not a truth value or a number from 0 to 1, or such values by seat, and what
     cannot be stored."""
     known = list(seats)
+    for part in ("observations", "rewards", "info"):
+        if not isinstance(getattr(step, part), Mapping):
+            shown = _short(getattr(step, part))
+            raise ValueError(f'env "{env}" gives {shown} as {part} of a step: give a dictionary, which may be empty')
     terms = step.info.get(REWARD_TERMS_KEY) or {}
     if unknown := [seat for seat in [*step.rewards, *terms] if seat not in known]:
         raise ValueError(

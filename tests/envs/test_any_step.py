@@ -3,6 +3,7 @@ line with the name of the env."""
 
 import asyncio
 import math
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from fractions import Fraction
@@ -10,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.scripted_envs import LENGTH, ODD_TIME, PLAIN, SPACES, ScriptedText
+import torch
+from helpers.scripted_envs import LENGTH, ODD_TIME, PLAIN, ScriptedText
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.core.failures import RunFailed
-from palestra.core.types import Episode, RolloutBatch
+from palestra.core.types import Episode, RolloutBatch, Step
+from palestra.envs.step_values import checked_step
 from palestra.testing import ScriptedPolicy
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.vector.build.envs import make_vector_env
@@ -122,7 +125,7 @@ def encoded(kind: str, value: Any) -> np.ndarray:
     return np.concatenate([np.eye(size)[range(size).index(v)] for size, v in zip(sizes, parts, strict=True)])
 
 
-@pytest.mark.parametrize("kind", SPACES)
+@pytest.mark.parametrize("kind", ["box", "discrete", "multi discrete", "image"])
 @given(value=VALUES)
 def test_an_observation_is_what_it_says(kind: str, value: Any) -> None:
     if batch := play_gym(kind, value):
@@ -134,6 +137,7 @@ def test_an_observation_is_what_it_says(kind: str, value: Any) -> None:
     ("place", "value"),
     [
         *(("reward", value) for value in (2, 0.5, True, np.float32(0.5), np.array([1.0]), Decimal("0.25"))),
+        ("reward", torch.tensor(0.5)),
         *(("terminated", value) for value in (True, 1, np.bool_(True), np.array([True]), 0.0)),
         *(("is_success", value) for value in (True, np.float32(1.0), 0)),
         *(("action_mask", value) for value in ([1, 0, 1], np.array([True, False, True]), np.array([1.0, 0, 1]))),
@@ -144,6 +148,22 @@ def test_an_observation_is_what_it_says(kind: str, value: Any) -> None:
 )
 def test_usual_values_are_used(place: str, value: Any) -> None:
     assert play_gym(place, value) is not None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("dict", {"a": np.zeros(2)}, "differ in the parts 'b'"),
+        ("dict", {"a": np.zeros(2), "b": np.zeros(1), "c": np.ones(1)}, "differ in the parts 'c'"),
+        ("dict", {"a": np.zeros(1), "b": np.zeros(2)}, "part 'a' of an observation has 1 numbers.* says 2"),
+        ("tuple", (np.zeros(2), np.ones(1)), "differ in the parts 1"),
+        ("discrete", 1.0, r"observation 1.0 is not in Discrete\(3\)"),
+        ("box", np.array(["2026-01-01", "2026-01-02"], "datetime64[D]"), "has dates or durations"),
+    ],
+)
+def test_an_observation_that_would_lose_a_part_is_refused(place: str, value: Any, message: str) -> None:
+    with pytest.raises(RunFailed, match=message):
+        collect({"type": "gymnasium", "id": "any-step", "options": {"place": place, "value": value}})
 
 
 # ---- PettingZoo
@@ -234,3 +254,11 @@ def check_text_step(place: str, value: Any, episode: Episode) -> None:
         assert bool(node.is_invalid("agent")) == (the_number(flagged) == 1)
     elif place == "score":
         assert "score" in node.info
+
+
+@pytest.mark.parametrize("part", ["observations", "rewards", "info"])
+@pytest.mark.parametrize("value", [None, [1.0], "a"])
+def test_a_part_of_a_step_that_is_no_dictionary_is_refused(part: str, value: Any) -> None:
+    step = replace(Step({"a": "go"}), **{part: value})
+    with pytest.raises(ValueError, match=f'env "mine" gives .* as {part} of a step: give a dictionary'):
+        checked_step(step, "mine", ["a"])

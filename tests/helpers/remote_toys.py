@@ -1,6 +1,7 @@
 """Envs that env servers play in tests, such as "helpers.remote_toys:Waits"."""
 
 import itertools
+import math
 import os
 import random
 import time
@@ -54,7 +55,7 @@ class Rows(Env):
         if self.form == "drawn":
             return self.drawn
         row = random.Random(seed).randrange(self.rows)
-        return {"number": row, "tuple": ("row", row), "list": [row], "object": object()}[self.form]
+        return {"number": row, "tuple": ("row", row), "list": [row], "object": object(), "nan": math.nan}[self.form]
 
     def reset(self, seed: int) -> Step:
         self.row = random.Random(seed).randrange(self.rows)

@@ -17,12 +17,16 @@ SPACES = {
     "discrete": spaces.Discrete(3),
     "multi discrete": spaces.MultiDiscrete([3, 2]),
     "image": spaces.Box(0, 255, (36, 36, 1), np.uint8),
+    "dict": spaces.Dict(a=spaces.Box(-10, 10, (2,)), b=spaces.Box(-10, 10, (1,))),
+    "tuple": spaces.Tuple((spaces.Box(-10, 10, (2,)),)),
 }
 PLAIN = {
     "box": np.zeros(2, np.float32),
     "discrete": 1,
     "multi discrete": np.array([1, 1]),
     "image": np.zeros((36, 36, 1), np.uint8),
+    "dict": {"a": np.zeros(2), "b": np.zeros(1)},
+    "tuple": (np.zeros(2),),
 }
 
 

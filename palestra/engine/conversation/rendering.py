@@ -20,7 +20,10 @@ import jinja2
 
 from palestra.core.chat import THOUGHT_KEYS, Json, to_template_message, with_thought
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+TEMPLATE_ERRORS = (  # what a template raises, which runs any expression of its author
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, SyntaxError),
+)
 ASKED: Json = {"role": "user", "content": "?"}
 TEXT_MARK = "Zq7Answer"  # words that no template writes by itself: what surrounds them is the template's
 THOUGHT_MARK = "Zq7Thought"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
@@ -13,6 +13,7 @@ from gymnasium import spaces
 from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
+from palestra.envs.step_values import number
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
@@ -64,7 +65,7 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
         )
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return _joined_encoder(space, label)
-    if not space.is_np_flattenable:
+    if not space.is_np_flattenable or isinstance(space, spaces.OneOf):
         raise ValueError(f"{label} sees {space}, whose size is not fixed: wrap the env so that it has one")
     return ObsEncoder((spaces.flatdim(space),), False, partial(_flat, space))
 
@@ -125,7 +126,21 @@ def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder
 
 
 def _encode_parts(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
-    return np.concatenate([part.encode(value[key]) for key, part in parts], dtype=np.float32)
+    keys = {key for key, _ in parts}
+    given = set(value) if isinstance(value, Mapping) else set(range(len(value)))
+    if odd := sorted(map(repr, (given ^ keys) - {"action_mask"})):
+        raise ValueError(
+            f"an observation and its space differ in the parts {', '.join(odd)}: correct the one or the other"
+        )
+    rows = []
+    for key, part in parts:
+        row = part.encode(value[key])
+        if row.shape != part.shape:
+            raise ValueError(
+                f"part {key!r} of an observation has {len(row)} numbers, and its space says {part.shape[0]}"
+            )
+        rows.append(row)
+    return np.concatenate(rows, dtype=np.float32)
 
 
 def _float32(value: Any) -> np.ndarray:
@@ -142,7 +157,8 @@ def _flat(space: spaces.Space, value: Any) -> np.ndarray:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):  # else another place of the row would be 1
         places = to_array(value) - space.start
         sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        if np.size(value) != np.size(sizes) or not ((places >= 0) & (places < sizes)).all():
+        is_whole = places.dtype.kind in "biu" and np.size(value) == np.size(sizes)
+        if not is_whole or not ((places >= 0) & (places < sizes)).all():
             raise ValueError(f"the observation {value!r:.60} is not in {space}: correct the one or the other")
     return np.asarray(spaces.flatten(space, value), np.float32)
 
@@ -359,7 +375,7 @@ class GymnasiumGame:
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
         """Returns the rewards of all seats for one step."""
         seats = self.spec.seats
-        if np.size(reward) == 1:
+        if number(reward) is not None or np.size(reward) == 1:
             return [to_reward(reward, seats[0])] * len(seats)
         if not isinstance(reward, list | tuple | np.ndarray) or len(reward) != len(seats):
             raise ValueError(f"a step pays {reward!r:.60}: pay one number, or one for each of {len(seats)} seats")

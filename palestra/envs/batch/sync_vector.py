@@ -353,6 +353,8 @@ def to_array(value: Any, what: str = "an observation") -> np.ndarray:
         raise ValueError(f"{what} is a masked array, and networks see no mask: fill it, and show its mask as numbers")
     if kind == "c":
         raise ValueError(f"{what} has complex numbers: show real and imaginary parts as numbers of their own")
+    if kind in "mM":
+        raise ValueError(f"{what} has dates or durations: show them as numbers, in a unit of your own")
     if kind in "iu" and array.itemsize > 2 and array.size:
         largest = max(int(array.max()), -int(array.min()))
         if largest > MAX_EXACT_INTEGER:

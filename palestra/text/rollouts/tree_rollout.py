@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from palestra.core.failures import ContextLengthExceeded, describe_error
+from palestra.core.plain_values import plain_value
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import NO_REWARD, Answer, Episode, Node, Seat, Step
@@ -423,11 +424,15 @@ async def _run_together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _instance_of(env: Env, seed: int) -> Any:
-    """Returns what identifies the instance of `seed`. Raises ValueError if it cannot be compared by its hash."""
+    """Returns what identifies the instance of `seed`. Raises ValueError if it cannot be compared by its hash, or is an
+    object, which is equal to itself alone."""
     instance = await _call(env, env.instance_of, seed)
     try:
         hash(instance)
-    except TypeError:
+        plain_value(instance)
+        if instance != instance:
+            raise ValueError("NaN equals nothing")
+    except (TypeError, ValueError):
         raise ValueError(
             f'instance_of of env "{_name(env)}" returned a {type(instance).__name__} for seed {seed}: return a number, '
             "a text, or a tuple of such"

@@ -264,6 +264,21 @@ def test_tools_are_refused_where_calls_cannot_be_read():
         encoder.encode_conversation(Chat((ASK,), (TOOL,)))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**7) %}{% endfor %}",
+        "{% break %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_in_any_way_is_refused(wrong):
+    template = wrong + "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="the chat template of the base does not take messages of user: "):
+        ChatEncoder(tokenizer_of(template)).encode_conversation(Chat((ASK,)))
+
+
 def test_a_message_that_the_template_leaves_out_is_refused():
     """Templates that know no tool role drop its messages: the model would never see the result."""
     silent = (
