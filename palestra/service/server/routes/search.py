@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep
 from palestra.service.server.routes.models import SESSION_TIMEOUT_S
 from palestra.service.server.state import ServiceContext
-from palestra.service.storage.tables import checkpoints, models, sessions
+from palestra.service.storage.tables import TableRow, checkpoints, models, sessions
 from palestra.service.wire.schemas.requests import (
     AssignProjectRequest,
     SessionCursor,
@@ -55,12 +55,12 @@ def search_sessions(call: JsonBody[SessionSearchRequest], ctx: ContextDep, owner
     return SessionSearchResponse(sessions=page, next_cursor=cursor)
 
 
-def _place(row: sql.Row) -> tuple[float, str]:
+def _place(row: TableRow) -> tuple[float, str]:
     """Returns the sort key of a session, with the precision in which a cursor is returned."""
     return datetime.fromtimestamp(row.created, UTC).timestamp(), row.id
 
 
-def _matches(row: sql.Row, call: SessionSearchRequest) -> bool:
+def _matches(row: TableRow, call: SessionSearchRequest) -> bool:
     name = str(row.info.get("display_name") or "").lower()
     named = call.display_name is not None and all(word in name for word in call.display_name.lower().split())
     if (call.session_id is not None or call.display_name is not None) and not (named or row.id == call.session_id):
@@ -73,11 +73,11 @@ def _matches(row: sql.Row, call: SessionSearchRequest) -> bool:
     return call.statuses is None or any(_is(_status(row), wanted) for wanted in call.statuses)
 
 
-def _project(row: sql.Row) -> str:
+def _project(row: TableRow) -> str:
     return str(row.info.get("project") or NO_PROJECT)
 
 
-def _status(row: sql.Row) -> dict[str, Any] | None:
+def _status(row: TableRow) -> dict[str, Any] | None:
     """Returns the status of a session; None if it is neither finished nor in use. Sessions never fail and are never
     cancelled here."""
     if row.finished is not None:
@@ -93,7 +93,7 @@ def _is(status: dict[str, Any] | None, wanted: SessionStatusQuery) -> bool:
     return wanted.reasons is None or status["type"] == "active" or status["reason"]["type"] in wanted.reasons
 
 
-def _summary(ctx: ServiceContext, row: sql.Row) -> SessionSummary:
+def _summary(ctx: ServiceContext, row: TableRow) -> SessionSummary:
     of_session = sql.select(models.c.id).where(models.c.session == row.id)
     kept = ctx.store.find(checkpoints, checkpoints.c.run.in_(of_session), limit=MAX_ROWS)
     return SessionSummary(
