@@ -76,7 +76,7 @@ def play(
     With a group size of 1 there is no choice among siblings: the agents play as in an evaluation.
     """
     engine, rng = sampler.engine, random.Random(seed)
-    adapters = {seat: trainer.adapter.snapshot(seat, engine.dtype) for seat, trainer in trainers.items()}
+    adapters = {seat: trainer.snapshot(seat) for seat, trainer in trainers.items()}
     games = [PlanPath(size=7, wall_density=0.1, split=split) for _ in instances]
     steps = [game.reset(instance) for game, instance in zip(games, instances, strict=True)]
     groups: list[Group] = []

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.envs.vector.mpe import SimpleSpread
+from palestra.envs.vector_base import Discrete
 
 NUM_ENVS = 128
 ROLLOUT_LENGTH = 25  # one game
@@ -192,7 +193,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are too small for more
     env = SimpleSpread(NUM_ENVS, max_cycles=ROLLOUT_LENGTH)
-    agent = Agent(env.observation_shapes[0][0], env.action_spaces[0].n)
+    actions = env.action_spaces[0]
+    assert isinstance(actions, Discrete)
+    agent = Agent(env.observation_shapes[0][0], actions.n)
     adam = torch.optim.Adam(agent.parameters(), LR, eps=ADAM_EPS)
     obs_BNO = torch.from_numpy(env.reset(args.seed * NUM_ENVS + np.arange(NUM_ENVS)).copy().obs)
     start = time.perf_counter()

@@ -291,7 +291,7 @@ def measure(kind: str, **changes: Any) -> Row:
     mine = [s for s, with_it in zip(samples, adapted, strict=True) if with_it]
     own = [logp for logp, with_it in zip(own, adapted, strict=True) if with_it]
     trained = max(_gap(logp, expected) for logp, expected in zip(trainer.logprobs(mine), own, strict=True))
-    loss = -sum(logp.sum() for logp in own) / sum(len(logp) for logp in own)
+    loss = -torch.stack([logp.sum() for logp in own]).sum() / sum(len(logp) for logp in own)
     expected = torch.autograd.grad(loss, weights, allow_unused=True)
     trainer.forward_backward(mine, cross_entropy_loss)
     largest = max(float(g.abs().max()) for g in expected if g is not None)
@@ -305,7 +305,8 @@ def _gap(found: np.ndarray, expected: torch.Tensor) -> float:
 
 def _gradient_gap(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     if found is None or expected is None:
-        return 0.0 if found is None and expected is None else float((expected if found is None else found).abs().max())
+        gradient = expected if found is None else found
+        return 0.0 if gradient is None else float(gradient.abs().max())
     return float((found - expected).abs().max())
 
 

@@ -62,7 +62,7 @@ def main() -> None:
 
 def page(found: dict[str, list[Finding]]) -> str:
     """Returns the page of the findings of each template."""
-    counts = Counter(finding.verdict for findings in found.values() for finding in findings)
+    counts: Counter[str] = Counter(finding.verdict for findings in found.values() for finding in findings)
     totals = ", ".join(f"{counts[verdict]} {verdict}" for verdict in WORDS)
     versions = {"trl": version("trl"), "transformers": version("transformers")}
     lines = [f"| template | {' | '.join(ROWS.values())} |", f"|---|{':-:|' * len(ROWS)}"]

@@ -93,7 +93,7 @@ def configs() -> str:
     from palestra.text.config import TextConfig
     from palestra.vector.config import VectorConfig
 
-    titles = {
+    titles: dict[type[BaseModel], str] = {
         TextConfig: "Runs of language agents",
         VectorConfig: "Runs in vector envs",
         LanguagePopulationConfig: "Runs of populations",

@@ -95,7 +95,12 @@ def readable(path: Path) -> bool:
 
 def _targets(text: str, origin: str) -> Iterator[str]:
     found: list[str] = []
-    _outside_code(text, lambda piece: found.extend(match["path"] for match in LINK.finditer(piece)) or piece)
+
+    def find_links(piece: str) -> str:
+        found.extend(match["path"] for match in LINK.finditer(piece))
+        return piece
+
+    _outside_code(text, find_links)
     return (target for link in found if (target := resolve(link, origin)))
 
 

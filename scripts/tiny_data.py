@@ -48,7 +48,7 @@ class Example:
         return [{"role": "system", "content": self.role}, *turns] if self.role else turns
 
 
-def pick(rng: Random, weights: dict) -> Any:
+def pick(rng: Random, weights: dict[Any, float]) -> Any:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
@@ -89,7 +89,8 @@ def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
 def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random, around: bool) -> list[int]:
     """Moves that walk to the far side of each box of the plan, `around` walls and boxes or straight, and push it, until
     `GIVE_UP` or the limit of moves."""
-    state, moves = env.state, []
+    state = env.state
+    moves: list[int] = []
     for box, direction in plan:
         stand = env.instance.grid.neighbors[state[1][box]][OPPOSITE[direction]]
         if stand < 0 or rng.random() < GIVE_UP:
@@ -123,7 +124,8 @@ def path_plan(env: PlanPath, rng: Random) -> list[int]:
 
 def path_moves(env: PlanPath, targets: list[int], rng: Random, around: bool) -> list[int]:
     """Moves towards each target in turn, which ignore walls; or walk `around` them to a target that is near."""
-    at, moves = env.state, []
+    at = env.state
+    moves: list[int] = []
     for target in targets:
         if rng.random() < GIVE_UP:
             break
@@ -143,23 +145,29 @@ def answer(env: GridGame, seat: str, rng: Random, around: bool) -> str:
     """The answer of a random or a mediocre player at this seat."""
     blind = rng.random() < RANDOM
     if seat == "planner":
-        return env.write_plan(random_plan(env, rng) if blind else mediocre_plan(env, rng))
+        return env.write_plan(tuple(random_plan(env, rng) if blind else mediocre_plan(env, rng)))
     plan = env.plan if seat == "executor" else None if blind else mediocre_plan(env, rng)
     if blind or not plan:
         return " ".join(DIRECTIONS[d] for d in random_moves(rng, env.moves))
-    follow = sokoban_moves if isinstance(env, Sokoban) else path_moves
-    moves = follow(env, plan, rng, around)
+    if isinstance(env, Sokoban):
+        moves = sokoban_moves(env, list(plan), rng, around)
+    else:
+        assert isinstance(env, PlanPath)
+        moves = path_moves(env, list(plan), rng, around)
     return " ".join(DIRECTIONS[d] for d in moves)
 
 
-def random_plan(env: GridGame, rng: Random) -> list:
+def random_plan(env: GridGame, rng: Random) -> list[Any]:
     if isinstance(env, Sokoban):
         return [(rng.randrange(env.boxes), rng.randrange(4)) for _ in range(rng.randint(1, env.plan_parts))]
     return [rng.randrange(env.size**2) for _ in range(rng.randint(1, env.plan_parts))]
 
 
-def mediocre_plan(env: GridGame, rng: Random) -> list:
-    return sokoban_plan(env, rng) if isinstance(env, Sokoban) else path_plan(env, rng)
+def mediocre_plan(env: GridGame, rng: Random) -> list[Any]:
+    if isinstance(env, Sokoban):
+        return sokoban_plan(env, rng)
+    assert isinstance(env, PlanPath)
+    return path_plan(env, rng)
 
 
 # ---- questions about the board: how things move, not what to do
@@ -179,7 +187,7 @@ def trace(env: GridGame, rng: Random) -> Example:
     return question(env, "moves", moves, " ".join(said))
 
 
-def pushed(before: tuple, after: tuple, names: tuple[str, ...]) -> str:
+def pushed(before: tuple[Any, ...], after: tuple[Any, ...], names: tuple[str, ...]) -> str:
     return "".join(f" box {names[new]}" for old, new in zip(before[1], after[1], strict=True) if old != new)
 
 
@@ -230,8 +238,8 @@ def question(env: GridGame, what: str, moves: list[int], said: str) -> Example:
     return Example(f"{env.name} {what}", f"{env.compact_name} {what}", env.compact_observation() + asked, said)
 
 
-def about_plan(env: GridGame, what: str, plan: list, said: str) -> Example:
-    asked = f"{env.compact_observation()} plan {env.write_plan(plan)}"
+def about_plan(env: GridGame, what: str, plan: list[Any], said: str) -> Example:
+    asked = f"{env.compact_observation()} plan {env.write_plan(tuple(plan))}"
     return Example(f"{env.name} {what}", f"{env.compact_name} {what}", asked, said)
 
 
@@ -310,7 +318,7 @@ def new_env(game: str, rng: Random, split: Split, mix: Mix) -> GridGame:
     return Sokoban(size=size, boxes=boxes, walls=rng.randint(0, max(1, size - 3)), split=split, team=team)
 
 
-def groups_now(env: GridGame) -> tuple:
+def groups_now(env: GridGame) -> tuple[Any, ...]:
     """The current state as a layout of its own: the groups of cells that `split_of_layout` takes."""
     if isinstance(env, PlanPath):
         return (env.instance.grid.walls, (env.state,), (env.instance.goal,))

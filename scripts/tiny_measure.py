@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from random import Random
 from statistics import mean
+from typing import Any
 
 import torch
 from tiny_data import Example, play
@@ -46,7 +47,7 @@ class Speaker:
         return self.tokenizer.batch_decode(out_BT[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure_play(speaker: Speaker, game: str, options: dict, episodes: int, split: str) -> dict[str, float]:
+def measure_play(speaker: Speaker, game: str, options: dict[str, Any], episodes: int, split: str) -> dict[str, float]:
     """Success over `episodes` layouts, and for each seat the shares of answers that can be parsed (`readable`) and that
     are valid (`faultless`)."""
     envs = [make_env(game, split=split, **options) for _ in range(episodes)]
@@ -72,7 +73,8 @@ def prompt(role: str, question: str) -> str:
 
 def measure_questions(speaker: Speaker, count: int, size: int) -> dict[str, float]:
     """The share of exactly right answers to questions about dev boards of one size, by kind of question."""
-    rng, kinds = Random(99), defaultdict(list)
+    rng = Random(99)
+    kinds: defaultdict[str, list[Example]] = defaultdict(list)
     while sum(map(len, kinds.values())) < count:
         for game in ("sokoban", "plan_path"):
             for example in (e for run in play(game, rng, "dev") for e in run):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 TensorMetrics = dict[str, Tensor]
+LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Bound = float | Tensor
@@ -251,10 +252,10 @@ def policy_gradient_loss(
     return add_kl_and_entropy(tokens, loss, metrics | mismatch, 0.0, entropy)
 
 
-LossFunction = TypeVar("LossFunction", bound=Callable[..., Any])
+L = TypeVar("L", bound=Callable[..., Any])
 
 
-def uses_dropout(loss: LossFunction) -> LossFunction:
+def uses_dropout(loss: L) -> L:
     """Marks a loss whose forward pass has dropout (decorator).
 
     Other losses compare log-probabilities with those of the sampler or of passes without gradients, which have no

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 try:
     import numba
@@ -22,18 +25,19 @@ def require_compiler() -> None:
         raise ValueError(f"vector envs need a compiler ({IMPORT_ERROR}): pip install 'palestra[games]'")
 
 
-def _without_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_compiler(function: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that raises ValueError when it is called."""
 
     @wraps(function)
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*args: P.args, **options: P.kwargs) -> R:
         require_compiler()
+        return function(*args, **options)
 
     return refuse
 
 
-jit: Any
-jit_inline: Any
+jit: Callable[[Callable[P, R]], Callable[P, R]]
+jit_inline: Callable[[Callable[P, R]], Callable[P, R]]
 if IMPORT_ERROR:
     jit = jit_inline = _without_compiler
 else:

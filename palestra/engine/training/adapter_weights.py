@@ -25,7 +25,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from palestra.core.losses import LossInputs, TensorMetrics, has_dropout
+from palestra.core.losses import LossFunction, LossInputs, has_dropout
 from palestra.core.optimizers import AdamW, OptimizedPolicy, OptimizerConfig
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
@@ -88,7 +88,6 @@ AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ReferenceKind = Literal["none", "copy", "disk"]
 NO_REFERENCE_MESSAGE = "this full model has no reference for KL: set reference: copy or disk, or train an adapter"
 DEFAULT_OPTIMIZER = AdamW()
-LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
 class OptimConfig(OptimizedPolicy):

@@ -39,7 +39,7 @@ class ActionDecoder(NamedTuple):
     decode: Callable[[np.ndarray], Any]
 
 
-def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
+def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
     with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
     discrete values one-hot, bytes (uint8 up to 255) divided by 255. Images that are not bytes are scaled from the
@@ -109,7 +109,7 @@ def _encode_scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.floa
     return (encode(value).astype(np.float32) - low) * scale
 
 
-def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder:
+def _joined_encoder(space: spaces.Dict | spaces.Tuple[Any], label: str) -> ObsEncoder:
     """Returns the encoder of a dictionary or tuple: the rows of its parts, one after the other."""
     keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
     if not keys:
@@ -153,7 +153,7 @@ def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:
     return array if scale == 1.0 else array * np.float32(scale)
 
 
-def _flat(space: spaces.Space, value: Any) -> np.ndarray:
+def _flat(space: spaces.Space[Any], value: Any) -> np.ndarray:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):  # else another place of the row would be 1
         places = to_array(value) - space.start
         sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
@@ -163,7 +163,7 @@ def _flat(space: spaces.Space, value: Any) -> np.ndarray:
     return np.asarray(spaces.flatten(space, value), np.float32)
 
 
-def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
+def action_decoder(space: spaces.Space[Any], label: str) -> ActionDecoder:
     """Returns the decoder of an action space; `label` names the seat in errors. A Box of integers becomes
     MultiDiscrete. Raises ValueError for spaces other than Discrete, MultiDiscrete, MultiBinary and bounded Box, and for
     a Box of integers with more than `MAX_INTEGER_CHOICES` values."""
@@ -187,7 +187,7 @@ def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
     raise ValueError(f"{label} acts in {space}: it must be choices or bounded numbers; wrap the env so that it is")
 
 
-def is_integer_box(space: spaces.Space) -> TypeGuard[spaces.Box]:
+def is_integer_box(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
     """True for a Box of integers."""
     return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.integer)
 
@@ -227,12 +227,12 @@ def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:
     return spaces.Box(0, 255, shape, np.uint8) if is_uint8 else spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
-def with_action_mask(observation: spaces.Space, num_actions: int) -> spaces.Dict:
+def with_action_mask(observation: spaces.Space[Any], num_actions: int) -> spaces.Dict:
     """Returns a Dict space of `observation` and `action_mask` (int8 [actions]), as in PettingZoo."""
     return spaces.Dict({"observation": observation, "action_mask": spaces.Box(0, 1, (num_actions,), np.int8)})
 
 
-def split_action_mask(space: spaces.Space) -> tuple[spaces.Space, bool]:
+def split_action_mask(space: spaces.Space[Any]) -> tuple[spaces.Space[Any], bool]:
     """Returns the observation space without its action mask, and whether it had one. Of a dictionary with an
     `action_mask` this is the part `observation`, or all other parts if none is called so."""
     if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
@@ -279,12 +279,12 @@ def flat_box_size(space: Any) -> int:
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
 
 
-def zero_action(space: spaces.Space) -> np.ndarray:
+def zero_action(space: spaces.Space[Any]) -> np.ndarray:
     """Returns an action of zeros."""
     return np.zeros(space.shape or (), space.dtype or np.int32)
 
 
-def gymnasium_space(space: Space) -> spaces.Space:
+def gymnasium_space(space: Space) -> spaces.Space[Any]:
     """Returns the Gymnasium space of an action space."""
     if isinstance(space, Discrete):
         return spaces.Discrete(space.n)
@@ -293,7 +293,7 @@ def gymnasium_space(space: Space) -> spaces.Space:
     return spaces.Box(np.array(space.low, np.float32), np.array(space.high, np.float32), dtype=np.float32)
 
 
-def seat_spaces(space: spaces.Space) -> list[spaces.Space]:
+def seat_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
     """Returns the spaces of the seats: the parts of a Tuple space, or the space itself as one."""
     return list(space.spaces) if isinstance(space, spaces.Tuple) else [space]
 

@@ -30,7 +30,7 @@ def seed_streams(seeds: np.ndarray) -> np.ndarray:
 
 
 @jit
-def _multiply(a: np.uint64, b: np.uint64) -> tuple:
+def _multiply(a: np.uint64, b: np.uint64) -> tuple[np.uint64, np.uint64]:
     """Returns the 128-bit product a * b as (high word, low word)."""
     a_low = a & _LOW
     a_high = a >> _HALF

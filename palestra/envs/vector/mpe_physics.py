@@ -123,7 +123,7 @@ def apply_physics(world: World, actions_BND: np.ndarray, continuous: bool) -> No
 
 
 @jit
-def _push(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple:
+def _push(actions_BND: np.ndarray, b: int, i: int, continuous: bool) -> tuple[np.float32, np.float32]:
     """Returns the push (x, y) of an action: nothing, left, right, down, up."""
     if continuous:
         # The differences are rounded to float32, as mpe2's are.
@@ -192,7 +192,7 @@ def _drift(pos: np.ndarray, vel: np.ndarray, force: np.ndarray, top: np.ndarray,
 
 
 @jit_inline
-def difference(pos: np.ndarray, b: int, i: int, e: int) -> tuple:
+def difference(pos: np.ndarray, b: int, i: int, e: int) -> tuple[float, float, float]:
     """Returns the vector from entity e to entity i of game b (x, y) and its squared length."""
     x = pos[b, i, 0] - pos[b, e, 0]
     y = pos[b, i, 1] - pos[b, e, 1]

@@ -77,7 +77,7 @@ def placement_error(purpose: str, options: Mapping[str, Any]) -> ValueError:
     )
 
 
-def put_factory(make: Callable[[], object]) -> ray.ObjectRef:
+def put_factory(make: Callable[[], object]) -> ray.ObjectRef[Any]:
     """Puts the function that builds a worker in the object store. Raises ValueError if it cannot be pickled."""
     try:
         return ray.put(make)

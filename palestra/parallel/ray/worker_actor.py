@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ObjectLostError
@@ -23,7 +23,7 @@ class Package(NamedTuple):
     """A member's files in the object store, the hash of their content, and their bytes."""
 
     content: str
-    files: ray.ObjectRef
+    files: ray.ObjectRef[Any]
     num_bytes: int
 
 
@@ -52,7 +52,7 @@ class WorkerActor:
         self,
         task: Task,
         members: Mapping[str, str],
-        new: Mapping[str, ray.ObjectRef],
+        new: Mapping[str, ray.ObjectRef[Any]],
         unused: Sequence[str],
         trace: TraceContext | None,
     ) -> tuple[tuple[Result, float] | ErrorText | FilesLost, FileBundle]:

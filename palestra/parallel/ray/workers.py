@@ -72,13 +72,13 @@ class _RayWorkerHandle:
     actor: Any
     ready: bool = False
     task: Task | None = None
-    output: ray.ObjectRef | None = None
+    output: ray.ObjectRef[Any] | None = None
     where: str = ""
     node: str = ""
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
     unused: list[str] = field(default_factory=list)
 
-    def take(self, packages: Sequence[Package]) -> dict[str, ray.ObjectRef]:
+    def take(self, packages: Sequence[Package]) -> dict[str, ray.ObjectRef[Any]]:
         """Records that the actor will have `packages`, and drops the least recently used ones beyond the limits;
         returns the files that it lacks, by content."""
         new = {each.content: each.files for each in packages if each.content not in self.held}
@@ -152,7 +152,7 @@ class RayBackend:
         self._users: Counter[str] = Counter()  # members of a content
         self._stillborn = 0  # workers in a row that died before they were ready
         self._idle: list[_RayWorkerHandle] = []
-        self._busy: dict[ray.ObjectRef, _RayWorkerHandle] = {}
+        self._busy: dict[ray.ObjectRef[Any], _RayWorkerHandle] = {}
         for group in self._groups:
             for _ in range(group.needs.num_actors):
                 self._hire(group)
@@ -262,7 +262,7 @@ class RayBackend:
             if content in lost:
                 self._stored[content] = _store(content, pack_folder(folder))
 
-    def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
+    def _hear(self, ref: ray.ObjectRef[Any]) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         worker = self._busy.pop(ref)
         try:
@@ -293,7 +293,7 @@ class RayBackend:
         return None
 
     def _task_result(
-        self, task: Task, result: Result, seconds: float, files: FileBundle, output: ray.ObjectRef | None
+        self, task: Task, result: Result, seconds: float, files: FileBundle, output: ray.ObjectRef[Any] | None
     ) -> TaskResult:
         size = num_bytes(files)
         traffic["returned_bytes"] += size

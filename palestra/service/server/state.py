@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from palestra.service.server.api_keys import ApiKeys
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import checkpoints, models, samplers, sessions
+from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import TinkerPath, WeightStore
 from palestra.service.wire.schemas.wire_model import BadRequest
@@ -76,29 +76,29 @@ class ServiceContext:
             f'this server has no base "{str(name)[:200]}": it has {known}. `palestra serve --alias` adds names.'
         )
 
-    def base_of(self, row: sql.Row) -> BaseInfo:
+    def base_of(self, row: TableRow) -> BaseInfo:
         """Returns the base of a model, sampler or checkpoint row. Raises BadRequest (410) if the server was started
         without it."""
         if row.base not in self.bases:
             raise BadRequest(f"this server no longer has base {row.base}: start it with --base {row.base}=PATH", 410)
         return self.bases[row.base]
 
-    def session(self, owner: str, id: str) -> sql.Row:
+    def session(self, owner: str, id: str) -> TableRow:
         """Returns the owner's session. Raises BadRequest (404) if there is none."""
         return self._own(sessions, owner, id, "session")
 
-    def model(self, owner: str, id: str) -> sql.Row:
+    def model(self, owner: str, id: str) -> TableRow:
         """Returns the owner's model. Raises BadRequest (404) if there is none or it was unloaded."""
         row = self._own(models, owner, id, "model")
         if row.state == "gone":
             raise BadRequest(f"model {id} was unloaded: create a new one", 404)
         return row
 
-    def sampler(self, owner: str, id: str) -> sql.Row:
+    def sampler(self, owner: str, id: str) -> TableRow:
         """Returns the owner's sampler. Raises BadRequest (404) if there is none."""
         return self._own(samplers, owner, id, "sampler")
 
-    def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> sql.Row:
+    def checkpoint(self, owner: str, path: str | TinkerPath, *, to_change: bool = False) -> TableRow:
         """Returns the checkpoint at a tinker:// path that `owner` may read, or owns if `to_change` is true. Raises
         BadRequest (404) if there is none or it has expired."""
         path = TinkerPath.parse(path) if isinstance(path, str) else path
@@ -108,7 +108,7 @@ class ServiceContext:
             raise BadRequest(f"there are no weights at {path}, or they are not yours", 404)
         return row
 
-    def _own(self, table: sql.Table, owner: str, id: str, what: str) -> sql.Row:
+    def _own(self, table: sql.Table, owner: str, id: str, what: str) -> TableRow:
         row = self.store.get(table, id)
         if row is None or row.owner != owner:
             raise BadRequest(f'there is no {what} "{id[:200]}", or it is not yours', 404)

@@ -10,6 +10,7 @@ import sqlalchemy as sql
 
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.store import Store, StoredAnswer
+from palestra.service.storage.tables import TableRow
 
 
 @dataclass
@@ -20,11 +21,11 @@ class Outbox:
     answers: list[StoredAnswer] = field(default_factory=list)
     updates: list[sql.Executable] = field(default_factory=list)
 
-    def add_answer(self, row: sql.Row, **values: Any) -> None:
+    def add_answer(self, row: TableRow, **values: Any) -> None:
         """Adds a successful JSON answer to the request `row`."""
         self.answers.append(StoredAnswer.json(row.id, **values))
 
-    def fail(self, row: sql.Row, error: Exception) -> None:
+    def fail(self, row: TableRow, error: Exception) -> None:
         """Adds a failed answer to the request `row`."""
         if isinstance(error, ValueError):
             answer = StoredAnswer.failure(row.id, str(error))
@@ -32,7 +33,7 @@ class Outbox:
             answer = StoredAnswer.failure(row.id, f"{type(error).__name__}: {error}", "server")
         self.answers.append(answer)
 
-    def run_guarded(self, row: sql.Row, work: Callable[[], Any]) -> Any:
+    def run_guarded(self, row: TableRow, work: Callable[[], Any]) -> Any:
         """Returns the result of `work`. If it raises, answers the request with the error and returns None; errors of
         the database propagate, since they are not the request's fault."""
         try:

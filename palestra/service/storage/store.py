@@ -20,7 +20,17 @@ import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError
 
 from palestra.service.storage.database import Database, ErrorHandler, raise_error
-from palestra.service.storage.tables import checkpoints, folders, meta, models, requests, samplers, sessions, update_row
+from palestra.service.storage.tables import (
+    TableRow,
+    checkpoints,
+    folders,
+    meta,
+    models,
+    requests,
+    samplers,
+    sessions,
+    update_row,
+)
 
 RequestState = Literal["queued", "taken", "done", "failed"]
 ResultKind = Literal["json", "forward_backward", "sample"]
@@ -141,7 +151,7 @@ class Store:
             return str(found)
         return str(row["id"])
 
-    def take_queued(self) -> list[sql.Row]:
+    def take_queued(self) -> list[TableRow]:
         """Marks all queued requests as taken and returns them in order of arrival."""
         if self._value(_ANY_QUEUED) is None:  # reading needs no write lock
             return []
@@ -176,7 +186,7 @@ class Store:
         except IntegrityError:  # a front end inserted the same key concurrently; the retry replaces its row
             self._write(*statements)
 
-    def get_request(self, owner: str, id: str) -> sql.Row | None:
+    def get_request(self, owner: str, id: str) -> TableRow | None:
         """Returns the owner's request with this id, or None."""
         return self._first(sql.select(requests).where(requests.c.id == id, requests.c.owner == owner))
 
@@ -242,7 +252,7 @@ class Store:
             return False
         return True
 
-    def get(self, table: sql.Table, id: str) -> sql.Row | None:
+    def get(self, table: sql.Table, id: str) -> TableRow | None:
         """Returns the row with this primary key, or None."""
         (column,) = table.primary_key.columns
         return self._first(sql.select(table).where(column == id))
@@ -255,7 +265,9 @@ class Store:
         """Executes several updates in one transaction."""
         self._write(*updates)
 
-    def find(self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0) -> list:
+    def find(
+        self, table: sql.Table, *where: sql.ColumnElement[bool], limit: int = 1000, offset: int = 0
+    ) -> list[TableRow]:
         """Returns matching rows, newest first."""
         query = sql.select(table).where(*where).order_by(table.c.created.desc()).limit(limit).offset(offset)
         return self.database.read(lambda connection: list(connection.execute(query).all()))
@@ -281,13 +293,13 @@ class Store:
 
         return self.database.write(work)
 
-    def _first(self, query: sql.Select) -> sql.Row | None:
+    def _first(self, query: sql.Select[*tuple[Any, ...]]) -> TableRow | None:
         return self.database.read(lambda connection: connection.execute(query).first())
 
-    def _value(self, query: sql.Select) -> Any:
+    def _value(self, query: sql.Select[*tuple[Any, ...]]) -> Any:
         return self.database.read(lambda connection: connection.execute(query).scalar())
 
-    def _values(self, query: sql.Select) -> list[Any]:
+    def _values(self, query: sql.Select[*tuple[Any, ...]]) -> list[Any]:
         return self.database.read(lambda connection: list(connection.execute(query).scalars()))
 
 

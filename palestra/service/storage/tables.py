@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sqlalchemy as sql
 
+TableRow: TypeAlias = "sql.Row[*tuple[Any, ...]]"  # quoted: SQLAlchemy 2.0's rows have another parameter
 meta = sql.MetaData()
 _id = sql.String(400)
 

@@ -6,13 +6,11 @@ import time
 from functools import partial
 from typing import Any
 
-import sqlalchemy as sql
-
 from palestra.engine.lora.adapters import weighted_sum
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
-from palestra.service.storage.tables import checkpoints, models, samplers, update_row, upsert_row
+from palestra.service.storage.tables import TableRow, checkpoints, models, samplers, update_row, upsert_row
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import InterpolateJob, LoadJob, SaveJob
 from palestra.service.worker.live_models import LiveModel, LiveModels, save_weights
@@ -33,7 +31,7 @@ class CheckpointOps:
         self.store = live_models.store
         self.weight_store = live_models.weight_store
 
-    def save(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def save(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         """Saves a model's weights as a checkpoint or for a sampler. Raises ValueError if the path exists and may not be
         overwritten."""
         job = SaveJob.model_validate_json(row.body)
@@ -62,7 +60,7 @@ class CheckpointOps:
             )
         self.outbox.add_answer(row, path=str(path), type=REPLY_TYPES[path.kind])
 
-    def interpolate(self, row: sql.Row) -> None:
+    def interpolate(self, row: TableRow) -> None:
         """Saves a weighted sum of adapters as a checkpoint for sampling."""
         job = InterpolateJob.model_validate_json(row.body)
         source = self.store.get(checkpoints, job.source_paths[0])
@@ -76,7 +74,7 @@ class CheckpointOps:
         details = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
         self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **details)
 
-    def load(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def load(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         """Loads weights into a model. Raises ValueError if they are damaged or do not fit."""
         job = LoadJob.model_validate_json(row.body)
         self.live_models.load(live_model, job.folder, optimizer=job.optimizer)
@@ -87,7 +85,7 @@ class CheckpointOps:
         self.outbox.updates.append(update_row(models, live_model.id, **values))
         self.outbox.add_answer(row, path=job.path, model_id=live_model.id, type="load_weights")
 
-    def unload(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def unload(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         """Removes a model; the requests that it still has queued fail."""
         self.live_models.live.pop(live_model.id)
         self.outbox.updates.append(update_row(models, live_model.id, state="gone", saved=None))
@@ -97,7 +95,7 @@ class CheckpointOps:
                 StoredAnswer.failure(later.id, f"model {live_model.id} was unloaded before this request")
             )
 
-    def _sampler(self, live_model: LiveModel, job: SaveJob, model: sql.Row, folder: str) -> None:
+    def _sampler(self, live_model: LiveModel, job: SaveJob, model: TableRow, folder: str) -> None:
         assert live_model.trainer.adapter is not None
         values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
         self.outbox.updates += upsert_row(samplers, {**values, "id": job.sampler, "folder": folder})

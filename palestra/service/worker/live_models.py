@@ -28,7 +28,7 @@ from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.engine.training.checkpoints import load_training_state, save_training_state
 from palestra.engine.training.peft_format import load_adapter, save_adapter
 from palestra.service.storage.store import Store
-from palestra.service.storage.tables import models, update_row
+from palestra.service.storage.tables import TableRow, models, update_row
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire.jobs import LoraSettings
 
@@ -64,14 +64,14 @@ class LiveModel:
     next_seq: int
     changed_seq: int
     saved_seq: int
-    queue: list[tuple[int, int, sql.Row]] = field(default_factory=list)
+    queue: list[tuple[int, int, TableRow]] = field(default_factory=list)
     has_gradients: bool = False  # has accumulated gradients that no optimizer step has used
     num_training: int = 0  # unanswered gradient requests taken from the queue
     last_used: float = field(default_factory=time.time)
     waiting_since: float | None = None
     lost_reason: str | None = None
 
-    def push(self, row: sql.Row) -> None:
+    def push(self, row: TableRow) -> None:
         """Queues a request. A request without a number runs after all that are queued and uses up no number."""
         last = max((seq for seq, _, _ in self.queue), default=self.next_seq - 1)
         heapq.heappush(self.queue, (last if row.seq is None else row.seq, row.serial, row))
@@ -87,7 +87,7 @@ class LiveModel:
         self.waiting_since = self.waiting_since or time.monotonic()
         return time.monotonic() - self.waiting_since > gap_timeout_s
 
-    def pop(self) -> tuple[int, sql.Row]:
+    def pop(self) -> tuple[int, TableRow]:
         """Removes and returns the first queued request with its sequence number."""
         seq, _, row = heapq.heappop(self.queue)
         self.next_seq = max(self.next_seq, seq + 1)
@@ -142,7 +142,7 @@ class LiveModels:
                 )
         return live_model
 
-    def _what_is_lost(self, row: sql.Row) -> str:
+    def _what_is_lost(self, row: TableRow) -> str:
         where = row.info.get("path")
         steps = f"what it learned after it was last saved ({where})" if where else "all it had learned"
         fix = f'load "{where}" (load_state), or create a client from it' if where else "create a new one"

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import sqlalchemy as sql
 
 from palestra.engine.sampling.fair_queue import FairQueue
 from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.scoring import ScoreRequest, ScoreResult, score_prompts
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
+from palestra.service.storage.tables import TableRow
 from palestra.service.wire import codec
 from palestra.service.wire.jobs import SampleJob
 from palestra.service.worker.encoding import to_prompt_scores, to_sampled_sequence
@@ -25,7 +25,7 @@ MAX_SCORED_TOKENS = 16384  # prompt tokens scored in one step, at most
 class PendingSample:
     """A pending sampling request and its completions so far."""
 
-    row: sql.Row
+    row: TableRow
     job: SampleJob
     completions: list[Completion] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class SampleScheduler:
         for base in self.live_models.bases.values():
             base.sampler.release_memory()
 
-    def submit(self, row: sql.Row) -> None:
+    def submit(self, row: TableRow) -> None:
         """Submits a queued request to the sampler. Raises ValueError if its base or weights are not available."""
         job = SampleJob.model_validate_json(row.body)
         base = self.live_models.base(job.base)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-import sqlalchemy as sql
-
 from palestra.engine.sampling.fair_queue import WorkCounters
 from palestra.engine.training.multi_adapter import Job, JobResult, train_jobs
+from palestra.service.storage.tables import TableRow
 from palestra.service.worker.live_models import LiveModel, LiveModels
 
 GRADIENT_KINDS = ("forward_backward", "forward", "reverse_kl")
@@ -25,7 +24,7 @@ class TrainRequest:
 
     model: LiveModel
     seq: int
-    row: sql.Row
+    row: TableRow
     job: Job
 
     @property
@@ -46,7 +45,7 @@ class TrainScheduler:
         live_models: LiveModels,
         pack_tokens: int,
         gap_timeout_s: float,
-        parse_job: Callable[[LiveModel, sql.Row], Job | None],
+        parse_job: Callable[[LiveModel, TableRow], Job | None],
         on_outcome: Callable[[TrainRequest, JobResult | Exception], None],
     ) -> None:
         self.live_models = live_models

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.core.accel.malloc import release_freed_memory
@@ -31,7 +30,7 @@ from palestra.engine.training.multi_adapter import Job, JobResult
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import Store, StoredAnswer
-from palestra.service.storage.tables import models, update_row
+from palestra.service.storage.tables import TableRow, models, update_row
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.service.wire import codec
@@ -177,7 +176,7 @@ class Worker:
             self.outbox.run_guarded(row, partial(self._dispatch, row))
         return bool(rows)
 
-    def _wait_for_burst(self) -> list[sql.Row]:
+    def _wait_for_burst(self) -> list[TableRow]:
         """Returns the rest of a burst of requests.
 
         Rollouts request many samples at once, and clients that sampled together train together. A batch that is
@@ -214,7 +213,7 @@ class Worker:
             release_freed_memory()
             self._has_released = True
 
-    def _dispatch(self, row: sql.Row) -> None:
+    def _dispatch(self, row: TableRow) -> None:
         if row.kind == "sample":
             self.sample_scheduler.submit(row)
         elif row.kind == "interpolate":
@@ -222,7 +221,7 @@ class Worker:
         else:
             self._queue(row)
 
-    def _queue(self, row: sql.Row) -> None:
+    def _queue(self, row: TableRow) -> None:
         live_model = self.live_models.get(row.model)
         if row.seq is not None and row.seq < live_model.next_seq:
             message = (
@@ -245,7 +244,7 @@ class Worker:
             self.outbox.run_guarded(row, partial(self._run_single, live_model, seq, row))
         return self.train_scheduler.advance() or bool(single)
 
-    def _run_single(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def _run_single(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
         answered here."""
         if row.result is not None:
@@ -257,14 +256,14 @@ class Worker:
         verbs |= {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload}
         verbs[row.kind](live_model, seq, row)
 
-    def _answer_created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def _answer_created(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         self.outbox.add_answer(row, model_id=live_model.id, type="create_model")
 
-    def _read(self, live_model: LiveModel, row: sql.Row) -> Job | None:
+    def _read(self, live_model: LiveModel, row: TableRow) -> Job | None:
         found: Job | None = self.outbox.run_guarded(row, partial(self._job, live_model, row))
         return found
 
-    def _job(self, live_model: LiveModel, row: sql.Row) -> Job:
+    def _job(self, live_model: LiveModel, row: TableRow) -> Job:
         if row.result is not None or live_model.lost_reason:
             raise StateLost(json.loads(row.result)["error"] if row.result else live_model.lost_reason)
         if row.kind == "reverse_kl":
@@ -301,7 +300,7 @@ class Worker:
             work.model.has_gradients = True
             self._mark_changed(work.model, work.seq)
 
-    def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+    def _optim_step(self, live_model: LiveModel, seq: int, row: TableRow) -> None:
         job = AdamParams.model_validate_json(row.body)
         adam = OptimConfig(
             lr=job.learning_rate,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from palestra.core.config import StrictModel
+from palestra.core.losses import LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample
 from palestra.text.learners.base import Learner
 from palestra.text.rollouts.tree_rollout import Branching
@@ -35,7 +36,7 @@ class TextAlgorithm(StrictModel):
         return Branching()
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         """The pure loss function (losses/) of the algorithm. Raises TypeError if the subclass names none."""
         raise TypeError(f"{type(self).__name__} names no loss")
 

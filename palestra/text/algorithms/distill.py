@@ -14,7 +14,7 @@ The teacher may read another seat's prompt of the same joint step, for example o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from palestra.core.losses import LossInputs, TensorMetrics, correct_mismatch, importance_sampling_loss
+from palestra.core.losses import LossFunction, LossInputs, TensorMetrics, correct_mismatch, importance_sampling_loss
 from palestra.core.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
 from palestra.text.algorithms.base import TextAlgorithm, build_sample
 from palestra.text.credit.importance import ImportanceSampling, add_old_logprobs
@@ -63,7 +63,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
         return True
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return distillation_loss
 
     @property

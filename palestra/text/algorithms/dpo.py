@@ -7,7 +7,7 @@ difference has no effect, only its sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, Literal, Self
@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from palestra.core.losses import LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.groups import GroupAlgorithm, SiblingGroup
@@ -116,7 +117,7 @@ class DPO(PairAlgorithm):
         return self.margin == "joint"
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return preference_loss
 
     @property

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from palestra.core.losses import LOSSES, KLEstimator
+from palestra.core.losses import LOSSES, KLEstimator, LossFunction
 from palestra.text.algorithms.groups import GroupAlgorithm
 from palestra.text.algorithms.joint_credit import Credit
 from palestra.text.credit.importance import ImportanceSampling
@@ -233,7 +232,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self.kl_coef > 0 and not self.kl_in_reward
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
 
     @property

@@ -6,7 +6,7 @@ whose implicit reward is near the reference point z_0, the divergence of the pol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, groupby
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from palestra.core.losses import LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat, num_sampled
 from palestra.text.algorithms.base import add_reference_logprobs, build_sample
 from palestra.text.algorithms.dpo import MIN_VALUE_GAP, answered_sides
@@ -54,7 +55,7 @@ class KTO(GroupAlgorithm):
         return True
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return kto_loss
 
     @property

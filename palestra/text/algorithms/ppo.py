@@ -10,7 +10,7 @@ The value after the end of a trajectory is 0, also if the env truncated it: a te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, Literal, Self, cast
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from palestra.core.losses import (
     LOSSES,
+    LossFunction,
     LossInputs,
     TensorMetrics,
     actor_critic_loss,
@@ -248,7 +249,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return self.kl_coef > 0
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         has_answer_ratios = self.action_level == "turn" and self.surrogate == "clipped"
         if not self.has_separate_critic:
             return answer_actor_critic_loss if has_answer_ratios else LOSSES["actor_critic"]

@@ -8,12 +8,13 @@ text/rollouts/learned_reward.py uses the rewards to train a policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
+from palestra.core.losses import LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Sample
 from palestra.text.algorithms.dpo import PairAlgorithm, answered_sides
 from palestra.text.losses import bradley_terry_loss
@@ -36,7 +37,7 @@ class RewardModel(PairAlgorithm):
         return True
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return bradley_terry_loss
 
     @property

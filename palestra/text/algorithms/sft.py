@@ -9,7 +9,7 @@ for language agents: Zhang et al., 2025, arXiv:2510.08558, "implicit world model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, Self
@@ -17,7 +17,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.core.losses import LOSSES
+from palestra.core.losses import LOSSES, LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
 from palestra.text.algorithms.base import TextAlgorithm
 from palestra.text.rollouts.metrics import member_name
@@ -76,7 +76,7 @@ class SFT(TextAlgorithm):
         return False
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> LossFunction:
         return LOSSES["cross_entropy"]
 
     def build_samples(

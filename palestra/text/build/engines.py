@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.core.accel.devices import resolve_device
+from palestra.core.losses import LossFunction
 from palestra.engine.bases.fsdp import shard_engine
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import budget_bytes
@@ -176,7 +177,7 @@ class Engines:
 
     def check_supported(
         self,
-        loss: Callable,
+        loss: LossFunction,
         options: Mapping[str, Any],
         policies: Mapping[str, Any],
         eval_sampling: Mapping[str, Any] | None = None,

@@ -27,7 +27,7 @@ class Learner(Protocol):
         """Splits `samples` into the batches of one optimizer step each."""
         ...
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+    async def forward_backward(self, samples: Sequence[Sample], loss: Callable[..., Any], **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics."""
         ...
 

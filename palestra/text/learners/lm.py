@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from palestra.core.losses import LossFunction
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
@@ -35,7 +36,7 @@ class Weights(Protocol):
 
     is_local: bool = False  # trained in this process, so that training and sampling take turns
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
+    def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics: ...
     def optim_step(self, adam: OptimConfig) -> Metrics: ...
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]: ...
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
@@ -44,7 +45,7 @@ class Weights(Protocol):
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 
-    def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
+    def iter_forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Iterator[Metrics]:
         """Runs `forward_backward` in parts; yields the metrics so far after each."""
         yield self.forward_backward(samples, loss, **options)
 
@@ -159,7 +160,7 @@ class LanguageLearner:
                 batches.append(batch)
         return [list(batch) for batch in batches * self.config.epochs]
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
         # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
         # Weights change only in `optim_step`.

@@ -7,14 +7,14 @@ policy. It costs an additional pass and an additional adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from palestra.core.losses import value_function_loss
+from palestra.core.losses import LossFunction, value_function_loss
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
@@ -53,7 +53,7 @@ class SeparateCriticWeights(AdapterWeights):
         self.critic_weights = AdapterWeights(engine, own, critic=True, **options)
         self._has_gradient = False
 
-    def iter_forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Iterator[Metrics]:
+    def iter_forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Iterator[Metrics]:
         """Runs the policy's passes with `loss`, and then, for samples with returns, the critic's with its value
         loss."""
         of_value = {name: options.pop(name) for name in VALUE_OPTIONS if name in options}

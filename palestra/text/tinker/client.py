@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from palestra.core.losses import LossFunction
 from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.conversation.report import conversation_notes
 from palestra.engine.sampling.token_sampling import SamplingConfig
@@ -44,7 +45,7 @@ class RemoteEngines:
 
     def check_supported(
         self,
-        loss: Callable,
+        loss: LossFunction,
         options: Mapping[str, Any],
         policies: Mapping[str, Any],
         eval_sampling: Mapping[str, Any] | None = None,

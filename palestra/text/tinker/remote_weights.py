@@ -15,7 +15,7 @@ import io
 import json
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import chain, pairwise
@@ -28,6 +28,7 @@ import torch
 from palestra.core.files import atomic_write
 from palestra.core.losses import (
     LOSSES,
+    LossFunction,
     actor_critic_loss,
     correct_mismatch,
 )
@@ -55,7 +56,7 @@ MAX_CHUNK_SEQUENCES = 512  # sequences in one request, at most
 OFFICIAL_ALPHA = 32.0  # scale of adapters on official servers
 NO_CRITIC = "servers train no critic: train without --engine"
 REMOTE_FILE = "remote.json"  # file in a checkpoint's folder: the server path of the weights
-WIRE_LOSS_NAMES: dict[Callable, str] = {
+WIRE_LOSS_NAMES: dict[LossFunction, str] = {
     LOSSES[spec.formula]: name for name, spec in LOSS_SPECS.items() if spec.for_runs
 }
 
@@ -117,7 +118,7 @@ class RemoteWeights(Weights):
         )
         return str(reply.json()["model_id"])
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+    def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
         """Adds the gradient of `loss` over an optimizer batch. Returns the metrics that depend on log-probabilities
         alone, plus the loss and entropy of the server if the loss has an entropy bonus.
 
@@ -269,7 +270,9 @@ class RemoteWeights(Weights):
         return self.last_seq
 
 
-def supported_wire_loss(connection: ServiceConnection, loss: Callable, options: Mapping[str, Any]) -> WireLoss | None:
+def supported_wire_loss(
+    connection: ServiceConnection, loss: LossFunction, options: Mapping[str, Any]
+) -> WireLoss | None:
     """Returns `to_wire_loss(loss, options)`. Raises ValueError also for options that the connected server lacks."""
     words = to_wire_loss(loss, options)
     if words and "entropy" in words.options:
@@ -277,7 +280,7 @@ def supported_wire_loss(connection: ServiceConnection, loss: Callable, options: 
     return words
 
 
-def to_wire_loss(loss: Callable, options: Mapping[str, Any]) -> WireLoss | None:
+def to_wire_loss(loss: LossFunction, options: Mapping[str, Any]) -> WireLoss | None:
     """Returns a loss in the terms of the wire, or None if it has no equivalent and is computed locally. Raises
     ValueError for a loss that reads more than log-probabilities, or an entropy option that servers do not support."""
     if loss is actor_critic_loss:
@@ -296,7 +299,7 @@ def to_wire_loss(loss: Callable, options: Mapping[str, Any]) -> WireLoss | None:
     return None
 
 
-def _defaults(loss: Callable) -> dict[str, Any]:
+def _defaults(loss: LossFunction) -> dict[str, Any]:
     return {p.name: p.default for p in signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
@@ -309,7 +312,7 @@ def _options(name: str, options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def local_gradients(
-    pack: MicroBatch, logps: Sequence[np.ndarray], loss: Callable, options: Mapping[str, Any]
+    pack: MicroBatch, logps: Sequence[np.ndarray], loss: LossFunction, options: Mapping[str, Any]
 ) -> tuple[list[np.ndarray], Metrics]:
     """Computes a loss locally from log-probabilities [T] of each sample.
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from palestra.core.losses import LossFunction
 from palestra.core.tracing import span
 from palestra.core.types import Metrics, Sample
 from palestra.engine.lora.adapters import Snapshot
@@ -231,7 +232,7 @@ class HostedWeights(Weights):
     def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
         return self.remote.call(self.name, WeightsCall(verb, arguments, options))
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
+    def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
         return dict(self._ask("forward_backward", samples, loss, **options))
 
     def optim_step(self, adam: OptimConfig) -> Metrics:

@@ -50,7 +50,7 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def loss(self) -> Callable:
+    def loss(self) -> Callable[..., Any]:
         """The loss function (losses/)."""
         ...
 
@@ -178,7 +178,7 @@ class TextTrainer:
     max_failed: float = 0.5
     algorithm_state: AlgorithmState = field(default_factory=dict)
     worker_metrics: Callable[[], Metrics] = dict
-    worker_context: AbstractContextManager = field(default_factory=nullcontext)
+    worker_context: AbstractContextManager[object] = field(default_factory=nullcontext)
     learners_are_remote: bool = False
     ranks: ProcessGroup = SINGLE_PROCESS
     notes: Sequence[str] = ()

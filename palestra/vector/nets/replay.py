@@ -283,7 +283,14 @@ def assign_credit(
 
 
 @jit
-def _close_slot(book: CreditColumns, events: CreditEvents, count: int, where: tuple, discount: float, at: tuple) -> int:
+def _close_slot(
+    book: CreditColumns,
+    events: CreditEvents,
+    count: int,
+    where: tuple[int, int, int],
+    discount: float,
+    at: tuple[int, int, int],
+) -> int:
     """Closes slot k of seat s in game b, `where` = (b, s, k): its credit is complete. Returns the new number of events.
     `at` is the time as in `CreditColumns.when`, the time as in `CreditEvents`, and the oldest stored row."""
     b, s, k = where

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
 
     Raises ValueError if a policy's seats differ in observation shape or action space.
     """
-    stacks: dict[tuple, list[str]] = {}
+    stacks: dict[tuple[Any, ...], list[str]] = {}
     layouts: dict[str, EntityLayout | None] = {}
     for name, own in seats.items():
         layout = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") != "flat" else None

@@ -321,7 +321,7 @@ def _draw(
     observations: np.ndarray,
     tables: np.ndarray,
     obs: np.ndarray,
-    where: tuple,
+    where: tuple[np.ndarray, np.ndarray, np.ndarray],
     dice: np.ndarray,
     actions: np.ndarray,
 ) -> int:

@@ -6,10 +6,11 @@ separate: the team reward is for changes of the board, a local reward for what o
 
 from __future__ import annotations
 
+import copy
 import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
@@ -42,6 +43,7 @@ class GridGame(Env):
 
     replaces_state = True
     picture = "grid"
+    size: int  # cells of a side
     compact_name = ""  # the game's name in compact role prompts
     plan_format = ""
     plan_parts = 1  # maximum parts of a plan
@@ -72,6 +74,10 @@ class GridGame(Env):
 
     @abstractmethod
     def write_plan(self, plan: tuple[Any, ...]) -> str: ...
+
+    def fork(self) -> Self:
+        """Returns an independent copy: states are replaced, not changed."""
+        return copy.copy(self)
 
     @abstractmethod
     def simulate_plan(self, plan: tuple[Any, ...]) -> Any:

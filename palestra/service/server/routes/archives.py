@@ -11,7 +11,6 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-import sqlalchemy as sql
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
@@ -23,7 +22,7 @@ from palestra.service.server.deps import ContextDep, OwnerDep, body_too_long
 from palestra.service.server.routes.checkpoints import CHECKPOINT_ROUTE, checkpoint_path
 from palestra.service.server.state import BaseInfo, ServiceContext
 from palestra.service.storage.archives import check_adapter, layer_shapes, pack_archive, read_config, unpack_archive
-from palestra.service.storage.tables import checkpoints
+from palestra.service.storage.tables import TableRow, checkpoints
 from palestra.service.storage.weight_store import TinkerPath
 from palestra.service.wire.jobs import LoraSettings
 from palestra.service.wire.schemas.responses import ExternalWeightsUrlsResponse
@@ -55,13 +54,13 @@ def external_weights_urls(
     return ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
 
 
-def _address(request: Request, ctx: ServiceContext, row: sql.Row, file: str, expires: int) -> str:
+def _address(request: Request, ctx: ServiceContext, row: TableRow, file: str, expires: int) -> str:
     where = f"{row.path.removeprefix('tinker://')}/{file}"
     signature = ctx.keys.sign(f"{where} {row.folder} {expires}")
     return f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{where}?expires={expires}&signature={signature}"
 
 
-def _files(ctx: ServiceContext, row: sql.Row) -> list[Path]:
+def _files(ctx: ServiceContext, row: TableRow) -> list[Path]:
     folder = ctx.weight_store.read(row.folder)
     return sorted(path for path in folder.iterdir() if path.name != MANIFEST)
 

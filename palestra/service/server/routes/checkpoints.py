@@ -15,7 +15,7 @@ from palestra.service.server.deps import BodyDep, ContextDep, JsonBody, OwnerDep
 from palestra.service.server.routes.models import adapter_settings, client_base_name, create_from_checkpoint, load_job
 from palestra.service.server.routes.sessions import Limit, Offset
 from palestra.service.server.state import ServiceContext
-from palestra.service.storage.tables import checkpoints, delete_row, models, sessions
+from palestra.service.storage.tables import TableRow, checkpoints, delete_row, models, sessions
 from palestra.service.storage.weight_store import KIND_SEGMENTS, TinkerPath
 from palestra.service.wire.jobs import SaveJob
 from palestra.service.wire.schemas.responses import (
@@ -112,7 +112,7 @@ def load_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDe
         return queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
 
 
-def _check_same_shape(path: str, model: sql.Row, source: sql.Row) -> None:
+def _check_same_shape(path: str, model: TableRow, source: TableRow) -> None:
     has = adapter_settings(source)
     needs = adapter_settings(model)
     differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
@@ -157,14 +157,14 @@ def training_run(run: str, ctx: ContextDep, owner: OwnerDep) -> TrainingRun:
     return _run(ctx, _own_run(ctx, owner, run))
 
 
-def _own_run(ctx: ServiceContext, owner: str, run: str) -> sql.Row:
+def _own_run(ctx: ServiceContext, owner: str, run: str) -> TableRow:
     row = ctx.store.get(models, run)
     if row is None or row.owner != owner:
         raise BadRequest(f'there is no training run "{run[:200]}", or it is not yours', 404)
     return row
 
 
-def _run(ctx: ServiceContext, row: sql.Row) -> TrainingRun:
+def _run(ctx: ServiceContext, row: TableRow) -> TrainingRun:
     def last(kind: str) -> Checkpoint | None:
         found = ctx.store.find(checkpoints, checkpoints.c.run == row.id, checkpoints.c.kind == kind, _alive(), limit=1)
         return _checkpoint_reply(found[0]) if found else None
@@ -207,7 +207,7 @@ def _alive() -> sql.ColumnElement[bool]:
     return sql.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > time.time())
 
 
-def _checkpoint_reply(row: sql.Row) -> Checkpoint:
+def _checkpoint_reply(row: TableRow) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=TinkerPath.parse(row.path).id,
         checkpoint_type=row.kind,

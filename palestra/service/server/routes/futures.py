@@ -14,7 +14,7 @@ from fastapi import APIRouter, Header, Request, Response
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
 from palestra.service.server.state import ServiceContext
-from palestra.service.storage.tables import requests
+from palestra.service.storage.tables import TableRow, requests
 from palestra.service.wire import codec
 from palestra.service.wire.schemas.requests import (
     MAX_INT64,
@@ -52,7 +52,7 @@ async def retrieve_future(
     return _answer(row, binary=PROTOBUF_TYPE in accept)
 
 
-def _request(ctx: ServiceContext, owner: str, id: str) -> sql.Row:
+def _request(ctx: ServiceContext, owner: str, id: str) -> TableRow:
     row = ctx.store.get_request(owner, id)
     if row is None:
         raise BadRequest(f"there is no request {id}: its answer was kept for a day, or it is not yours", 410)
@@ -78,7 +78,7 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _answer(row: sql.Row, *, binary: bool) -> Response:
+def _answer(row: TableRow, *, binary: bool) -> Response:
     if row.result_kind == "json":
         return Response(row.result, media_type="application/json")
     if binary:
@@ -87,7 +87,7 @@ def _answer(row: sql.Row, *, binary: bool) -> Response:
     return Response(as_json(row.result), media_type="application/json")
 
 
-def _try_again(ctx: ServiceContext, queue: RequestQueue, row: sql.Row) -> Response:
+def _try_again(ctx: ServiceContext, queue: RequestQueue, row: TableRow) -> Response:
     ahead = ctx.store.count(requests, requests.c.state.in_(("queued", "taken")), requests.c.serial < row.serial)
     depth = queue.depth(row.owner).num_requests
     response = TryAgainResponse(
@@ -130,7 +130,7 @@ def _completions(
     return FuturesRetrieveResponse(completions=completions, cursor=cursor), pending
 
 
-def _completion(row: sql.Row) -> FutureCompletion:
+def _completion(row: TableRow) -> FutureCompletion:
     failed = row.state == "failed"
     size = None if failed else len(row.result)
     state: Literal["finished", "failed"] = "failed" if failed else "finished"
