@@ -1,1 +1,1 @@
-"""Populations: members that train against each other, their payoffs, and the plans that choose who plays whom."""
+"""Trains populations: their members, the payoffs between them, and the plans that match members for games."""

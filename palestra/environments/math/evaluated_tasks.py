@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import operator
 import re
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from palestra.environments.math.grading import INCORRECT, UNREADABLE, AnswerGrade
-from palestra.envs.support.safe_eval import AllowedParts, safe_eval
+from palestra.envs.support.safe_eval import ARITHMETIC, AllowedParts, safe_eval
 
 ReasoningEntry = Mapping[str, Any]
 
@@ -99,18 +98,7 @@ def _check_size(number: int | Fraction) -> Fraction:
     return value
 
 
-_EXACT = AllowedParts(
-    {
-        ast.UAdd: operator.pos,
-        ast.USub: operator.neg,
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Div: operator.truediv,
-        ast.Pow: _power,
-    },
-    _check_size,
-)
+_EXACT = AllowedParts(ARITHMETIC | {ast.Pow: _power}, _check_size)
 DIRECT_SCORERS: dict[str, Callable[[str, ReasoningEntry], AnswerGrade]] = {
     "string_insertion": score_string_insertion,
     "spiral_matrix": score_spiral_matrix,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from palestra.envs.support.safe_eval import AllowedParts, safe_eval
+from palestra.envs.support.safe_eval import ARITHMETIC, AllowedParts, safe_eval
 
 ExpressionTree = int | tuple[str, "ExpressionTree", "ExpressionTree"]  # ("+", 12, ("*", 7, 2))
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}  # operator precedence
@@ -30,13 +30,8 @@ def _check_magnitude(number: Any) -> Any:
 
 
 _PYTHON = AllowedParts(
-    {
-        ast.UAdd: operator.pos,
-        ast.USub: operator.neg,
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Div: operator.truediv,
+    ARITHMETIC
+    | {
         ast.FloorDiv: operator.floordiv,
         ast.Mod: operator.mod,
         ast.Lt: operator.lt,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from palestra.envs.support.safe_eval import AllowedParts, NotAllowed, safe_eval
+from palestra.envs.support.safe_eval import ARITHMETIC, AllowedParts, NotAllowed, safe_eval
 
 MAX_EXPRESSION_CHARS = 400  # characters of an expression
 MAX_INTEGER_BITS = 4096  # of an integer: about 1,200 digits
@@ -113,12 +113,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tan": math.tan,
 }
 _ALLOWED = AllowedParts(
-    {
-        ast.UAdd: operator.pos,
-        ast.USub: operator.neg,
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
+    ARITHMETIC
+    | {
         ast.Div: _divide,
         ast.FloorDiv: operator.floordiv,
         ast.Mod: operator.mod,

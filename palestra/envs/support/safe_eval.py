@@ -6,6 +6,7 @@ Python's own `eval` is never used for it: an expression can read any attribute, 
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,16 @@ class NotAllowed(ValueError):
     def __init__(self, node: ast.AST) -> None:
         super().__init__(f"{type(node).__name__} is not allowed in an expression")
         self.node = node
+
+
+ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @dataclass(frozen=True)

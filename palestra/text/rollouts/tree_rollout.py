@@ -165,7 +165,7 @@ class EpisodeRunner:
             episode.picture = env.picture
             try:
                 first = require_step(await _call(env, env.reset, spec.instance), "reset")
-            except Exception:  # its instance is counted all the same; its own error is the one that is told
+            except Exception:  # re-raised, also if the env cannot say its instance
                 with suppress(Exception):
                     episode.instance = await _instance_of(env, spec.instance)
                 raise

@@ -24,7 +24,7 @@ from palestra.envs.support.splits import split_of_text
 
 
 class State(TypedDict, total=False):
-    """What the nodes of the graph read and write."""
+    """The state of the graph: each node reads some keys and writes one."""
 
     question: str
     guess: str  # the reasoner's first answer
