@@ -41,10 +41,10 @@ from palestra.text.config import TextConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 from results.ledger import finish
+from results.pages import half_interval
 
 STALENESS = (0, 1, 2)
 STEPS, EVAL_EPISODES = 80, 300
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 TARGETS = {"wall_ratio_1": 0.7, "wall_ratio_2": 0.7, "success_gap_1": 1.0, "success_gap_2": 1.0}
 console = Console(width=110)
 
@@ -118,9 +118,8 @@ def trained(root: Path, staleness: int, seed: int, steps: int) -> dict[str, floa
 
 def half_width(ours: list[float], theirs: list[float]) -> float:
     """Half-width of the 95 % interval of the mean difference: over seeds, or with one seed over evaluation episodes."""
-    if len(ours) in T95:
-        differences = np.array(ours) - np.array(theirs)
-        return float(T95[len(ours)] * differences.std(ddof=1) / len(ours) ** 0.5)
+    if len(ours) > 1:
+        return half_interval(np.array(ours) - np.array(theirs))
     return float(1.96 * sum(p * (1 - p) / EVAL_EPISODES for p in (ours[0], theirs[0])) ** 0.5)
 
 
@@ -141,8 +140,7 @@ def table_of(results: dict[int, list[dict[str, float]]]) -> Table:
         table.add_column(heading, justify="right")
     for n, lines in results.items():
         success = [line["success"] for line in lines]
-        half = T95[len(success)] * np.std(success, ddof=1) / len(success) ** 0.5 if len(success) in T95 else None
-        said = f"{np.mean(success):.1%}" + ("" if half is None else f" ± {half:.1%}")
+        said = f"{np.mean(success):.1%}" + (f" ± {half_interval(success):.1%}" if len(success) > 1 else "")
         seconds = (f"{np.mean([line[clock] for line in lines]):.1f}" for clock in ("wall", "cpu"))
         table.add_row(str(n), *seconds, said)
     return table

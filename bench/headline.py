@@ -22,7 +22,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1]))
 from palestra.core.files import read_lines
 from results.ledger import PUBLISHED, finish
-from results.pages import T95
+from results.pages import half_interval
 
 TARGETS = {
     "sokoban_at_grpo": 0.9,
@@ -66,11 +66,6 @@ def points_between(team: Sequence[float], single: Sequence[float]) -> tuple[floa
     return 100 * float(np.mean(team) - np.mean(single)), 100 * float(np.quantile(means[0] - means[1], 0.025))
 
 
-def half_interval(scores: Sequence[float]) -> float:
-    """Returns half the 95 % interval of the mean, in points."""
-    return 100 * T95[len(scores)] * float(np.std(scores, ddof=1)) / len(scores) ** 0.5
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the same: nothing is measured")
@@ -85,7 +80,7 @@ def main() -> None:
         points, low = points_between(best(real[task], "team", "GRPO"), best(real[task], "single agent"))
         figures[f"team_minus_single_points_task{number}"] = points
         figures[f"team_minus_single_points_task{number}_low"] = low
-    figures["role_spread_points"] = max(half_interval(real[task][PER_ROLE]) for task in REAL_TASKS)
+    figures["role_spread_points"] = 100 * max(half_interval(real[task][PER_ROLE]) for task in REAL_TASKS)
     for name, target in TARGETS.items():
         print(f"{name}: {figures[name]:.3g}" + ("" if target is None else f" (goal: {target:g})"))
     finish("headline", figures, TARGETS, is_stored=False)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from palestra.runs import read_lines
 
 DOCS = "docs"  # folder of the pages
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 
 
 def read_notes(file: Path) -> str:
@@ -37,9 +37,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def interval(values: Sequence[float], digits: int) -> str:
-    """Mean and 95 % half-width over seeds (Student's t)."""
-    n, mean = len(values), f"{np.mean(values):.{digits}f}"
-    return f"{mean} ± {T95[n] * np.std(values, ddof=1) / n**0.5:.{digits}f}" if n in T95 else mean
+    """Mean and 95 % half-width over seeds, as text."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return f"{mean} ± {half_interval(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of a mean over seeds (Student's t)."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def moving_mean(values: np.ndarray, window: int = 9) -> np.ndarray:

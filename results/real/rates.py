@@ -18,24 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
 
-Rates = dict[str, dict[str, dict[float, dict[int, float]]]]  # success on dev by task, method, rate and seed
+from results.rates import Rates, RatesFile
 
 RATES = (1e-4, 2e-4, 5e-4)
 CONFIG_RATE = 2e-4  # learning rate of the tasks' configs
 TUNING_SEEDS = (100, 101, 102)
 DEV_EPISODES = 200  # instances of split dev that each run is scored on
-RATES_FILE = Path(__file__).parent / "rates.yaml"
-RATES_SAY = "# Greedy success on 200 dev instances by rate and seed, by `python results/real/run.py --tune`.\n"
-
-
-def read_rates() -> Rates:
-    """Returns the scores measured by tuning; an empty dict if there are none."""
-    return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
+FILE = RatesFile(
+    Path(__file__).parent / "rates.yaml",
+    "Greedy success on 200 dev instances by rate and seed, by `python results/real/run.py --tune`.",
+)
 
 
 def is_tuned(task: str, rates: Rates) -> bool:
@@ -61,14 +56,3 @@ def check_inside(tasks: Iterable[str], rates: Rates) -> None:
     for task in tasks:
         if (rate := chosen_rate(task, rates)) in (min(RATES), max(RATES)):
             raise SystemExit(f"--publish: the rate of {task}, {rate:g}, is at an edge of the rates tried: extend RATES")
-
-
-def write_rates(results: Iterable[dict[str, Any]], target: Path | None = None) -> None:
-    """Writes the published scores to a file, with those of `results` in their place. Without `target` they are
-    published."""
-    rates, file = read_rates(), target or RATES_FILE
-    for result in results:
-        runs = rates.setdefault(result["task"], {}).setdefault(result["method"], {})
-        runs.setdefault(result["lr"], {})[result["seed"]] = result["success"]
-    file.write_text(RATES_SAY + yaml.safe_dump(rates, sort_keys=True))
-    print(f"{file} has the scores by learning rate")

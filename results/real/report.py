@@ -11,8 +11,8 @@ import numpy as np
 from palestra.evaluation.report.charts import curve_style
 from palestra.runs.series import wilson_interval
 from results.ledger import provenance
-from results.pages import T95, moving_mean, read_notes, table, wrapped
-from results.real.rates import is_tuned, read_rates
+from results.pages import half_interval, moving_mean, read_notes, table, wrapped
+from results.real.rates import FILE, is_tuned
 
 Result = dict[str, Any]
 RATE_BEFORE = 5e-4  # of rows that do not record theirs
@@ -130,7 +130,7 @@ def rate_cell(trained: Sequence[Result]) -> str:
     rates = {(r.get("lr", RATE_BEFORE), r.get("lr_schedule", "constant")) for r in trained}
     told = ", ".join(f"{rate:g} {schedule}" for rate, schedule in sorted(rates))
     is_current = all("config" in r for r in trained)
-    return f"{told} (not tuned)" if is_current and not is_tuned(trained[0]["task"], read_rates()) else told
+    return f"{told} (not tuned)" if is_current and not is_tuned(trained[0]["task"], FILE.read()) else told
 
 
 def mean_share(results: Sequence[Result], key: str) -> str:
@@ -215,9 +215,8 @@ def right(share: float, result: Result) -> str:
 def success(results: Sequence[Result]) -> str:
     """Success with its 95 % interval: over instances for one result (Wilson), over seeds for several (Student's t)."""
     shares = [r["success"] for r in results]
-    if (n := len(shares)) > 1:
-        half = T95[n] * float(np.std(shares, ddof=1)) / n**0.5
-        return f"{np.mean(shares):.1%} ± {half:.1%}"
+    if len(shares) > 1:
+        return f"{np.mean(shares):.1%} ± {half_interval(shares):.1%}"
     low, high = wilson_interval(shares[0] * results[0]["episodes"], results[0]["episodes"])
     return f"{shares[0]:.1%} [{low:.1%}, {high:.1%}]"
 

@@ -55,15 +55,7 @@ from palestra.text.config import TextConfig
 from results.ledger import Ledger, Line, Rows, add_options, choose
 from results.real.contributions import BASE, GREEDY, Row, measure
 from results.real.games import KUHN, kuhn_self_play, service_debate, service_two_agents
-from results.real.rates import (
-    DEV_EPISODES,
-    RATES,
-    TUNING_SEEDS,
-    check_inside,
-    chosen_rate,
-    read_rates,
-    write_rates,
-)
+from results.real.rates import DEV_EPISODES, FILE, RATES, TUNING_SEEDS, check_inside, chosen_rate
 from results.real.report import write_report
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -215,7 +207,7 @@ class TableRow:
     @property
     def lr(self) -> float:
         """The row's learning rate."""
-        return self.rate if self.rate is not None else chosen_rate(self.task, read_rates())
+        return self.rate if self.rate is not None else chosen_rate(self.task, FILE.read())
 
     @property
     def slug(self) -> str:
@@ -452,11 +444,12 @@ def main() -> None:
     ledger = Ledger("real", figure, options.quick, is_current)
     rows = Rows(ledger, partial(measure_row, place), partial(check, place), discard=partial(discard, place))
     if options.publish and not options.tune:
-        check_inside(dict.fromkeys(name.partition("/")[0] for name in chosen), read_rates())
+        check_inside(dict.fromkeys(name.partition("/")[0] for name in chosen), FILE.read())
     rows.run(chosen, options)
     if options.tune and not (options.quick or options.list or options.report):
         lines = [line for name, line in ledger.here.items() if name in tuning_rows()]
-        write_rates(lines, None if options.publish else ledger.here_file.with_name("rates.yaml"))
+        scores = [(line["task"], line["method"], line["lr"], line["seed"], line["success"]) for line in lines]
+        FILE.write(scores, FILE.path if options.publish else ledger.here_file.with_name("rates.yaml"))
     if options.report or options.publish:
         write_report(list(ledger.published.values()), list(METHODS), Path("docs/results-real.md"))
 

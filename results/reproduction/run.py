@@ -1,6 +1,6 @@
 """Reproduces docs/results.md: how well a team learns, and which parts of AT-GRPO matter.
 
-    python results/reproduction/run.py                  all 90 rows, about 3 hours of one core
+    python results/reproduction/run.py                  all 132 rows, some six hours of one core
     python results/reproduction/run.py --list           the rows: published, measured here, open
     python results/reproduction/run.py --only "plan_path/team + AT-GRPO, per role"  one to two CPU minutes a seed
     python results/reproduction/run.py --only sokoban/  all methods and seeds of a game
@@ -12,8 +12,12 @@
 A row is a method on a game with a seed. Rows go to runs/measured/reproduction/rows.jsonl, also where they are published
 (results/reproduction/measured/rows.jsonl), and each is printed beside the published one; its run is in runs/reproduce/.
 Every trained method may sample as many answers as any other ("equal CPU": train for the CPU seconds that AT-GRPO took).
-Learning rates are chosen on dev layouts with a seed that is not reported (results/reproduction/rates.yaml). A method is
-scored once on test layouts by play without branching at temperature 1.
+A method is scored once on test layouts by play without branching at temperature 1.
+
+Each method of TUNED has the learning rate that has the highest mean on dev layouts over two seeds that are not reported
+(results/reproduction/rates.yaml); the ablations have that of the method that they change one thing of (RATE_OF). A row
+whose rate is the lowest or the highest that was tried is not published: try another with --tune, --only "GAME/METHOD/lr
+RATE", or add it to RATES.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
 
 sys.path.append(str(Path(__file__).parents[2]))
 from palestra.core.config import dump, load, override, validate
@@ -43,23 +48,23 @@ from palestra.runs.loop import Callback, play_evals, restore_checkpoint, run_tra
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
 from results.ledger import Ledger, Line, Rows, add_options, choose
+from results.rates import RatesFile, Score
 from results.reproduction.report import write_report
 
 ROOT = Path("runs/reproduce")
 GAMES = ("plan_path", "sokoban")
-SEEDS = (0, 1, 2)
+SEEDS, MAIN_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 HERE = Path(__file__).parent
-RATES_FILE = HERE / "rates.yaml"
-RATES_SAY = (
-    "# Success on 200 dev layouts by learning rate, as `python results/reproduction/run.py --tune` measured it.\n"
+RATES = (1e-3, 3e-3, 6e-3, 1.2e-2)
+TUNING_SEEDS = (100, 101)
+FILE = RatesFile(
+    HERE / "rates.yaml",
+    "Success on 200 dev layouts by learning rate and seed, as `python results/reproduction/run.py --tune` measured it.",
 )
-TUNING_SEED = 100
-RATES = (1e-3, 3e-3, 6e-3)
 
 TEAM = {"env.team": "planner_executor"}
-# A single agent answers once where a team answers twice: with twice the episodes a step, the samples are equal.
-ALONE = {"env.team": "single", "episodes": 64}
-ONE_TURN = {"env.team": "single", "env.max_turns": 1, "env.max_moves": 24, "policies.agent.sampling.max_tokens": 26}
+ALONE = {"env.team": "single"}
+ONE_TURN = ALONE | {"env.max_turns": 1, "env.max_moves": 24, "policies.agent.sampling.max_tokens": 26}
 LINES = {"algorithm.branch_at": "root"}
 TURNS = {"algorithm.branch_at": "turn", "algorithm.continue_from": "best"}
 SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
@@ -70,6 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "single agent, multi-turn": ALONE,
     "single agent, one turn + GRPO": ONE_TURN | LINES,
     "single agent, multi-turn + GRPO": ALONE | LINES,
+    "single agent, multi-turn + AT-GRPO": ALONE | TURNS,
     "team, untrained": TEAM,
     "team + GRPO, equal samples": TEAM | LINES,
     "team + GRPO, equal CPU": TEAM | LINES,
@@ -87,6 +93,10 @@ JOINED, SWAPPED = "trained alone, then joined", "AT-GRPO, roles swapped"
 BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "executor trained alone"
 JOINS = {JOINED: (BEST, PLANNER, EXECUTOR), SWAPPED: (BEST,)}  # rows without training, and whose runs they join
 NEEDS = JOINS | {EQUAL_CPU: (BEST,)}
+# The methods whose comparison is the result, by five seeds, and those without training that they begin from.
+MAIN = [name for name in METHODS if name.startswith(("single agent", "team")) and name != EQUAL_CPU]
+RATE_OF = {name: BEST for name in TRAINED if name not in MAIN} | {EQUAL_CPU: "team + GRPO, equal samples"}
+TUNED = [name for name in TRAINED if name not in RATE_OF]
 QUICK_ROWS = (f"plan_path/{EQUAL_CPU}/0", f"plan_path/{SWAPPED}/0")  # and those they need
 
 
@@ -101,7 +111,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        last = self.seed if self.rate is None else f"lr {self.rate:g}"
+        last = self.seed if self.rate is None else f"lr {self.rate:g}, seed {self.seed}"
         return f"{self.game}/{self.method}/{last}"
 
     @property
@@ -113,8 +123,15 @@ class Row:
         """The row's learning rate: its own, or the one with the best dev score."""
         if self.rate is not None or not self.is_trained:
             return self.rate or RATES[0]
-        scores = load_rates()[self.game][self.method]
+        scores = self.scores()
+        if not scores:
+            raise ValueError(f"no learning rate of {self.game}/{self.method} is chosen yet: run with --tune")
         return max(scores, key=lambda rate: scores[rate])
+
+    def scores(self) -> dict[float, float]:
+        """Mean success on dev by the learning rates that were tried for the row's method."""
+        runs = FILE.read().get(self.game, {}).get(RATE_OF.get(self.method, self.method), {})
+        return {rate: float(np.mean(list(by_seed.values()))) for rate, by_seed in runs.items()}
 
     def folder(self, quick: bool) -> Path:
         """The folder of the row's run."""
@@ -129,14 +146,21 @@ class Row:
 
 def table_rows() -> dict[str, Row]:
     """Returns the rows of the page, by name."""
-    methods = [*METHODS, *JOINS]
-    rows = [Row(game, method, seed) for seed in SEEDS for game in GAMES for method in methods]
+    rows = [
+        Row(game, method, seed)
+        for seed in MAIN_SEEDS
+        for game in GAMES
+        for method in [*METHODS, *JOINS]
+        if method in MAIN or seed in SEEDS
+    ]
     return {row.name: row for row in rows}
 
 
 def tuning_rows() -> dict[str, Row]:
     """Returns the rows that choose learning rates, by name."""
-    rows = [Row(game, method, TUNING_SEED, rate) for game in GAMES for method in TRAINED for rate in RATES]
+    rows = [
+        Row(game, method, seed, rate) for game in GAMES for method in TUNED for rate in RATES for seed in TUNING_SEEDS
+    ]
     return {row.name: row for row in rows}
 
 
@@ -154,8 +178,9 @@ def config_of(row: Row, quick: bool) -> TextConfig:
     """The row's config: the game's config with the method's changes."""
     tree = load(HERE / "configs" / f"{row.game}.yaml")
     changes = METHODS[row.method] | {"seed": row.seed}
-    if changes.get("env.max_turns") == 1:  # as many answers as a single agent gives in all its turns
-        changes["episodes"] = ALONE["episodes"] * tree["env"]["max_turns"]
+    if row.method.startswith("single agent"):  # as many answers as a team, whose two seats answer in each turn
+        turns = tree["env"]["max_turns"] if "env.max_turns" in changes else 1
+        changes["episodes"] = 2 * turns * tree["episodes"]
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
@@ -242,20 +267,19 @@ def make_ledger(quick: bool) -> Ledger:
     return Ledger("reproduction", figure, quick, is_current)
 
 
-def write_rates(ledger: Ledger, file: Path) -> None:
-    """Writes the published dev scores to a file, with those that were measured here in their place."""
-    table = load_rates()
-    for row in tuning_rows().values():
-        if row.name in ledger.here:
-            scores = table.setdefault(row.game, {}).setdefault(row.method, {})
-            scores[row.rate] = round(ledger.here[row.name]["success"], 3)
-    file.write_text(RATES_SAY + yaml.safe_dump(table, sort_keys=False))
-    print(f"{file} has the scores by learning rate")
+def tuned_scores(ledger: Ledger) -> list[Score]:
+    """The dev scores that were measured here."""
+    rows = [(row, ledger.here[row.name]) for row in tuning_rows().values() if row.name in ledger.here]
+    return [(row.game, row.method, row.lr, row.seed, round(line["success"], 3)) for row, line in rows]
 
 
-def load_rates() -> dict[str, dict[str, dict[float, float]]]:
-    """Success on dev by game, method and learning rate."""
-    return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
+def check_inside(rows: Iterable[Row]) -> None:
+    """Raises SystemExit if the learning rate of a row is the lowest or the highest that was tried."""
+    for row in rows:
+        scores = row.scores()
+        if row.is_trained and row.lr in (min(scores), max(scores)):
+            tried = ", ".join(f"{rate:g}" for rate in sorted(scores))
+            raise SystemExit(f"--publish: the rate of {row.name}, {row.lr:g}, is at an edge of those tried: {tried}")
 
 
 def main() -> None:
@@ -266,9 +290,11 @@ def main() -> None:
     quick, ledger = options.quick, make_ledger(options.quick)
     names = list(tuning_rows() if options.tune else table_rows())
     chosen = choose(names, options.only or (QUICK_ROWS if quick else []))
+    if options.publish and not options.tune:
+        check_inside(find_row(name) for name in chosen if ledger.is_measured(name))
     Rows(ledger, partial(measure, quick), partial(check, quick), needed).run(chosen, options)
     if options.tune and not (quick or options.list or options.report):
-        write_rates(ledger, RATES_FILE if options.publish else ledger.here_file.with_name(RATES_FILE.name))
+        FILE.write(tuned_scores(ledger), FILE.path if options.publish else ledger.here_file.with_name(FILE.path.name))
     if options.report or options.publish:
         lines = [line for name, line in ledger.published.items() if name not in tuning_rows()]
         write_report(lines, [*METHODS, *JOINS], Path("docs/results.md"))

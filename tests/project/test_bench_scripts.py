@@ -159,8 +159,8 @@ def test_rows_are_listed_and_a_name_that_matches_none_is_refused(checkout: Path)
     given = ["--list", "--only", "plan_path/team + GRPO, equal samples/"]
     commands = (given, [*given, "--tune"], ["--only", "plan_path/team + GRPI"])
     rows, tuned, refusal = printed(checkout, "results/reproduction/run.py", *commands)
-    assert [("published, mean of 3 seeds" in row) for row in rows.splitlines()] == [True] * 3
-    assert ["published" in row for row in tuned.splitlines()] == [False] * 3
+    assert ["published, mean of 3 seeds" in row for row in rows.splitlines()] == [True] * 3 + [False] * 2
+    assert ["published" in row for row in tuned.splitlines()] == [False] * 8
     assert "no row begins with 'plan_path/team + GRPI'" in refusal
     assert "\n  plan_path/team + GRPO, equal samples\n" in refusal
 
@@ -197,17 +197,18 @@ def test_a_row_that_fails_stops_the_command_with_its_name(checkout: Path) -> Non
 def test_tuning_publishes_learning_rates_only_with_publish(checkout: Path) -> None:
     published = checkout / "results/reproduction/rates.yaml"
     before = published.read_text()
+    row = "sokoban/team + AT-GRPO, shared/lr 0.001, seed 100"
     code = (
         "import sys; sys.path.append('.'); from results.reproduction.run import make_ledger; "
-        "make_ledger(False).add('sokoban/planner trained alone/lr 0.001', {'success': 0.5, 'rate': 0.001})"
+        f"make_ledger(False).add('{row}', {{'success': 0.5, 'rate': 0.001}})"
     )
     assert start(checkout, "-c", code).returncode == 0
-    tune = ("results/reproduction/run.py", "--tune", "--only", "sokoban/planner trained alone/lr 0.001")
+    tune = ("results/reproduction/run.py", "--tune", "--only", row)
     assert start(checkout, *tune).returncode == 0
     here = yaml.safe_load((checkout / "runs/measured/reproduction/rates.yaml").read_text())
     known = yaml.safe_load(before)
-    assert here["sokoban"]["planner trained alone"][0.001] == 0.5 and published.read_text() == before
-    known["sokoban"]["planner trained alone"][0.001] = 0.5
+    assert here["sokoban"]["team + AT-GRPO, shared"][0.001][100] == 0.5 and published.read_text() == before
+    known.setdefault("sokoban", {}).setdefault("team + AT-GRPO, shared", {}).setdefault(0.001, {})[100] = 0.5
     assert here == known
     assert start(checkout, *tune, "--publish").returncode == 0
     assert yaml.safe_load(published.read_text()) == here

@@ -21,8 +21,9 @@ from results.real import run as real
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 from pathlib import Path
+from results.rates import RatesFile
 from results.real import rates, report as page, run as real
-rates.RATES_FILE = Path("rates.yaml")
+rates.FILE = real.FILE = page.FILE = RatesFile(Path("rates.yaml"), "scores")
 real.DEV_EPISODES = 3
 rates.TUNING_SEEDS = real.TUNING_SEEDS = (100, 101)
 real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4}, (0, 1))}
