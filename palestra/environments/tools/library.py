@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 import threading
@@ -11,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from palestra.environments.tools.tool_state import SearchHit, ToolState
+from palestra.envs.support.row_reader import Row, read_rows
 
 BUILT_IN_CORPUS = Path(__file__).parent / "data" / "corpus.jsonl"
 MAX_QUERY_WORDS = 32  # of a query; the rest are ignored
@@ -70,11 +69,11 @@ def open_index(path: Path) -> DocumentIndex:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Returns the documents of a folder or a .jsonl file.
+    """Returns the documents of a folder or of a file of rows (.jsonl, .json or .parquet).
 
-    In a folder, .txt and .md files are documents, titled by their path without the suffix. In a .jsonl file each line
-    has a title, a text and optionally facts, from which tasks are generated. Of equal titles the second becomes "title
-    (2)". Raises ValueError if there are no documents.
+    In a folder, .txt and .md files are documents, titled by their path without the suffix. In a file each row has a
+    title, a text and optionally facts, from which tasks are generated. Of equal titles the second becomes "title (2)".
+    Raises ValueError if there are no documents.
     """
     if path.is_dir():
         documents = [
@@ -82,27 +81,13 @@ def read_documents(path: Path) -> list[Document]:
             for file in sorted(path.rglob("*"))
             if file.suffix in (".txt", ".md")
         ]
-    elif path.suffix == ".jsonl" and path.exists():
-        documents = [_document(path, number, row) for number, row in read_json_lines(path)]
+    elif path.exists():
+        documents = [_document(row, f"{path}, row {number}") for number, row in enumerate(read_rows(path), start=1)]
     else:
         raise ValueError(f"no documents at {path}: give a folder of .txt and .md files, or a .jsonl of title and text")
     if not documents:
-        raise ValueError(f"{path} holds no documents: put .txt or .md files, or lines of title and text, there")
+        raise ValueError(f"{path} holds no documents: put .txt or .md files there")
     return list(_unique_titles(documents))
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the line number and the object of each line of a .jsonl file. Raises ValueError for any other line."""
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}; was the file cut off?") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is not an object: write {{...}} in each line")
-        yield number, row
 
 
 def search_tool(num_results: int, is_compact: bool) -> Callable[..., str]:
@@ -137,12 +122,12 @@ def read_document(title: str, scratch: ToolState, start: int = 0) -> str:
     return text[start:]
 
 
-def _document(path: Path, number: int, row: Mapping[str, Any]) -> Document:
+def _document(row: Row, where: str) -> Document:
     title = row.get("title")
     text = row.get("text")
     facts = row.get("facts", {})
     if not (isinstance(title, str) and title.strip() and isinstance(text, str) and isinstance(facts, dict)):
-        raise ValueError(f'{path}, line {number} needs a "title" and a "text", and "facts" as an object if it has any')
+        raise ValueError(f'{where} needs a "title" and a "text", and "facts" as an object if it has any')
     return Document(title.strip(), text, {str(name): str(value) for name, value in facts.items()})
 
 

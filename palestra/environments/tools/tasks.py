@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from palestra.core.chat import ToolCall
-from palestra.environments.tools.library import read_json_lines
 from palestra.environments.tools.tool_state import Library, check_files, normalize_path
+from palestra.envs.support.row_reader import read_rows
 from palestra.envs.support.splits import SPLIT_SHARES, Split, first_of_split, split_of_text
 
 TaskKind = Literal["lookup", "compute", "lookup_compute", "files", "program"]
@@ -105,19 +105,20 @@ def draw_task(
 
 @cache
 def read_tasks(path: Path) -> Mapping[Split, Sequence[ToolTask]]:
-    """Returns a user's tasks by split, from a .jsonl file.
+    """Returns a user's tasks by split, from a file of rows (.jsonl, .json or .parquet) or a folder of them.
 
-    Each line has a "question" and an "answer", optionally "files" ({path: text}) and a "split"; without a split, the
-    text of the task decides. Raises ValueError for any other line.
+    Each row has a "question" and an "answer", optionally "files" ({path: text}) and a "split"; without a split, the
+    text of the task decides. Raises ValueError for any other row.
     """
-    if path.suffix != ".jsonl" or not path.exists():
+    if not path.exists():
         raise ValueError(f"no tasks at {path}: give a .jsonl file with a question and an answer in each line")
     tasks: dict[Split, list[ToolTask]] = {split: [] for split in SPLIT_SHARES}
-    for line, row in read_json_lines(path):
-        task = _task(row, f"{path}, line {line}")
+    for number, row in enumerate(read_rows(path), start=1):
+        where = f"{path}, row {number}"
+        task = _task(row, where)
         split = row.get("split") or split_of_text(task.split_key)
         if split not in tasks:
-            raise ValueError(f"{path}, line {line}: split {split!r} is none of {', '.join(tasks)}")
+            raise ValueError(f"{where}: split {split!r} is none of {', '.join(tasks)}")
         tasks[split].append(task)
     return tasks
 

@@ -504,12 +504,12 @@ def test_custom_documents_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", "", "holds no documents"),
-        ("a.jsonl", "{", "line 1 is not JSON"),
-        ("a.jsonl", "[1]", "line 1 is not an object"),
-        ("a.jsonl", '{"title": "a"}', 'line 1 needs a "title" and a "text"'),
-        ("a.csv", "a,b", "give a folder"),
-        ("a.jsonl", b"\xff", "is not UTF-8"),
+        ("a.jsonl", "", "holds no rows"),
+        ("a.jsonl", "{", "line 1 is not a JSON object"),
+        ("a.jsonl", "[1]", "line 1 is not a JSON object"),
+        ("a.jsonl", '{"title": "a"}', 'row 1 needs a "title" and a "text"'),
+        ("a.csv", "a,b", "give .jsonl, .json or .parquet"),
+        ("a.jsonl", b"\xff", "line 1 is not a JSON object"),
     ],
 )
 def test_invalid_document_files_are_refused(tmp_path, name, text, message):

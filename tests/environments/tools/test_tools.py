@@ -445,8 +445,8 @@ def test_custom_facts_are_played(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "a"}', 'line 1 needs a "question" and an "answer"'),
-        ('{"question": "a", "answer": [1]}', 'line 1 needs a "question" and an "answer"'),
+        ('{"question": "a"}', 'row 1 needs a "question" and an "answer"'),
+        ('{"question": "a", "answer": [1]}', 'row 1 needs a "question" and an "answer"'),
         ('{"question": "a", "answer": 1, "split": "dev2"}', "split 'dev2' is none of"),
         ('{"question": "a", "answer": 1, "files": {"a": 1}}', '"files" must be'),
         ('{"question": "a", "answer": 1, "files": {"../a": ""}}', "leads out"),
