@@ -14,7 +14,7 @@ from results.pages import half_interval, moving_mean, read_notes, table, wrapped
 
 Result = dict[str, Any]
 NOTES = Path(__file__).parent / "notes.md"
-TITLES = {"plan_path": "Plan-Path", "sokoban": "Sokoban"}
+TITLES = {"plan_path": "Plan-Path", "sokoban": "Sokoban, 4x4 inside", "sokoban_large": "Sokoban, 6x6 inside"}
 # Success in percent in arXiv:2510.11062, of Qwen3-1.7B and Qwen3-8B, by our name for the method.
 PAPER_MODELS = ("paper, 1.7B", "paper, 8B")
 PAPER: dict[str, dict[str, tuple[float, float]]] = {
@@ -76,8 +76,8 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
 
 
 HEAD = """Made by `python results/reproduction/run.py --report` from the published rows; script, configs, notes and rows
-are in [results/reproduction/](../results/reproduction/). `make reproduce` measures them again, some six hours of one
-core, and prints both; `--only` takes single rows. Success on {n:.0f} held-out test layouts by play
+are in [results/reproduction/](../results/reproduction/). `make reproduce` measures them again, some twelve hours of
+one core, and prints both; `--only` takes single rows. Success on {n:.0f} held-out test layouts by play
 without branching at temperature 1, mean over seeds with its 95 % interval (Student's t; a spread between runs,
 not only between layouts). All on shipped bases of 1.05 million parameters. Every trained method may
 sample as many answers as any other; games that end early need fewer, so the tables below have their number."""
@@ -175,7 +175,7 @@ def draw_bars(results: Sequence[Result], games: Sequence[str], target: Path) -> 
     places = np.arange(len(BARS))
     for axis, game in zip(axes[0], games, strict=True):
         for number, (name, colour) in enumerate(zip(PAPER_MODELS, ("#dddddd", "#aaaaaa"), strict=True)):
-            values = [PAPER[method][game][number] if method in PAPER else np.nan for method in BARS]
+            values = [PAPER.get(method, {}).get(game, (np.nan, np.nan))[number] for method in BARS]
             axis.barh(places + 0.27 * number, values, 0.27, color=colour, label=name)
         own = [mean_and_half([r for r in results if (r["game"], r["method"]) == (game, method)]) for method in BARS]
         means, halves = zip(*own, strict=True)

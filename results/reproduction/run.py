@@ -1,6 +1,6 @@
 """Reproduces docs/results.md: how well a team learns, and which parts of AT-GRPO matter.
 
-    python results/reproduction/run.py                  all 132 rows, some six hours of one core
+    python results/reproduction/run.py                  all 198 rows, some twelve hours of one core
     python results/reproduction/run.py --list           the rows: published, measured here, open
     python results/reproduction/run.py --only "plan_path/team + AT-GRPO, per role"  one to two CPU minutes a seed
     python results/reproduction/run.py --only sokoban/  all methods and seeds of a game
@@ -52,7 +52,7 @@ from results.rates import RatesFile, Score
 from results.reproduction.report import write_report
 
 ROOT = Path("runs/reproduce")
-GAMES = ("plan_path", "sokoban")
+GAMES = ("plan_path", "sokoban", "sokoban_large")
 SEEDS, MAIN_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 HERE = Path(__file__).parent
 RATES = (1e-3, 3e-3, 6e-3, 1.2e-2)
