@@ -40,7 +40,6 @@ ANSWERED: Json = {"role": "assistant", "content": TEXT_MARK}
 THINKING: Json = ANSWERED | {"reasoning_content": THOUGHT_MARK}
 PROBE_ARGUMENTS = {FIRST_KEY: FIRST_VALUE, LAST_KEY: LAST_VALUE}
 TAG = r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])"
-INLINE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -146,12 +145,6 @@ def _without(text: str, starts: Sequence[str]) -> str:
         if text.lstrip().startswith(start):
             return text.lstrip().removeprefix(start).lstrip("\n")
     return text
-
-
-def inline_thought(text: str) -> tuple[str, str]:
-    """Returns the thought with which a text begins, between <think> and </think>, and the rest."""
-    found = INLINE_THOUGHT.match(text)
-    return (found[1].strip(), text[found.end() :]) if found else ("", text)
 
 
 def answer_text(renderer: Renderer, message: Json, tools: Sequence[Json] = ()) -> str | None:
