@@ -116,16 +116,19 @@ class AnswerForm:
         return marks.close not in begins.removeprefix(marks.open)
 
     def _part_thought(self, text: str, *, forced: bool) -> tuple[str, str]:
-        """Returns the thought and the rest of an answer. A thought that does not end is all of it."""
+        """Returns the thoughts and the rest of an answer. A thought that does not end is all of it."""
         marks = self.thought
-        begins = text.lstrip()
-        thought = ""
-        if marks and (forced or begins.startswith(marks.open)):
-            thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
-            text = rest.lstrip()
-        more, content = self._part_channels(_without(text, self.starts))
         header = marks.header if marks else ""
-        return "\n".join(filter(None, (thought.strip(), more))), content.removeprefix(header) if header else content
+        thoughts = list[str]()
+        begins = text.lstrip()
+        while marks and (forced or begins.startswith(marks.open)):
+            thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
+            thoughts.append(thought.strip())
+            text = rest.lstrip()
+            begins = text.removeprefix(header).lstrip()
+            forced = False
+        more, content = self._part_channels(_without(text, self.starts))
+        return "\n".join(filter(None, (*thoughts, more))), content.removeprefix(header)
 
     def _part_channels(self, text: str) -> tuple[str, str]:
         """Returns what stands before the last mark of a content (further channels, which are thoughts), and the content

@@ -212,6 +212,20 @@ THINKING = [name for name in NAMES if ChatEncoder(real_tokenizer(name)).form.tho
 
 @pytest.mark.parametrize("name", THINKING)
 @pytest.mark.few(4)
+def test_thoughts_that_follow_each_other_are_apart(name):
+    """Ended or not: no env sees the second one."""
+    encoder = ChatEncoder(real_tokenizer(name))
+    prompt = encoder.encode_conversation(Chat((ASK,)))
+    marks = encoder.form.thought
+    begun = "" if encoder.tokenizer.decode(prompt).rstrip().endswith(marks.open) else marks.open
+    two = f"{begun}\nuno\n{marks.close}{marks.header}\n{marks.open}\ndue\n"
+    for written, text in ((two, ""), (f"{two}{marks.close}four", "four")):
+        read = encoder.read(ids(encoder.tokenizer, written), prompt)
+        assert (read.text, read.thought) == (text, "uno\ndue")
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.few(4)
 def test_any_thought_to_imitate_is_written_and_read_back(name):
     """Also one that is equal to the answer or to the question, or that spells special tokens. One in which its answer
     was cut has no end."""
