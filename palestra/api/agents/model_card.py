@@ -16,7 +16,7 @@ from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.files import read_bytes, read_lines
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES
 from palestra.runs.headline import algorithm_label, format_return, paid_seats, success_keys, total_steps
-from palestra.runs.series import group_lines, success_interval
+from palestra.runs.series import group_lines, success_interval, valid_instances
 from palestra.runs.settings import read_meta
 
 HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -129,7 +129,7 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
     ]
     columns += [("return", format_return)] if "return" in last else []
     columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
-    head = f"| {_cell(name)} | {last.get('instances', last['episodes']):.0f} |"
+    head = f"| {_cell(name)} | {valid_instances(last):.0f} |"
     return [
         f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
         for key, format_value in columns

@@ -9,7 +9,7 @@ from typing import Any
 from palestra.core.types import TEAM
 from palestra.evaluation.report.html import escape_text, format_number, html_table
 from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats, success_keys
-from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
+from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval, valid_instances
 from palestra.text.rollouts.sample_metrics import sample_rows
 
 
@@ -24,7 +24,7 @@ def eval_table(logs: RunLogs) -> str:
                 [
                     eval_label(logs.config, name),
                     what,
-                    f"{after.get('instances', after['episodes']):.0f}",
+                    f"{valid_instances(after):.0f}",
                     format_value(before) if before else "-",
                     format_value(after),
                 ]

@@ -55,33 +55,32 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Returns success (if an env reports it), joint steps per trajectory, return and team return, number of episodes,
     and how many failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest. `return` is the team's reward plus the mean
-    of the seats' own. Success is over the envs of which some trajectory reports it; their other trajectories count as
-    0. Success that is reported by seat is `success.NAME` (`success_by_policy`). Only if there are any: `redraws`, the
-    number of episodes that were played and replaced (refill.py); `context_full_fraction`, the share of trajectories
-    that ended because the next prompt did not fit into a model's context; `failed_branches` and `no_reward_branches`,
-    the numbers of branches that an error ended (also if they got the run's `failed_reward`), and that the env gave no
-    reward.
+    Means are over the episodes that did not fail, and absent if all did; `failed` counts the rest. `return` is the
+    team's reward plus the mean of the seats' own. Success is over the envs of which some trajectory reports it; their
+    other trajectories count as 0. Success that is reported by seat is `success.NAME` (`success_by_policy`). Only if
+    there are any: `redraws`, the number of episodes that were played and replaced (refill.py); `context_full_fraction`,
+    the share of trajectories that ended because the next prompt did not fit into a model's context; `failed_branches`
+    and `no_reward_branches`, the numbers of branches that an error ended (also if they got the run's `failed_reward`),
+    and that the env gave no reward.
     """
     valid = [e for e in episodes if e.error is None]
     ends = played_trajectories(valid)
     lines = [line for _, line in ends]
     reporting = reporting_envs(valid)
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
-    known = reporting or not lines
-    more = {"success": _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])} if known else {}
+    more: Metrics = {}
+    if reporting:
+        more["success"] = _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])
     more |= {f"{TEAM_SUCCESS}{name}": value for name, value in success_by_policy(valid).items()}
     counts = {"redraws": sum(redraws)} | _lost_branches(valid)
     more |= {name: float(count) for name, count in counts.items() if count}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
     more |= {"context_full_fraction": _mean(full)} if any(full) else {}
-    return more | {
-        "steps_per_episode": sum(bool(node.answers) for node in chain.from_iterable(lines)) / (len(lines) or 1),
-        "return": _mean([_trajectory_return(e, line) for e, line in ends]),
-        "team_return": _mean([_team_return(line) for line in lines]),
-        "episodes": float(len(episodes)),
-        "failed": float(len(episodes) - len(valid)),
-    }
+    if lines:
+        more["steps_per_episode"] = sum(bool(node.answers) for node in chain.from_iterable(lines)) / len(lines)
+        more["return"] = _mean([_trajectory_return(e, line) for e, line in ends])
+        more["team_return"] = _mean([_team_return(line) for line in lines])
+    return more | {"episodes": float(len(episodes)), "failed": float(len(episodes) - len(valid))}
 
 
 def _lost_branches(episodes: Sequence[Episode]) -> dict[str, int]:
