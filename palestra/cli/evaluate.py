@@ -262,7 +262,7 @@ def _judged_table(title: str, judged: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
-    from palestra.runs.headline import format_return, format_seat_return, paid_seats, success_keys
+    from palestra.runs.headline import format_return, format_seat_return, paid_seats, return_keys, success_keys
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -274,7 +274,7 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
         table.add_row(what, styled_text((success_interval(metrics, key), "bold")))
     for name, text in sample_rows(metrics):
         table.add_row(name, text)
-    if "return" in metrics:
+    if "return" in return_keys(metrics):
         table.add_row("return", format_return(metrics))
     for key, digits in (("steps_per_episode", 2), ("team_return", 2), ("failed", 0), ("instances", 0)):
         if key in metrics:

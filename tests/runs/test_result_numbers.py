@@ -5,6 +5,8 @@ from helpers.command_line import palestra as command
 
 import palestra as pl
 from palestra.core.types import Episode, Node, Step
+from palestra.dashboard.catalog import CatalogRun
+from palestra.dashboard.run_status import list_entry
 from palestra.envs import Env, make_env
 from palestra.evaluation.report.page import metric_tiles
 from palestra.evaluation.report.run_charts import run_charts
@@ -63,6 +65,52 @@ def test_seats_that_earn_are_shown_beside_the_team():
     assert not shows_return(line | {"success": 0.5})
     assert paid_seats({"returns": {"a": 0.0, "b": 0.0}}) == ["a", "b"]  # networks, or nobody earned anything
     assert paid_seats(line | {"returns_ci95": {"a": 0.1, "b": 0.2}}) == ["a", "b"]  # a mean of 0
+
+
+class Duel(Env):
+    """What one seat earns the other loses."""
+
+    name = "duel"
+    seats = ("left", "right")
+
+    def reset(self, seed: int) -> Step:
+        return Step({"left": str(seed), "right": str(seed)})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        reward = 1.0 + len(actions["left"]) % 3
+        return Step({}, {"left": reward, "right": -reward})
+
+
+@pytest.mark.parametrize("names", [("left", "right"), ("one", "two")])
+def test_opponents_have_no_common_return(tmp_path, capsys, names):
+    """It would be 0.00 whatever they learn."""
+    policy = pl.Lora("tiny", rank=2, sampling={"max_tokens": 4})
+    policies = {"one": policy, "two": policy} if "one" in names else {"default": policy}
+    seats = {"left": "one", "right": "two"} if "one" in names else {}
+    algorithm = pl.GRPO(group_size=4, branch_at="root")
+    env = {"type": f"{__name__}:Duel"}
+    config = {
+        "env": env,
+        "policies": policies,
+        "seats": seats,
+        "algorithm": algorithm,
+        "evals": {"test": {"episodes": 4}},
+    }
+    run = pl.train(**config, steps=1, episodes=4, root=tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    logs = RunLogs(run.path)
+    line = logs.evals["test"][-1]
+    own = [line[f"return.{name}"] for name in names]
+    assert own[0] == -own[1] == line["returns"]["left"] > 0
+    wanted = f"{names[0]} {own[0]:.2f} {names[1]} {own[1]:.2f}"
+    assert format_eval(line) == wanted and f"test {wanted}" in printed
+    for text in (printed, eval_table(logs), metric_tiles(logs, logs.config)):
+        assert " 0.00 " not in text and ">0.00<" not in text and "return 0" not in text
+    (chart,) = [chart for chart in run_charts(logs) if chart.title.startswith("returns")]
+    assert all(curve.series.y.any() for curve in chart.curves)
+    entry = list_entry(CatalogRun(run.path.parent, run.path.name), {})
+    assert entry["headline"] == f"test {wanted}" and entry["return"] is None
+    assert "return" not in entry["evals"]["test"]
 
 
 class Breaking(Env):

@@ -13,6 +13,7 @@ from rich.table import Table
 from palestra.runs.headline import (
     eval_label,
     paid_seats,
+    return_keys,
     shows_return,
     success_keys,
     training_return_label,
@@ -68,7 +69,8 @@ def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> 
         sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
         table.add_row(f"{name}: {title} of {n}", *sampled)
     if shows_return(last):
-        table.add_row(f"{name}: return, mean of {n}", *_ends(lines, partial(_number, "return", 2)), style="bold")
+        for key, what in return_keys(last).items():
+            table.add_row(f"{name}: {what}, mean of {n}", *_ends(lines, partial(_number, key, 2)), style="bold")
     if shows_return(last) and len(set(last["returns"].values())) > 1:
         for seat in paid_seats(last):
             table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: _number(of, 2, x["returns"])))
