@@ -101,8 +101,10 @@ class ProgressBar(_BarContext, Callback):
         texts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             texts += [f"{',' if number else ''} {what} ", (value, "bold")]
-        repeated = f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
-        size = f" of {metrics['episodes']:.0f} episodes{repeated}, mean length {metrics['steps_per_episode']:.1f}"
+        size = f" of {metrics['episodes']:.0f} episodes"
+        size += f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
+        size += f", {metrics['failed']:.0f} failed" if metrics.get("failed") else ""
+        size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
         self.console.print(styled_text(*texts, size))
 
 

@@ -262,7 +262,7 @@ def _judged_table(title: str, judged: JudgedResult) -> Table:
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
-    from palestra.runs.headline import format_return, format_seat_return, paid_seats, success_keys
+    from palestra.runs.headline import format_return, format_seat_return, paid_seats, return_keys, success_keys
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -274,11 +274,11 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
         table.add_row(what, styled_text((success_interval(metrics, key), "bold")))
     for name, text in sample_rows(metrics):
         table.add_row(name, text)
-    if "return" in metrics:
+    if "return" in return_keys(metrics):
         table.add_row("return", format_return(metrics))
-    for key in ("steps_per_episode", "team_return", "failed", "instances"):
+    for key, digits in (("steps_per_episode", 2), ("team_return", 2), ("failed", 0), ("instances", 0)):
         if key in metrics:
-            table.add_row(key.replace("_", " "), f"{metrics[key]:.2f}")
+            table.add_row(key.replace("_", " "), f"{metrics[key]:.{digits}f}")
     for seat in paid_seats(metrics):
         table.add_row(f"return of {seat}", format_seat_return(metrics, seat))
     if "nash_conv" in metrics:
@@ -301,5 +301,6 @@ def _cross_table(title: str, results: list[EvalResult]) -> Table:
         success = success_interval(metrics) if has_one else format_success(success_by_name(metrics)) or "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
-        table.add_row(*policy_names.values(), success, *more, f"{metrics['return']:.2f}", *returns)
+        mean = f"{metrics['return']:.2f}" if "return" in metrics else "-"
+        table.add_row(*policy_names.values(), success, *more, mean, *returns)
     return table

@@ -106,7 +106,8 @@ def _outcome(own_seat: str, episode: Any) -> Table:
         table.add_row("success", styled_text(("yes" if episode.success else "no", "bold")))
     for seat, success in episode.seat_success.items():
         table.add_row(f"success of {seat}", "yes" if success else "no")
-    table.add_row("return of the team", f"{episode_metrics([episode])['team_return']:.2f}")
+    if (team := episode_metrics([episode]).get("team_return")) is not None:
+        table.add_row("return of the team", f"{team:.2f}")
     for seat, value in seat_returns([episode])["returns"].items():
         table.add_row(f"return of {seat}{' (you)' if seat == own_seat else ''}", f"{value:.2f}")
     return table

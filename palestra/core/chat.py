@@ -132,15 +132,17 @@ def same_message(one: Json, other: Json) -> bool:
 
 
 def messages_after(chat: Chat, earlier: Chat, answer: str) -> tuple[Json, ...] | None:
-    """Returns the messages of `chat` after `earlier` and the `answer` to it; None if `chat` does not continue them."""
+    """Returns the messages of `chat` after `earlier` and the `answer` to it, which `chat` may have with its thought in
+    the content; None if `chat` does not continue them."""
     n = len(earlier.messages)
     if len(chat.messages) <= n + 1 or chat.tools != earlier.tools:
         return None
-    if not all(map(same_message, chat.messages, earlier.messages)) or not same_message(
-        chat.messages[n], parse_assistant_message(answer)
-    ):
+    said = chat.messages[n]
+    without_thought = said | {"content": part_thought(_text(said.get("content")))[1]}
+    wanted = parse_assistant_message(answer)
+    if not (same_message(said, wanted) or same_message(without_thought, wanted)):
         return None
-    return chat.messages[n + 1 :]
+    return chat.messages[n + 1 :] if all(map(same_message, chat.messages, earlier.messages)) else None
 
 
 def with_system(messages: Sequence[Json], system: str) -> list[Json]:
@@ -195,6 +197,15 @@ def thought_of(message: Json) -> str:
 def with_thought(text: str, thought: str | None) -> str:
     """Returns an answer's text after its thought, between <think> and </think>."""
     return f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
+
+
+def part_thought(text: str) -> tuple[str, str]:
+    """Returns the thought of an answer between <think> and </think>, and the text after it. The first mark is missing
+    where the prompt has begun the thought, the second where the answer was cut: all of it is a thought then."""
+    begins = text.lstrip()
+    thought, ended, rest = begins.removeprefix("<think>").partition("</think>")
+    is_thought = begins.startswith("<think>") or (ended and "<think>" not in thought)
+    return (thought.strip(), rest.lstrip()) if is_thought else ("", text)
 
 
 def _function(call: Json) -> Json:

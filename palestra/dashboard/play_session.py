@@ -166,7 +166,7 @@ class PlaySession:
         success = bool(metrics["success"]) if "success" in metrics else None
         if (own := episode.seat_success.get(self.setup.human_seat)) is not None:
             success = bool(own)
-        return head | {"success": success, "team": metrics["team_return"], **seat_returns([episode])}
+        return head | {"success": success, "team": metrics.get("team_return", 0.0), **seat_returns([episode])}
 
 
 class PlaySessions:

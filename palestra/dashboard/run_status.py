@@ -24,6 +24,7 @@ from palestra.runs.headline import (
     format_eval,
     headline_eval,
     paid_seats,
+    return_keys,
     success_by_name,
     training_success_label,
 )
@@ -80,13 +81,18 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
         "total": total,
         "status": status(run, done, total, locks),
         "success": team.get("success"),
-        "return": team.get("return", team.get("team_return")),
+        "return": _main_return(team),
         "nash_conv": team.get("nash_conv"),
         "success_label": training_success_label(config),
         "headline": headline(evals, team),
         "evals": {name: eval_summary(line) for name, line in evals.items()},
         "changed": max(file_stamp(run.path)[::2]) / 1e9,
     }
+
+
+def _main_return(line: Mapping[str, Any]) -> float | None:
+    """Returns the return of all seats; None without one, and of opponents, of whom it says nothing."""
+    return line.get("return", line.get("team_return")) if set(return_keys(line)) <= {"return"} else None
 
 
 def unreadable_entry(name: str, error: Exception) -> Tree:
@@ -145,6 +151,8 @@ def eval_summary(result: Mapping[str, Any]) -> Tree:
     if "returns" in summary:
         summary["returns"] = {seat: summary["returns"][seat] for seat in paid_seats(result)}
     rates = success_by_name(result)
+    if "return" not in return_keys(result):
+        summary.pop("return", None)
     if rates and "success" not in rates:
         summary = {key: value for key, value in summary.items() if key not in ("return", "returns")}
         summary["successes"] = rates

@@ -113,6 +113,15 @@ def success_keys(*lines: Tree) -> dict[str, str]:
     return keys | {f"{TEAM_SUCCESS}{name}": f"success ({name})" for name in names}
 
 
+def return_keys(*lines: Tree) -> dict[str, str]:
+    """Returns the keys of the returns that lines of metrics show, with their titles: {"return": "return"}, or
+    {"return.hunters": "return (hunters)", ...} of teams; nothing without any."""
+    names = dict.fromkeys(chain.from_iterable(_by_team(line, TEAM_RETURN) for line in lines))
+    if names:
+        return {f"{TEAM_RETURN}{name}": f"return ({name})" for name in names}
+    return {"return": "return"} if any("return" in line for line in lines) else {}
+
+
 def _by_team(line: Tree, start: str) -> dict[str, float]:
     """Returns the numbers of a line whose keys begin with `start`, by the rest of the key."""
     return {

@@ -4,8 +4,11 @@ import pytest
 from helpers.command_line import palestra as command
 
 import palestra as pl
-from palestra.core.types import Episode, Node
-from palestra.envs import make_env
+from palestra.core.types import Episode, Node, Step
+from palestra.dashboard.catalog import CatalogRun
+from palestra.dashboard.run_status import list_entry
+from palestra.envs import Env, make_env
+from palestra.evaluation.report.page import metric_tiles
 from palestra.evaluation.report.run_charts import run_charts
 from palestra.evaluation.report.run_report import summary_table
 from palestra.evaluation.report.tables import eval_table
@@ -62,6 +65,91 @@ def test_seats_that_earn_are_shown_beside_the_team():
     assert not shows_return(line | {"success": 0.5})
     assert paid_seats({"returns": {"a": 0.0, "b": 0.0}}) == ["a", "b"]  # networks, or nobody earned anything
     assert paid_seats(line | {"returns_ci95": {"a": 0.1, "b": 0.2}}) == ["a", "b"]  # a mean of 0
+
+
+class Duel(Env):
+    """What one seat earns the other loses."""
+
+    name = "duel"
+    seats = ("left", "right")
+
+    def reset(self, seed: int) -> Step:
+        return Step({"left": str(seed), "right": str(seed)})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        reward = 1.0 + len(actions["left"]) % 3
+        return Step({}, {"left": reward, "right": -reward})
+
+
+@pytest.mark.parametrize("names", [("left", "right"), ("one", "two")])
+def test_opponents_have_no_common_return(tmp_path, capsys, names):
+    """It would be 0.00 whatever they learn."""
+    policy = pl.Lora("tiny", rank=2, sampling={"max_tokens": 4})
+    policies = {"one": policy, "two": policy} if "one" in names else {"default": policy}
+    seats = {"left": "one", "right": "two"} if "one" in names else {}
+    algorithm = pl.GRPO(group_size=4, branch_at="root")
+    env = {"type": f"{__name__}:Duel"}
+    config = {
+        "env": env,
+        "policies": policies,
+        "seats": seats,
+        "algorithm": algorithm,
+        "evals": {"test": {"episodes": 4}},
+    }
+    run = pl.train(**config, steps=1, episodes=4, root=tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    logs = RunLogs(run.path)
+    line = logs.evals["test"][-1]
+    own = [line[f"return.{name}"] for name in names]
+    assert own[0] == -own[1] == line["returns"]["left"] > 0
+    wanted = f"{names[0]} {own[0]:.2f} {names[1]} {own[1]:.2f}"
+    assert format_eval(line) == wanted and f"test {wanted}" in printed
+    for text in (printed, eval_table(logs), metric_tiles(logs, logs.config)):
+        assert " 0.00 " not in text and ">0.00<" not in text and "return 0" not in text
+    (chart,) = [chart for chart in run_charts(logs) if chart.title.startswith("returns")]
+    assert all(curve.series.y.any() for curve in chart.curves)
+    entry = list_entry(CatalogRun(run.path.parent, run.path.name), {})
+    assert entry["headline"] == f"test {wanted}" and entry["return"] is None
+    assert "return" not in entry["evals"]["test"]
+
+
+class Breaking(Env):
+    """Held-out episodes of which the first `broken` fail."""
+
+    name = "breaking"
+    seats = ("agent",)
+
+    def __init__(self, broken: int = 0, split: str = "train") -> None:
+        self.broken = broken if split == "test" else 0
+
+    def reset(self, seed: int) -> Step:
+        if seed < self.broken:
+            raise RuntimeError("broken")
+        return Step({"agent": str(seed)})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        return Step({}, {"agent": float(len(actions["agent"]) % 3)}, info={"success": True})
+
+
+@pytest.mark.parametrize("broken", [3, 4])
+def test_failed_episodes_are_in_no_number(tmp_path, capsys, broken):
+    """The number of instances beside a result is that of the others; without others there is no result."""
+    env = {"type": f"{__name__}:Breaking", "broken": broken}
+    run = train(env, tmp_path, evals={"test": {"episodes": 4, "env": {"split": "test"}}}, max_failed=1.0)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"of 4 episodes, {broken} failed" in printed
+    logs = RunLogs(run.path)
+    line = logs.evals["test"][-1]
+    table = summary_table(run.path)
+    titles = [str(cell) for cell in table.columns[0].cells]
+    assert "test: failed episodes" in titles
+    if broken == 3:
+        assert line["success"] == 1.0 and "test: success of 1" in titles
+        assert "<td>1</td>" in eval_table(logs)
+        return
+    assert not {"success", "return", "team_return", "steps_per_episode"} & set(line)
+    assert format_eval(line) == "" and "0.0%" not in printed and "0.0%" not in eval_table(logs)
+    assert "0.00" not in metric_tiles(logs, logs.config)
 
 
 def test_repeated_instances_count_once(tmp_path):

@@ -15,8 +15,8 @@ from palestra.core.config import Tree, hide_credentials, load
 from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.core.files import read_bytes, read_lines
 from palestra.engine.bases.packaged_bases import PACKAGED_BASES
-from palestra.runs.headline import algorithm_label, format_return, paid_seats, success_keys, total_steps
-from palestra.runs.series import group_lines, success_interval
+from palestra.runs.headline import algorithm_label, format_return, paid_seats, return_keys, success_keys, total_steps
+from palestra.runs.series import group_lines, success_interval, valid_instances
 from palestra.runs.settings import read_meta
 
 HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -77,7 +77,7 @@ def _learns(agent: TrainedAgent, tree: Tree) -> str:
 
 def _index(name: str, line: Tree, tree: Tree) -> list[Tree]:
     """Returns an evaluation as entries of the hub's model-index."""
-    values = [(key, line[key]) for key in (*success_keys(line), "return") if line.get(key) is not None]
+    values = [(key, line[key]) for key in (*success_keys(line), *return_keys(line)) if line.get(key) is not None]
     data = {"name": name, "type": (_envs(tree) or ["env"])[0]}
     task = {"type": "reinforcement-learning"}
     return [{"task": task, "dataset": data, "metrics": [{"type": k, "value": round(v, 4)}]} for k, v in values]
@@ -127,9 +127,9 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
     columns: list[tuple[str, Callable[[Tree], str]]] = [
         (what, partial(success_interval, key=key)) for key, what in success_keys(last).items()
     ]
-    columns += [("return", format_return)] if "return" in last else []
+    columns += [("return", format_return)] if "return" in return_keys(last) else []
     columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
-    head = f"| {_cell(name)} | {last.get('instances', last['episodes']):.0f} |"
+    head = f"| {_cell(name)} | {valid_instances(last):.0f} |"
     return [
         f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
         for key, format_value in columns

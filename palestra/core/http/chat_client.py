@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
-from palestra.core.chat import Json, thought_of
+from palestra.core.chat import Json, part_thought, thought_of
 from palestra.core.config import StrictModel
 from palestra.core.http.retry import RETRY_STATUSES, RetryPolicy, parse_retry_after
 
@@ -233,14 +233,12 @@ def _message(response: httpx.Response) -> Json | None:
 
 def _part_thought(message: Json) -> Json:
     """Returns a message whose thought is apart from its content. A server without a reader of thoughts writes both into
-    the content, without <think> if the prompt has begun the thought, and without </think> if the answer was cut."""
+    the content."""
     content = message.get("content")
     if not isinstance(content, str) or thought_of(message):
         return message
-    text = content.lstrip()
-    thought, ended, rest = text.removeprefix("<think>").partition("</think>")
-    is_thought = text.startswith("<think>") or (ended and "<think>" not in thought)
-    return message | {"content": rest.lstrip(), "reasoning_content": thought.strip()} if is_thought else message
+    thought, text = part_thought(content)
+    return message | {"content": text, "reasoning_content": thought}
 
 
 # ---- API key and error messages

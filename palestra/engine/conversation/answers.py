@@ -40,7 +40,6 @@ ANSWERED: Json = {"role": "assistant", "content": TEXT_MARK}
 THINKING: Json = ANSWERED | {"reasoning_content": THOUGHT_MARK}
 PROBE_ARGUMENTS = {FIRST_KEY: FIRST_VALUE, LAST_KEY: LAST_VALUE}
 TAG = r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])"
-INLINE_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -117,16 +116,19 @@ class AnswerForm:
         return marks.close not in begins.removeprefix(marks.open)
 
     def _part_thought(self, text: str, *, forced: bool) -> tuple[str, str]:
-        """Returns the thought and the rest of an answer. A thought that does not end is all of it."""
+        """Returns the thoughts and the rest of an answer. A thought that does not end is all of it."""
         marks = self.thought
-        begins = text.lstrip()
-        thought = ""
-        if marks and (forced or begins.startswith(marks.open)):
-            thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
-            text = rest.lstrip()
-        more, content = self._part_channels(_without(text, self.starts))
         header = marks.header if marks else ""
-        return "\n".join(filter(None, (thought.strip(), more))), content.removeprefix(header) if header else content
+        thoughts = list[str]()
+        begins = text.lstrip()
+        while marks and (forced or begins.startswith(marks.open)):
+            thought, _, rest = begins.removeprefix(marks.open).partition(marks.close)
+            thoughts.append(thought.strip())
+            text = rest.lstrip()
+            begins = text.removeprefix(header).lstrip()
+            forced = False
+        more, content = self._part_channels(_without(text, self.starts))
+        return "\n".join(filter(None, (*thoughts, more))), content.removeprefix(header)
 
     def _part_channels(self, text: str) -> tuple[str, str]:
         """Returns what stands before the last mark of a content (further channels, which are thoughts), and the content
@@ -146,12 +148,6 @@ def _without(text: str, starts: Sequence[str]) -> str:
         if text.lstrip().startswith(start):
             return text.lstrip().removeprefix(start).lstrip("\n")
     return text
-
-
-def inline_thought(text: str) -> tuple[str, str]:
-    """Returns the thought with which a text begins, between <think> and </think>, and the rest."""
-    found = INLINE_THOUGHT.match(text)
-    return (found[1].strip(), text[found.end() :]) if found else ("", text)
 
 
 def answer_text(renderer: Renderer, message: Json, tools: Sequence[Json] = ()) -> str | None:

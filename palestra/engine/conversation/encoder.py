@@ -14,14 +14,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from palestra.core.chat import Chat, Json, parse_assistant_message, render_message, to_template_message, with_system
+from palestra.core.chat import (
+    Chat,
+    Json,
+    parse_assistant_message,
+    part_thought,
+    render_message,
+    to_template_message,
+    with_system,
+)
 from palestra.core.types import Answer
 from palestra.engine.conversation.answers import (
     AnswerForm,
     ReadAnswer,
     after_prompt,
     find_answer_form,
-    inline_thought,
 )
 from palestra.engine.conversation.rendering import (
     ASKED,
@@ -276,49 +283,86 @@ class ChatEncoder:
     def _begins_thought(self, prompt_ids: np.ndarray) -> bool:
         if self.form.thought is None:
             return False
-        tail = self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-        return bool(tail.rstrip().endswith(self.form.thought.open))
+        return self._is_forced(self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False))
+
+    def part_demonstration(self, text: str, thought: str = "", *, ends: bool = True) -> ReadAnswer:
+        """Returns an answer to imitate with its thought apart from its text, if the chat template shows thoughts.
+        Raises ValueError for two different thoughts, and for one that does not end although the answer `ends`."""
+        begins = text.lstrip().startswith("<think>")
+        if self.form.thought is None or (thought and not begins):
+            return ReadAnswer(text, thought)
+        if begins and ends and "</think>" not in text:
+            raise ValueError("an answer to imitate begins a thought that does not end: write </think> after it")
+        inline, rest = part_thought(text)
+        if thought and inline != thought.strip():
+            raise ValueError("an answer to imitate has two different thoughts, beside its text and in it: leave one")
+        return ReadAnswer(rest, thought or inline)
 
     def encode_answer(
         self, conversation: Chat, text: str, thought: str = "", *, system: str | None = None, ends: bool = True
     ) -> np.ndarray:
         """Returns an answer to a conversation as token ids [T] int32, as the template writes it in the finished
         conversation: with the thought, with calls in the template's form, and with its end token if it `ends`. The text
-        may spell that end itself."""
+        may spell that end itself. Raises ValueError if the answer would not be read as this text and thought."""
         messages = conversation.messages if system is None else with_system(conversation.messages, system)
-        body, end = self._answer_text(list(messages), list(conversation.tools), text, thought)
-        return self.encode_text(body + (end if ends else ""))
-
-    def _answer_text(self, messages: list[Json], tools: list[Json], text: str, thought: str) -> tuple[str, str]:
-        """Returns the text of an answer without its end token, and that token."""
-        form = self.form
         told = text.rstrip()
-        text = told.removesuffix(form.end) if form.end and told.endswith(form.end) else text
-        if not self.renderer.has_template and not thought:
-            return self.renderer.harmless(text), form.end
-        if form.thought and not thought:
-            thought, text = inline_thought(text)
-        message: Json = {"role": "assistant", "content": text}
-        parsed = parse_assistant_message(text)
+        text = told.removesuffix(self.form.end) if self.form.end and told.endswith(self.form.end) else text
+        answer = self.part_demonstration(text, thought, ends=ends)
+        if not self.renderer.has_template and not answer.thought:
+            return self.encode_text(self.renderer.harmless(answer.text) + (self.form.end if ends else ""))
+        prompt = self.renderer.render(messages, conversation.tools)
+        body, end = self._answer_text(list(messages), list(conversation.tools), answer, prompt)
+        if not ends and answer.thought and not answer.text:  # it was cut in its thought, whose end is not written
+            written = self.renderer.harmless(answer.thought).strip()
+            body = body[: body.rindex(written) + len(written)]
+        ids = self.encode_text(body + (end if ends else ""))
+        self._check_read(ids, answer, conversation.tools, forced=self._is_forced(prompt))
+        return ids
+
+    def _check_read(self, ids: np.ndarray, answer: ReadAnswer, tools: Sequence[Json], *, forced: bool) -> None:
+        read = self.form.read(self.decode(ids), tools, forced=forced)
+        wanted = self.renderer.harmless(parse_assistant_message(answer.text)["content"])
+        content = parse_assistant_message(read.text)["content"]
+        if content.split() != wanted.split() or read.thought.split() != self.renderer.harmless(answer.thought).split():
+            raise ValueError(
+                f"an answer to imitate is read as the text {content[:60]!r} after the thought {read.thought[:60]!r} in "
+                f"the form of the base's chat template, not as {wanted[:60]!r} after {answer.thought[:60]!r}: leave "
+                "out marks of thoughts within texts, and texts beside calls if the template writes none"
+            )
+
+    def _is_forced(self, prompt: str) -> bool:
+        """Returns whether a prompt has begun a thought."""
+        return self.form.thought is not None and prompt.rstrip().endswith(self.form.thought.open)
+
+    def _answer_text(self, messages: list[Json], tools: list[Json], answer: ReadAnswer, prompt: str) -> tuple[str, str]:
+        """Returns the text of an answer after `prompt`, without its end token, and that token."""
+        form = self.form
+        message: Json = {"role": "assistant", "content": answer.text}
+        parsed = parse_assistant_message(answer.text)
         is_known = form.calls is not None and (form.has_common_calls or tools)
-        if is_known and "tool_calls" in parsed and text == render_message(parsed):
+        if is_known and "tool_calls" in parsed and answer.text == render_message(parsed):
             message = parsed
         end = form.call_end if "tool_calls" in message else form.end
-        prompt = self.renderer.render(messages, tools)
-        body = self._render_answer(messages, tools, message, thought, prompt)
+        body = self._render_answer(messages, tools, message, answer.thought, prompt)
         specials = body[len(self.renderer.without_specials(body)) :]
         return body[: len(body) - len(specials)] + (specials.partition(end)[0] if end and end in specials else ""), end
 
     def _render_answer(self, messages: list[Json], tools: list[Json], message: Json, thought: str, prompt: str) -> str:
         """Returns what the template writes after `prompt` as the answer `message` with a thought."""
-        thinking = message | {"reasoning_content": thought} if thought else message
-        whole = self.renderer.render([*messages, thinking], tools, generate=False)
+
+        def render(thought: str) -> str:
+            thinking = message | ({"reasoning_content": thought} if thought else {})
+            return self.renderer.render([*messages, thinking], tools, generate=False)
+
         marks = self.form.thought
-        if whole.startswith(prompt) and (not thought or self.renderer.harmless(thought).strip() in whole):
-            return whole[len(prompt) :]
-        forced = bool(marks) and prompt.rstrip().endswith(marks.open)  # type: ignore[union-attr]
+        forced = self._is_forced(prompt)
+        whole = render(thought)
         if marks is None or not (thought or forced):
             return after_prompt(prompt, whole)
+        marked = render(THOUGHT_MARK)
+        is_shown = THOUGHT_MARK in marked
+        if whole.startswith(prompt) and (is_shown or not thought):
+            return whole[len(prompt) :]
         if not forced and prompt.rstrip().endswith(marks.close):
             raise ValueError(
                 "an answer to imitate has a thought, and the base's chat template ends the thought before the answer "
@@ -326,10 +370,10 @@ class ChatEncoder:
                 "the thought out"
             )
         # the template does not write this answer after its own prompt: the thought that the prompt begins is ended
-        marked = self.renderer.render([*messages, message | {"reasoning_content": THOUGHT_MARK}], tools, generate=False)
-        if marked.startswith(prompt) and THOUGHT_MARK in marked:
+        thought = self.renderer.harmless(thought)
+        if marked.startswith(prompt) and is_shown:
             return marked[len(prompt) :].replace(THOUGHT_MARK, thought)
-        content = after_prompt(prompt, self.renderer.render([*messages, message], tools, generate=False))
+        content = after_prompt(prompt, render(""))
         return f"{'' if forced else marks.open + chr(10)}{thought}\n{marks.close}\n\n{content.lstrip()}"
 
     # ---- text

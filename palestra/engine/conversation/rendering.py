@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from palestra.core.chat import THOUGHT_KEYS, Json, to_template_message, with_thought
+from palestra.core.chat import THOUGHT_KEYS, Json, part_thought, to_template_message, with_thought
 
 TEMPLATE_ERRORS = (  # what a template raises, which runs any expression of its author
     *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
@@ -151,6 +151,8 @@ class Renderer:
         """Returns the text of a conversation; with `generate`, up to where the next answer begins. Raises ValueError if
         the template does not take it, or does not show its tools."""
         messages = [self.harmless(to_template_message(message)) for message in messages]
+        if self.form.thought_key is not None:
+            messages = [_with_thought_apart(message) for message in messages]
         if tools and not self.shows_tools:
             raise ValueError(
                 f"this conversation offers {len(tools)} tools, and the chat template of the base does not show tools "
@@ -210,6 +212,18 @@ class Renderer:
         if isinstance(value, list):
             return [self.harmless(each) for each in value]
         return {key: self.harmless(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _with_thought_apart(message: Json) -> Json:
+    """Returns a message with the thought with which an assistant's content begins as its `reasoning_content`. One with
+    another `reasoning_content` stays as it is."""
+    content = message["content"]
+    if message["role"] != "assistant" or not content.lstrip().startswith("<think>") or "</think>" not in content:
+        return message
+    thought, text = part_thought(content)
+    if message.get("reasoning_content", thought).strip() != thought:
+        return message
+    return message | {"content": text} | ({"reasoning_content": thought} if thought else {})
 
 
 def _in_form(message: Json, form: MessageForm, numbers: dict[str, str]) -> Json:

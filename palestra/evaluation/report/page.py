@@ -18,7 +18,7 @@ from palestra.evaluation.report.run_charts import metric_charts
 from palestra.evaluation.report.style import STYLE
 from palestra.evaluation.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
-from palestra.runs.headline import algorithm_label, held_out_label, success_keys, total_steps
+from palestra.runs.headline import algorithm_label, held_out_label, return_keys, success_keys, total_steps
 from palestra.runs.series import RunLogs, success_bounds, valid_instances
 from palestra.runs.settings import find_run, read_meta
 
@@ -103,8 +103,8 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
             tiles.append((f"{last[key]:.1%}", f"{label}: success of {n} [{low:.0%}, {high:.0%}]"))
         if rates:
             continue
-        if "return" in last:
-            tiles.append((f"{last['return']:.2f}", f"{label}: return, mean of {valid_instances(last):.0f}"))
+        for key, what in return_keys(last).items():
+            tiles.append((f"{last[key]:.2f}", f"{label}: {what}, mean of {valid_instances(last):.0f}"))
     if logs.team:
         last = logs.team[-1]
         done = last["step"] + 1

@@ -16,6 +16,7 @@ from palestra.runs.headline import (
     held_out_label,
     paid_seats,
     return_half_width,
+    return_keys,
     success_keys,
     training_return_label,
     training_success_label,
@@ -83,11 +84,15 @@ def _returns(logs: RunLogs) -> Chart:
     several."""
     curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
-        points = [{**line, "half": return_half_width(line) or 0.0} for line in lines if "return" in line]
-        curves.append(_with_interval(logs, _eval_name(logs, name), points, "return"))
+        for key, what in return_keys(*lines).items():
+            half = return_half_width if key == "return" else lambda _: None
+            points = [{**line, "half": half(line) or 0.0} for line in lines if key in line]
+            curves.append(_with_interval(logs, f"{_eval_name(logs, name)}{what.removeprefix('return')}", points, key))
         seats = paid_seats(lines[-1]) if "team_return" in lines[-1] else []
         curves += [_seat_return(logs, name, lines, seat) for seat in seats if len(seats) > 1]
-    curves += _smoothed_curves(training_return_label(logs.config), logs.series(logs.team, "return"))
+    for key, what in return_keys(*logs.team).items():
+        label = f"{training_return_label(logs.config)}{what.removeprefix('return')}"
+        curves += _smoothed_curves(label, logs.series(logs.team, key))
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
 
 

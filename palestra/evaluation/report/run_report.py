@@ -13,12 +13,13 @@ from rich.table import Table
 from palestra.runs.headline import (
     eval_label,
     paid_seats,
+    return_keys,
     shows_return,
     success_keys,
     training_return_label,
     training_success_label,
 )
-from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval
+from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval, valid_instances
 from palestra.text.rollouts.sample_metrics import sample_rows
 
 SUMMARY_ROWS = [
@@ -59,7 +60,7 @@ def summary_table(path: str | Path) -> Table:
 
 def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> None:
     last = lines[-1]
-    n = f"{last.get('instances', last['episodes']):.0f}"
+    n = f"{valid_instances(last):.0f}"
     for rate, what in success_keys(last).items():
         of_team = what.removeprefix("success")
         cells = _ends(lines, partial(success_interval, key=rate))
@@ -68,11 +69,19 @@ def _add_eval_rows(table: Table, name: str, lines: Sequence[dict[str, Any]]) -> 
         sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
         table.add_row(f"{name}: {title} of {n}", *sampled)
     if shows_return(last):
-        table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
+        for key, what in return_keys(last).items():
+            table.add_row(f"{name}: {what}, mean of {n}", *_ends(lines, partial(_number, key, 2)), style="bold")
     if shows_return(last) and len(set(last["returns"].values())) > 1:
         for seat in paid_seats(last):
-            table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
-    table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
+            table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: _number(of, 2, x["returns"])))
+    table.add_row(f"{name}: steps an episode", *_ends(lines, partial(_number, "steps_per_episode", 1)))
+    if any(line.get("failed") for line in lines):
+        table.add_row(f"{name}: failed episodes", *_ends(lines, partial(_number, "failed", 0)))
+
+
+def _number(key: str, digits: int, line: dict[str, Any]) -> str:
+    """Formats a metric; "-" without one, as if all episodes failed."""
+    return f"{line[key]:.{digits}f}" if key in line else "-"
 
 
 def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:

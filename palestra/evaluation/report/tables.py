@@ -8,8 +8,8 @@ from typing import Any
 
 from palestra.core.types import TEAM
 from palestra.evaluation.report.html import escape_text, format_number, html_table
-from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats, success_keys
-from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
+from palestra.runs.headline import eval_label, format_return, format_seat_return, paid_seats, return_keys, success_keys
+from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval, valid_instances
 from palestra.text.rollouts.sample_metrics import sample_rows
 
 
@@ -24,7 +24,7 @@ def eval_table(logs: RunLogs) -> str:
                 [
                     eval_label(logs.config, name),
                     what,
-                    f"{after.get('instances', after['episodes']):.0f}",
+                    f"{valid_instances(after):.0f}",
                     format_value(before) if before else "-",
                     format_value(after),
                 ]
@@ -38,7 +38,7 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
         (f"{what} [95 % interval]", partial(success_interval, key=key)) for key, what in success_keys(line).items()
     ]
     columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
-    columns += [("return", format_return)] if "return" in line else []
+    columns += [("return", format_return)] if "return" in return_keys(line) else []
     columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]
     columns += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return columns + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])

@@ -259,10 +259,12 @@ class LanguagePolicy:
         log-probabilities are zero. It is written as the chat template writes it. An answer that was cut at its token
         limit (`stop_reason` "length") gets no end token."""
         conversation = self._conversation(query)
-        ids = self.encoder.encode_answer(conversation, text, thought, ends=stop_reason != "length")
+        ends = stop_reason != "length"
+        answer = self.encoder.part_demonstration(text, thought, ends=ends)
+        ids = self.encoder.encode_answer(conversation, answer.text, answer.thought, ends=ends)
         prompt = self.encode_prompt(query)
         zeros = np.zeros(len(ids), np.float32)
-        return Answer(text, self.name, prompt, ids, zeros, stop_reason, thought=thought)
+        return Answer(answer.text, self.name, prompt, ids, zeros, stop_reason, thought=answer.thought)
 
 
 def _with_thoughts(conversation: Chat, history: Sequence[tuple[Any, Answer]]) -> Chat:

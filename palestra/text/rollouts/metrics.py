@@ -11,7 +11,7 @@ import numpy as np
 
 from palestra.core.types import NO_REWARD, Answer, Episode, Metrics, Node
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
-from palestra.runs.headline import TEAM_SUCCESS
+from palestra.runs.headline import TEAM_RETURN, TEAM_SUCCESS
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
 REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: number of episodes that it replaces
@@ -55,33 +55,33 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Returns success (if an env reports it), joint steps per trajectory, return and team return, number of episodes,
     and how many failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest. `return` is the team's reward plus the mean
-    of the seats' own. Success is over the envs of which some trajectory reports it; their other trajectories count as
-    0. Success that is reported by seat is `success.NAME` (`success_by_policy`). Only if there are any: `redraws`, the
-    number of episodes that were played and replaced (refill.py); `context_full_fraction`, the share of trajectories
-    that ended because the next prompt did not fit into a model's context; `failed_branches` and `no_reward_branches`,
-    the numbers of branches that an error ended (also if they got the run's `failed_reward`), and that the env gave no
-    reward.
+    Means are over the episodes that did not fail, and absent if all did; `failed` counts the rest. `return` is the
+    team's reward plus the mean of the seats' own. Success is over the envs of which some trajectory reports it; their
+    other trajectories count as 0. Success that is reported by seat is `success.NAME` (`success_by_policy`); returns of
+    opponents are `return.NAME` (`returns_of_opponents`). Only if there are any: `redraws`, the number of episodes that
+    were played and replaced (refill.py); `context_full_fraction`, the share of trajectories that ended because the next
+    prompt did not fit into a model's context; `failed_branches` and `no_reward_branches`, the numbers of branches that
+    an error ended (also if they got the run's `failed_reward`), and that the env gave no reward.
     """
     valid = [e for e in episodes if e.error is None]
     ends = played_trajectories(valid)
     lines = [line for _, line in ends]
     reporting = reporting_envs(valid)
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
-    known = reporting or not lines
-    more = {"success": _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])} if known else {}
+    more: Metrics = {}
+    if reporting:
+        more["success"] = _mean([e.success or 0.0 for e in valid if e.env in reporting and e.leaves()])
     more |= {f"{TEAM_SUCCESS}{name}": value for name, value in success_by_policy(valid).items()}
     counts = {"redraws": sum(redraws)} | _lost_branches(valid)
     more |= {name: float(count) for name, count in counts.items() if count}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
     more |= {"context_full_fraction": _mean(full)} if any(full) else {}
-    return more | {
-        "steps_per_episode": sum(bool(node.answers) for node in chain.from_iterable(lines)) / (len(lines) or 1),
-        "return": _mean([_trajectory_return(e, line) for e, line in ends]),
-        "team_return": _mean([_team_return(line) for line in lines]),
-        "episodes": float(len(episodes)),
-        "failed": float(len(episodes) - len(valid)),
-    }
+    if lines:
+        more["steps_per_episode"] = sum(bool(node.answers) for node in chain.from_iterable(lines)) / len(lines)
+        more["return"] = _mean([_trajectory_return(e, line) for e, line in ends])
+        more["team_return"] = _mean([_team_return(line) for line in lines])
+        more |= {f"{TEAM_RETURN}{name}": value for name, value in returns_of_opponents(ends).items()}
+    return more | {"episodes": float(len(episodes)), "failed": float(len(episodes) - len(valid))}
 
 
 def _lost_branches(episodes: Sequence[Episode]) -> dict[str, int]:
@@ -116,6 +116,23 @@ def success_by_policy(episodes: Sequence[Episode]) -> Metrics:
                 name = seat if len(policies) == 1 else member_name(policy)
                 found.setdefault(name, []).append(success.get(seat, 0.0))
     return {name: _mean(values) for name, values in found.items()}
+
+
+def returns_of_opponents(ends: Sequence[tuple[Episode, Sequence[Node]]]) -> Metrics:
+    """Returns the own return of each policy, a mean over trajectories and its seats (of each seat, if one policy plays
+    all), if the seats' own rewards cancel in every trajectory: their mean is 0 then, whatever they learn. Nothing
+    otherwise."""
+    policies = {member_name(policy) for episode, _ in ends for policy in episode.seats.values()}
+    found: dict[str, list[float]] = {}
+    for episode, line in ends:
+        own = {seat: _seat_return(line, seat) for seat in episode.seats}
+        if abs(sum(own.values())) > 1e-6 * max(map(abs, own.values()), default=0.0):
+            return {}
+        for seat, value in own.items():
+            name = seat if len(policies) == 1 else member_name(episode.seats[seat])
+            found.setdefault(name, []).append(value)
+    has_opponents = len(found) > 1 and any(any(values) for values in found.values())
+    return {name: _mean(values) for name, values in found.items()} if has_opponents else {}
 
 
 def _trajectory_return(episode: Episode, line: Sequence[Node]) -> float:

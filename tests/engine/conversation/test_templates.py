@@ -207,6 +207,85 @@ def test_what_stands_before_the_channel_of_the_content_is_no_part_of_it(name):
         assert read.text == "four" and all(thought in read.thought for thought in thoughts)
 
 
+THINKING = [name for name in NAMES if ChatEncoder(real_tokenizer(name)).form.thought and name != "qwen3_5_nothink"]
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.few(4)
+def test_thoughts_that_follow_each_other_are_apart(name):
+    """Ended or not: no env sees the second one."""
+    encoder = ChatEncoder(real_tokenizer(name))
+    prompt = encoder.encode_conversation(Chat((ASK,)))
+    marks = encoder.form.thought
+    begun = "" if encoder.tokenizer.decode(prompt).rstrip().endswith(marks.open) else marks.open
+    two = f"{begun}\nuno\n{marks.close}{marks.header}\n{marks.open}\ndue\n"
+    for written, text in ((two, ""), (f"{two}{marks.close}four", "four")):
+        read = encoder.read(ids(encoder.tokenizer, written), prompt)
+        assert (read.text, read.thought) == (text, "uno\ndue")
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.few(4)
+def test_any_thought_to_imitate_is_written_and_read_back(name):
+    """Also one that is equal to the answer or to the question, or that spells special tokens. One in which its answer
+    was cut has no end."""
+    encoder = ChatEncoder(real_tokenizer(name))
+    chat = Chat((ASK,))
+    prompt = encoder.encode_conversation(chat)
+    for thought in ("two", "four", "hello", f"{encoder.form.end} or {encoder.renderer.special[2]}"):
+        answer = encoder.encode_answer(chat, "four", thought)
+        read = encoder.read(answer, prompt)
+        assert (read.text, read.thought) == ("four", encoder.renderer.harmless(thought))
+        cut = encoder.encode_answer(chat, "", thought, ends=False)
+        assert len(encoder.missing_thought_end(cut, prompt)) and int(cut[-1]) not in encoder._end_ids
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.few(4)
+def test_a_thought_in_a_text_is_the_same_as_one_beside_it(name):
+    """In an answer to imitate and in earlier turns."""
+    encoder = ChatEncoder(real_tokenizer(name))
+    said = {"role": "assistant", "content": "four", "reasoning_content": "two"}
+    wanted = encoder.encode_answer(Chat((ASK,)), "four", "two").tolist()
+    earlier = encoder.encode_conversation(Chat((ASK, said, MORE))).tolist()
+    for text in ("<think>\ntwo\n</think>\n\nfour", "<think>two</think>four"):
+        for thought in ("", "two"):
+            assert encoder.encode_answer(Chat((ASK,)), text, thought).tolist() == wanted
+        told = {"role": "assistant", "content": text}
+        assert encoder.encode_conversation(Chat((ASK, told, MORE))).tolist() == earlier
+    assert encoder.encode_answer(Chat((ASK,)), "two\n</think>\n\nfour").tolist() == wanted  # the prompt began it
+
+
+@pytest.mark.parametrize("name", [*THINKING, "qwen3_5_nothink"])
+@pytest.mark.few(5)
+def test_an_answer_to_imitate_that_would_be_read_otherwise_is_refused(name):
+    """Templates drop what stands before </think>, or write the thought twice."""
+    encoder = ChatEncoder(real_tokenizer(name))
+    chat = Chat((ASK,))
+    for text, thought in (("<think>\ntwo", ""), ("<think>two</think>four", "three")):
+        with pytest.raises(ValueError, match=r"an answer to imitate (begins|has)"):
+            encoder.encode_answer(chat, text, thought)
+    close = encoder.form.thought.close
+    for text, thought in (("four", f"two {close} and two"), (f"four<think>two{close}", "")):
+        try:
+            answer = encoder.encode_answer(chat, text, thought)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            continue
+        read = encoder.read(answer, encoder.encode_conversation(chat))
+        assert (read.text, read.thought) == tuple(map(encoder.renderer.harmless, (text, thought)))
+
+
+def test_a_text_beside_a_call_that_the_template_leaves_out_is_refused():
+    """Llama 3's writes the call alone: the text would not be learned."""
+    encoder = ChatEncoder(real_tokenizer("llama3_1"))
+    chat = Chat((ASK,), (TOOL,))
+    call = render_message(CALLED)
+    assert encoder.encode_answer(chat, call).size
+    with pytest.raises(ValueError, match=r"is read as the text '' .* not as 'I look'"):
+        encoder.encode_answer(chat, f"I look\n{call}")
+
+
 def test_a_thought_that_does_not_end_is_no_answer():
     tokenizer = real_tokenizer("qwen3")
     encoder = ChatEncoder(tokenizer)

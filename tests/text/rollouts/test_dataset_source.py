@@ -163,6 +163,24 @@ def test_the_thought_of_a_row_is_learned_as_the_template_writes_it(tmp_path, spe
     assert tokenizer.decode([*answer.prompt_ids, *answer.token_ids]) == wanted.rstrip("\n")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gemma4_v5", "glm4moe", "lfm2_2_5", "gptoss"])
+@pytest.mark.parametrize("weight", [0, 1])
+def test_later_prompts_do_not_depend_on_how_a_row_writes_a_thought(tmp_path, speaker, name, weight):
+    """Templates drop it from earlier turns where they know it as one; `history_thoughts: keep` keeps its tokens."""
+    policy = speaker()
+    apart = {"content": "4", "reasoning_content": "two and two"}
+    prompts = []
+    inline = {"content": "<think>\ntwo and two\n</think>\n\n4"}
+    for said, mode in ((apart, "template"), (inline, "template"), (apart, "keep"), (inline, "keep")):
+        policy.encoder = ChatEncoder(real_tokenizer(name), history_thoughts=mode)
+        first, second, third = answers_of(("user", "2 + 2"), ("user", "and 1?"), ("assistant", "5"))
+        row = {"messages": [first, {"role": "assistant", "weight": weight, **said}, second, third]}
+        (episode,) = play(recorded(write_lines(tmp_path / "a.jsonl", row), {"a": policy}, {}), [0])
+        prompts.append(policy.encoder.tokenizer.decode(episode.nodes[-1].answers["a"].prompt_ids))
+    assert prompts[0] == prompts[1] and "two and two" not in prompts[0]
+    assert prompts[2] == prompts[3] and ("two and two" in prompts[2]) == bool(weight)
+
+
 def test_a_thought_that_the_base_cannot_show_is_refused(tmp_path, speaker):
     """Its template shows none: the row would be learned without it, in silence."""
     said = [{"role": "assistant", "content": "4", "reasoning_content": "two and two"}]
