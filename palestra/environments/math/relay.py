@@ -308,11 +308,6 @@ def is_held_out(key: str) -> bool:
     return hash_share(f"relay {key}") < HELD_OUT
 
 
-def _calculation_key(a: int, sign: str, b: int) -> str:
-    """Returns a calculation as text, the smaller number of a sum first."""
-    return f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}"
-
-
 def sent_message(reply: str) -> str:
     """Returns the part of a seat's reply that the next one observes, in one line."""
     return " ".join(reply.split())[:MAX_MESSAGE_CHARS]
