@@ -92,8 +92,8 @@ def compared(results: Sequence[Result], game: str) -> str:
             own.setdefault(result["method"], []).append(100 * result["success"])
     kinds = [[method for method in own if method.startswith(kind)] for kind in ("team +", "single agent")]
     team, single = (max(kind, key=lambda method: float(np.mean(own[method]))) for kind in kinds)
-    told = f"**{TITLES[game]}**: {team} solves {score(results, game, team)} %, the best single agent of those measured ({single}) "
-    told += f"{score(results, game, single)} %"
+    told = f"**{TITLES[game]}**: {team} solves {score(results, game, team)} %, the best single agent of those measured "
+    told += f"({single}) {score(results, game, single)} %"
     if min(len(own[team]), len(own[single])) > 1:
         low, high = ttest_ind(own[team], own[single], equal_var=False).confidence_interval()
         told += f": a difference of {np.mean(own[team]) - np.mean(own[single]):.1f} points [{low:.1f}, {high:.1f}]"
