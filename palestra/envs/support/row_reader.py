@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+
 from palestra.core.files import check_is_file, parse_line, read_json
 
 Row = Mapping[str, Any]
@@ -59,8 +61,6 @@ def _file(path: Path) -> list[Row]:
 
 
 def _parquet(path: Path) -> list[Row]:
-    import pyarrow.parquet  # a quarter of a second, which other files do not need
-
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:

@@ -676,14 +676,7 @@ def test_in_a_full_tree_a_sibling_whose_continuations_are_all_lost_is_lost():
 def test_if_all_siblings_are_lost_the_episode_fails():
     (episode,), _ = grow(lambda: OneBad(1), Branching("root", 3), script=lambda query, i: "2")
     assert episode.error == "ValueError: bad line" and episode.failed_share == 1.0
-    assert episode_metrics([episode]) == {
-        "success": 0.0,
-        "steps_per_episode": 0.0,
-        "return": 0.0,
-        "team_return": 0.0,
-        "episodes": 1.0,
-        "failed": 1.0,
-    }
+    assert episode_metrics([episode]) == {"episodes": 1.0, "failed": 1.0}
 
 
 def test_a_sibling_that_cannot_be_forked_is_lost_alone():
