@@ -116,13 +116,12 @@ def test_algorithm_that_does_not_fit_is_refused_in_one_line(own_things, algorith
 
 @pytest.mark.parametrize("network", ["Layers", pytest.param("Memory", marks=pytest.mark.slow)])
 def test_own_network_learns_and_is_played_from_its_folder(own_things, network) -> None:
-    policies = {"default": pl.vector.Net(lr=1e-2, network={"type": getattr(own_things, network), "units": 24})}
-    run = train_echo(
-        policies=policies, algorithm=pl.vector.PPO(rollout_length=4, minibatches=4, epochs=4), steps=10_240
-    )
+    policies = {"default": pl.vector.Net(lr=3e-3, network={"type": getattr(own_things, network), "units": 24})}
+    algorithm = pl.vector.PPO(rollout_length=4, minibatches=4, epochs=4, entropy_coef=0.05)
+    run = train_echo(policies=policies, algorithm=algorithm, steps=10_240)
     assert run.config["policies"]["default"]["network"] == {"type": f"own_things:{network}", "units": 24}
     assert any("weights" in key for key in load_policy(run))
-    assert run.evaluate(episodes=64).metrics["return"] > 0.95
+    assert run.evaluate(episodes=64).metrics["return"] > 0.95  # 1.0 with each of twenty seeds of Layers; chance is 0.25
     frozen = {
         "default": {"type": "frozen", "path": f"{run.path}:default", "greedy": True},
         "new": pl.vector.Net(lr=1e-2),
