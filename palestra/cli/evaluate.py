@@ -287,7 +287,7 @@ def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any
 
 
 def _cross_table(title: str, results: list[EvalResult]) -> Table:
-    from palestra.runs.headline import format_seat_return, format_success, success_by_name
+    from palestra.runs.headline import format_seat_return, format_success, return_keys, success_by_name
     from palestra.runs.series import success_interval
     from palestra.text.rollouts.sample_metrics import sample_rows
 
@@ -301,6 +301,6 @@ def _cross_table(title: str, results: list[EvalResult]) -> Table:
         success = success_interval(metrics) if has_one else format_success(success_by_name(metrics)) or "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
-        mean = f"{metrics['return']:.2f}" if "return" in metrics else "-"
+        mean = f"{metrics['return']:.2f}" if "return" in return_keys(metrics) else "-"
         table.add_row(*policy_names.values(), success, *more, mean, *returns)
     return table

@@ -9,6 +9,7 @@ from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import list_entry
 from palestra.envs import Env, make_env
 from palestra.evaluation.report.page import metric_tiles
+from palestra.evaluation.report.plot import FigureSpec, draw_figure
 from palestra.evaluation.report.run_charts import run_charts
 from palestra.evaluation.report.run_report import summary_table
 from palestra.evaluation.report.tables import eval_table
@@ -111,6 +112,8 @@ def test_opponents_have_no_common_return(tmp_path, capsys, names):
     entry = list_entry(CatalogRun(run.path.parent, run.path.name), {})
     assert entry["headline"] == f"test {wanted}" and entry["return"] is None
     assert "return" not in entry["evals"]["test"]
+    told = draw_figure([run.path], FigureSpec(), tmp_path / "figure.svg")
+    assert f"1 runs, return.{names[0]} {own[0]:.4g} at the end" in told[0]
 
 
 class Breaking(Env):

@@ -14,7 +14,14 @@ from palestra.core.config import load
 from palestra.core.files import replacing_file
 from palestra.core.types import TEAM
 from palestra.evaluation.report.charts import curve_style, drawing, format_compact, new_figure
-from palestra.runs.headline import eval_label, headline_eval, training_return_label, training_success_label
+from palestra.runs.headline import (
+    eval_label,
+    headline_eval,
+    return_keys,
+    success_keys,
+    training_return_label,
+    training_success_label,
+)
 from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
 from palestra.runs.settings import find_run, flatten_tree
 
@@ -88,9 +95,9 @@ def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec
 
 
 def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
-    """Returns the main metric that a run has. Raises ValueError if it has none."""
+    """Returns the main metric that a run has; of opponents, that of the first. Raises ValueError if it has none."""
     lines = _lines(logs, figure)
-    for metric in ("success", "return", "nash_conv", "team_return"):
+    for metric in (*success_keys(*lines), *return_keys(*lines), "nash_conv", "team_return"):
         if any(line.get(metric) is not None for line in lines):
             return metric
     raise ValueError(
