@@ -206,7 +206,7 @@ bench: $(INSTALLED) ## the engine beside TRL and generate, the service beside th
 learning: $(INSTALLED) ## measure docs/results-games.md again, beside the published rows (2.5 hours of one core)
 	$(BIN)/python results/games/run.py
 
-reproduce: $(INSTALLED) ## measure docs/results.md again, beside the published rows (3 hours of one core)
+reproduce: $(INSTALLED) ## measure docs/results.md again, beside the published rows (some twelve hours of one core)
 	$(BIN)/python results/reproduction/run.py
 
 base: $(INSTALLED) ## train the base models that ship with palestra

@@ -70,7 +70,8 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
         curves = [r for r in test if r["game"] == game and r.get("curve")]
         if curves:  # else the picture stays: it has curves that no ledger has
             draw(curves, picture)
-        lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
+        if picture.exists():
+            lines.append(f"![{TITLES[game]}: success and steps an episode over training]({picture.name})")
     lines += ["", read_notes(NOTES).strip()]
     target.write_text("\n".join(lines) + "\n")
 
@@ -85,12 +86,14 @@ sample as many answers as any other; games that end early need fewer, so the tab
 
 def compared(results: Sequence[Result], game: str) -> str:
     """A sentence on a game: the best team and the best single agent, and the interval of their difference if their
-    seeds are known."""
+    seeds are known. Empty before both have rows."""
     own: dict[str, list[float]] = {}
     for result in results:
         if result["game"] == game and result["method"] in BARS:
             own.setdefault(result["method"], []).append(100 * result["success"])
     kinds = [[method for method in own if method.startswith(kind)] for kind in ("team +", "single agent")]
+    if not all(kinds):
+        return ""
     team, single = (max(kind, key=lambda method: float(np.mean(own[method]))) for kind in kinds)
     told = f"**{TITLES[game]}**: {team} solves {score(results, game, team)} %, the best single agent of those measured "
     told += f"({single}) {score(results, game, single)} %"

@@ -238,7 +238,7 @@ def _part_thought(message: Json) -> Json:
     if not isinstance(content, str) or thought_of(message):
         return message
     thought, text = part_thought(content)
-    return message | {"content": text, "reasoning_content": thought}
+    return message if text == content else message | {"content": text, "reasoning_content": thought}
 
 
 # ---- API key and error messages
