@@ -15,7 +15,8 @@ Every trained method may sample as many answers as any other ("equal CPU": train
 A method is scored once on test layouts by play without branching at temperature 1.
 
 Each method of TUNED has the learning rate that has the highest mean on dev layouts over two seeds that are not reported
-(results/reproduction/rates.yaml; Plan-Path's are of one seed); the ablations have that of the method that they change one thing of (RATE_OF). A row
+(results/reproduction/rates.yaml; Plan-Path's are of one seed); the ablations have that of the method that they change
+one thing of (RATE_OF). A row
 whose rate is the lowest or the highest that was tried is not published: try another with --tune, --only "GAME/METHOD/lr
 RATE", or add it to RATES.
 """
