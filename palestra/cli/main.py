@@ -24,7 +24,7 @@ from palestra.cli.grid import grid
 from palestra.cli.info import info
 from palestra.cli.league import league
 from palestra.cli.mirror import fetch
-from palestra.cli.play import play
+from palestra.cli.play import play, render
 from palestra.cli.report import plot, report, sync
 from palestra.cli.runs import runs
 from palestra.cli.serve import keys, serve, serve_sampler
@@ -62,7 +62,7 @@ AGENTS = "Use agents"
 SERVERS = "Servers"
 REFERENCE = "Reference"
 # Commands that may import what a config names as module:Class from the working folder. The others only look.
-PLAYING = ("train", "grid", "eval", "league", "play", "collect", "serve-envs", "config")
+PLAYING = ("train", "grid", "eval", "league", "play", "render", "collect", "serve-envs", "config")
 
 # Else Python walks all objects of the imported modules once more before it ends: a second for torch and transformers.
 atexit.register(gc.freeze)
@@ -105,7 +105,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
 _add(TRAIN, demo=demo, init=init, train=train, grid=grid)
 _add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync, fetch=fetch)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
-_add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)
+_add(AGENTS, play=play, render=render, collect=collect, publish=publish, serve_agent=serve_agent)
 _add(SERVERS, serve=serve, serve_envs=serve_envs, serve_sampler=serve_sampler)
 app.add_typer(keys, name="keys", rich_help_panel=SERVERS)
 _add(REFERENCE, config=describe_config, info=info)

@@ -1,9 +1,10 @@
-"""`palestra play`: a person plays one seat, in the terminal or in the browser."""
+"""`palestra play` and `render`: a person plays one seat, in the terminal or in the browser; a game as a film."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,6 +70,38 @@ def play(  # noqa: PLR0913 - a parameter for each option
             gave_up = episode.error.startswith("EOFError")
             raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
     console.print(_outcome(own_seat, episode))
+
+
+def render(
+    what: TargetArgument,
+    out: Annotated[Path, typer.Option(help="the film to write: a .gif or .mp4")] = Path("game.gif"),
+    seats: SeatsOption = None,
+    env: EnvOption = None,
+    temperature: TemperatureOption = None,
+    checkpoint: CheckpointOption = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the game")] = 0,
+    per_second: Annotated[
+        float | None,
+        typer.Option(min=0.05, max=60, help="joint steps in a second (default: 10; of language agents 0.5)"),
+    ] = None,
+) -> None:
+    """Play one game as in `palestra eval`, and write it as a film with what each seat does and what it is paid.
+
+    Examples:
+
+        palestra render runs/spread_mappo --out spread.gif
+        palestra render runs/demo --out demo.gif --env rendering=ascii
+        palestra render runs/tag --seats "adversary_*=random" --seed 3 --out tag.mp4
+    """
+    with user_errors():
+        from palestra.evaluation.film import write_film
+
+        options: dict[str, Any] = {"checkpoint": checkpoint, "greedy": temperature == 0}
+        options["sampling"] = sampling_options(temperature)
+        count = write_film(
+            what, out, parse_settings(env), parse_seats(seats), seed=seed, per_second=per_second, **options
+        )
+    print_line(f"film: {out}, {count} pictures")
 
 
 def _print_rules(setup: TextEvalSetup, seat: str) -> None:

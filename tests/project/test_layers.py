@@ -109,6 +109,7 @@ OPTIONAL = (
         "ale_py",
         "envpool",
         "highway_env",
+        "imageio_ffmpeg",
         "jax",
         "jaxmarl",
         "vmas",

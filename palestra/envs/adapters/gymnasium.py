@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
@@ -14,10 +15,12 @@ from palestra.core.config.user_modules import search_allowed_folders
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.step_values import number
-from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space
+from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, RenderFrame, Space
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
 MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
+HIGHLIGHT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")  # colours of a terminal, around what a text emphasises
+RENDER_MODES = ("rgb_array", "ansi")  # those whose result can be recorded
 MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
 
 
@@ -274,6 +277,19 @@ def read_result(result: Any, length: int, method: str) -> Any:
     return result
 
 
+def render_package_env(env: Any) -> RenderFrame | None:
+    """Returns what an env of Gymnasium or PettingZoo draws with the render mode rgb_array (a picture) or ansi (a text);
+    None with any other. Raises ValueError if it draws something else."""
+    if getattr(env, "render_mode", None) not in RENDER_MODES:
+        return None
+    drawn = env.render()
+    if isinstance(drawn, str):
+        return HIGHLIGHT.sub(r"[\1]", drawn)
+    if isinstance(drawn, np.ndarray):
+        return drawn
+    raise ValueError(f"{env}.render returned a {type(drawn).__name__}: return a picture (rgb_array) or a text (ansi)")
+
+
 def flat_box_size(space: Any) -> int:
     """Returns the length of a one-dimensional Box; 0 for any other space and for None."""
     return space.shape[0] if isinstance(space, spaces.Box) and len(space.shape) == 1 else 0
@@ -388,6 +404,9 @@ class GymnasiumGame:
         if np.shape(value) != (len(self.spec.seats),):
             raise ValueError(f"{name} is {value!r:.60}: give one flag, or one for each of {len(self.spec.seats)} seats")
         return np.array([require_flag(flag, name) for flag in value])
+
+    def render(self) -> RenderFrame | None:
+        return render_package_env(self.env)
 
     def close(self) -> None:
         self.env.close()

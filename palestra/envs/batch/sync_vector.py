@@ -127,7 +127,7 @@ class SingleEnv(Protocol):
 class RenderedEnv(Protocol):
     """A `SingleEnv` that can also be shown."""
 
-    def render(self) -> RenderFrame:
+    def render(self) -> RenderFrame | None:
         """Returns the current position, as `VectorEnv.render` does."""
 
 

@@ -15,13 +15,17 @@ MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its headin
 
 def transcript(episode: Episode) -> str:
     """Returns the chosen steps of an episode as text; in conversations, only the messages that are new to the seat."""
-    lines = [f"{episode.env}, instance {episode.seed}"]
+    failure = [f"failed: {episode.error}", episode.traceback or ""] if episode.error else []
+    return "\n".join([f"{episode.env}, instance {episode.seed}", *turns(episode), *failure])
+
+
+def turns(episode: Episode) -> Iterator[str]:
+    """Yields the chosen steps of an episode, each as a text; in conversations, only the messages new to the seat."""
     seen: dict[str, Any] = {}
     for node in episode.nodes:
         if node.chosen:
-            lines += chain.from_iterable(_turn(node, seat, seen) for seat in node.answers)
-            lines += _came(node)
-    return "\n".join([*lines, *([f"failed: {episode.error}", episode.traceback or ""] if episode.error else [])])
+            said = chain.from_iterable(_turn(node, seat, seen) for seat in node.answers)
+            yield "\n".join([*said, *_came(node)])
 
 
 def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:

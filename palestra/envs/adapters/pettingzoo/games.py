@@ -20,12 +20,13 @@ from palestra.envs.adapters.gymnasium import (
     obs_encoder,
     read_result,
     refuse_late_mask,
+    render_package_env,
     split_action_mask,
     without_action_mask,
 )
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
-from palestra.envs.vector_base import Discrete
+from palestra.envs.vector_base import Discrete, RenderFrame
 
 MAX_REMOVALS = 10_000  # steps of agents that have ended, in a row
 CHECKED_PAYMENTS = 100  # rewards of a turn-based env that are compared with what `last` reports; it takes time
@@ -168,6 +169,9 @@ class _PettingZooGame:
         step.seat_terminated = [agent in gone for agent in self.agents] if self.terminated_agents else None
         step.truncated = over and bool(self.truncated_agents)
         step.terminated = over and not self.truncated_agents
+
+    def render(self) -> RenderFrame | None:
+        return render_package_env(self.env)
 
     def close(self) -> None:
         self.env.close()
