@@ -12,7 +12,7 @@ from palestra.api.console import print_line, require_packages, user_errors
 from palestra.cli.seat_options import CheckpointOption
 
 
-def publish(
+def publish(  # noqa: PLR0913 - a parameter for each option
     run: Annotated[Path, typer.Argument(help="a run")],
     out: Annotated[Path, typer.Option(help="the folder to write, which must not exist; a .json file for networks")],
     member: Annotated[
@@ -32,6 +32,11 @@ def publish(
     licence: Annotated[
         str | None, typer.Option("--license", help="licence of the weights, by its identifier on the hub: apache-2.0")
     ] = None,
+    hub: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", help="also upload the folder to this model on the Hugging Face Hub: USER/NAME"),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="with --push-to-hub: a new model is private")] = False,
 ) -> None:
     """Export a trained agent: weights that peft, transformers and vLLM read, and a model card. Networks in a game that
     can be enumerated, or a population's final strategies, as a table of action probabilities by information state.
@@ -40,16 +45,22 @@ def publish(
 
         palestra publish runs/demo --member planner --out planner
         palestra publish runs/demo --member planner --out planner-whole --merge --license apache-2.0
+        palestra publish runs/demo --member planner --out planner --push-to-hub me/planner
         palestra publish runs/leduc_psro --out leduc.json
 
     `palestra.GamePolicy.load("leduc.json").to_openspiel()` is the table as a policy of OpenSpiel.
     """
     with user_errors(run):
         if out.suffix == ".json":
-            if merge or base_name or licence:
-                raise ValueError("--merge, --base-name and --license are for weights, not for a table of a game")
+            if merge or base_name or licence or hub:
+                raise ValueError(
+                    "--merge, --base-name, --license and --push-to-hub are for weights, not for a table of a game"
+                )
             _publish_table(run, out, member, checkpoint, greedy)
             return
+        if private and not hub:
+            raise ValueError("--private is for a model on the hub: name it with --push-to-hub USER/NAME")
+        from palestra.api.agents.publish import create_hub_repo, push_to_hub
         from palestra.api.agents.publish import publish as write
         from palestra.api.agents.trained_agent import find_agents
 
@@ -58,8 +69,12 @@ def publish(
             raise ValueError(
                 f"{run} has {len(agents)} agents: pass --member {'|'.join(agent.name for agent in agents)}"
             )
+        address = create_hub_repo(hub, private or None) if hub else None  # before the work of a merge
         write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
-    print_line(f"{out}: {agents[0].versioned_name}, {'merged into its base' if merge else agents[0].kind}")
+        print_line(f"{out}: {agents[0].versioned_name}, {'merged into its base' if merge else agents[0].kind}")
+        if hub:
+            push_to_hub(out, hub)
+            print_line(f"uploaded to {address}")
 
 
 def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | None, greedy: bool) -> None:

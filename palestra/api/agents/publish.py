@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
 
 from palestra.api.agents.model_card import model_card
 from palestra.api.agents.trained_agent import AGENT_FILE, TrainedAgent
@@ -54,6 +55,34 @@ def publish(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     atomic_folder(out, write)
+
+
+def create_hub_repo(repo: str, private: bool | None = None) -> str:
+    """Creates a model repository on the Hugging Face Hub, unless it exists; returns its address. The token is that of
+    `hf auth login` or HF_TOKEN. Raises ValueError if the hub refuses or cannot be reached."""
+    try:
+        return str(HfApi(library_name="palestra").create_repo(repo, private=private, exist_ok=True))
+    except Exception as error:  # the hub, its client and the network fail in many ways
+        raise ValueError(
+            f"--push-to-hub {repo}: {_first_line(error)}; the name is USER/NAME, the token that of `hf auth login` or "
+            "HF_TOKEN, with the right to write"
+        ) from error
+
+
+def push_to_hub(folder: Path, repo: str) -> None:
+    """Uploads a published folder to a repository, as one commit. Raises ValueError if that fails."""
+    try:
+        HfApi(library_name="palestra").upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=f"Publish {folder.name} with palestra"
+        )
+    except Exception as error:  # as above
+        raise ValueError(
+            f"{folder} is written and not uploaded: {_first_line(error)}; `hf upload {repo} {folder}` tries again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:

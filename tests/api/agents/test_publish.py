@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers.command_line import palestra, refused
+from helpers.model_hub import TOKEN, model_hub
 from helpers.tolerances import LOGPROB_ATOL
 from helpers.trained import two_agents
 from peft import PeftModel
@@ -194,3 +195,26 @@ def test_an_agent_keeps_its_quantised_base_and_its_context(base, tmp_path):
     whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     assert (logits(kept) - logits(whole)).abs().max() > 1e-2  # what quantising the base changes
     assert "--max-lora-rank 32" in card_of(tmp_path / "a")[1]
+
+
+def test_published_agent_is_pushed_to_the_hub(run, tmp_path, monkeypatch):
+    with model_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        out = tmp_path / "guide"
+        options = ("--push-to-hub", "me/guide", "--private")
+        said = palestra("publish", run, "--member", "guide", "--out", out, *options)
+        assert f"uploaded to {hub.address}/me/guide" in said
+        assert hub.files["me/guide"] == {file.name: file.read_bytes() for file in out.iterdir()}
+        assert hub.private == {"me/guide"}
+        monkeypatch.setenv("HF_TOKEN", TOKEN.upper())
+        again = refused("publish", run, "--member", "guide", "--out", tmp_path / "no", "--push-to-hub", "me/guide")
+        assert "401" in again and "HF_TOKEN" in again and TOKEN.upper() not in again
+        assert not (tmp_path / "no").exists()  # refused before the work
+
+
+def test_pushes_without_a_hub_or_a_model_are_refused(run, tmp_path):
+    assert "--push-to-hub USER/NAME" in refused("publish", run, "--out", tmp_path / "a", "--private")
+    table = refused("publish", run, "--out", tmp_path / "a.json", "--push-to-hub", "me/a")
+    assert "are for weights, not for a table" in table
