@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def play(  # noqa: PLR0913 - a parameter for each option
     what: TargetArgument,
-    seat: Annotated[str | None, typer.Option(help="your seat (default: the first)")] = None,
+    seat: Annotated[str | None, typer.Option(help="your seat (default: the first that --seats leaves)")] = None,
     seats: SeatsOption = None,
     env: EnvOption = None,
     temperature: TemperatureOption = None,
@@ -57,9 +57,13 @@ def play(  # noqa: PLR0913 - a parameter for each option
         from palestra.core.failures import RunFailed
         from palestra.evaluation.text import human_eval_setup, play_episode
 
-        asked = {name: policy for name, policy in parse_seats(seats).items() if name != seat}
         setup, own_seat = human_eval_setup(
-            what, parse_settings(env), asked, seat, sampling=sampling_options(temperature), checkpoint=checkpoint
+            what,
+            parse_settings(env),
+            parse_seats(seats),
+            seat,
+            sampling=sampling_options(temperature),
+            checkpoint=checkpoint,
         )
         if browser:
             return _in_browser(setup, own_seat, seed, host, port)

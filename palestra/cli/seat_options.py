@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 POLICY_HELP = (
-    "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vector "
-    "envs script:NAME plays too"
+    "a policy of the run, RUN:NAME of another, base, expert, random, human, an endpoint as URL#MODEL, or any base "
+    "(smollm2, OWNER/NAME, ./model.gguf); in vector envs random, script:NAME and RUN:NAME"
 )
 TargetArgument = Annotated[
     Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), a config, or an env")

@@ -17,6 +17,7 @@ from palestra.core.config import validate
 from palestra.core.files import read_json
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
+from palestra.engine.bases.names import looks_like_base
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.remote.remote_env import make_env
 from palestra.envs.support.splits import Split
@@ -40,7 +41,7 @@ BUILTIN_POLICIES: dict[str, Callable[[], Policy]] = {
     "random": RandomPolicy,
     "human": HumanPolicy,
 }
-OTHER_NAMES = "base, expert, random, human, RUN:NAME, or URL#MODEL"
+OTHER_NAMES = "base, expert, random, human, RUN:NAME, URL#MODEL, or a base: tiny, smollm2, OWNER/NAME, ./model.gguf"
 
 
 class TextEvalSetup(NamedTuple):
@@ -128,8 +129,8 @@ def _seat_of_base(name: str, seat: Seat) -> tuple[Seat, ...]:
 def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines, sampling: Mapping[str, Any]) -> Policy:
     """Returns a policy by name: one of the target's, "base" (the untrained base of the policy at `seat`, with its
     sampling and prompt; of the first language model if there is none), "RUN:NAME" of another run, "expert", "random",
-    "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY). Raises ValueError for an unknown
-    name."""
+    "human", an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY), or any base by its name or path, with
+    default settings. Raises ValueError for an unknown name."""
     if name.startswith(("http://", "https://")):
         url, _, model = name.partition("#")
         key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
@@ -140,6 +141,8 @@ def load_policy(name: str, seat: Seat = "", *, target: Target, engines: Engines,
         return BUILTIN_POLICIES[name]()
     if name == "base" and (base := _language_model(config, seat)):
         return engines.build_frozen_policy("base", _frozen_config(base, None, sampling))
+    if name not in config.policies and looks_like_base(name):
+        return engines.build_frozen_policy(name, _frozen_config(FrozenConfig(base=name), None, sampling))
     if name not in config.policies:
         target.refuse_policy(name, OTHER_NAMES)
     chosen = config.policies[name]
@@ -187,12 +190,17 @@ def human_eval_setup(
     sampling: Mapping[str, Any],
     checkpoint: int | None,
 ) -> tuple[TextEvalSetup, Seat]:
-    """Returns a setup with a person at seat `human_seat` (None: the first), and that seat. Raises ValueError if there
-    is no such seat."""
+    """Returns a setup with a person at seat `human_seat` (None: the first that `seats` gives to nobody), and that seat.
+    Raises ValueError if there is no such seat, or `seats` gives it to another policy."""
     setup = open_text_eval(find_target(what, env, checkpoint), env, seats, sampling=sampling, in_process=True)
-    human_seat = human_seat or next(iter(setup.policy_names))
+    taken = {seat for seat, policy in seats.items() if policy != "human"}
+    human_seat = human_seat or next((seat for seat in setup.policy_names if seat not in taken), None)
+    if human_seat is None:
+        raise ValueError("--seats gives every seat to a policy: leave one for you, or look on with palestra render")
     if human_seat not in setup.policy_names:
         raise ValueError(f'no seat "{human_seat}": this env plays {", ".join(setup.policy_names)}')
+    if human_seat in taken:
+        raise ValueError(f"--seats gives your seat, {human_seat}, to {seats[human_seat]}: leave it out")
     return setup._replace(policy_names=setup.policy_names | {human_seat: "human"}), human_seat
 
 

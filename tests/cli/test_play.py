@@ -118,6 +118,32 @@ def test_show_prints_whole_episodes(config):
     assert "-> team +1" in text and 'the end: {"success": true, "invalid": false}' in text
 
 
+@pytest.mark.parametrize("kind", ["a name", "a folder"])
+def test_any_base_plays_a_seat(config, base, kind):
+    name = "tiny" if kind == "a name" else str(base)
+    done = invoke("eval", config, "--seats", f"guide={name}", "--seats", "walker=expert", "--episodes", 3, "--json")
+    assert json.loads(done.stdout)["seats"] == {"guide": name, "walker": "expert"}, done.output
+    missing = invoke("eval", config, "--seats", "guide=./none.gguf")
+    assert missing.exit_code == 2 and "none.gguf" in plain(missing.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seats", "guide=expert", "--seats", "walker=expert"), "leave one for you"),
+        (("--seat", "guide", "--seats", "guide=expert"), "gives your seat, guide, to expert"),
+    ],
+)
+def test_seat_that_a_policy_has_is_not_taken_from_it(config, arguments, message):
+    done = invoke("play", config, *arguments)
+    assert done.exit_code == 2 and message in plain(done.output)
+
+
+def test_person_has_the_first_seat_that_is_left(config):
+    done = invoke("play", config, "--seats", "guide=expert", input="up\n")
+    assert "(you)" in done.output and "return of walker (you)" in plain(done.output), done.output
+
+
 # ---- collect
 
 

@@ -68,11 +68,21 @@ def expert_notes(name: str, model: PreTrainedModel) -> list[str]:
     ]
 
 
+def shipped_bases() -> list[str]:
+    """Returns the names of the bases that are part of the package."""
+    return sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
+
+
+def looks_like_base(name: str) -> bool:
+    """True for what can only name a base: a shipped one, one of a package, a file, a folder, OWNER/NAME of the hub."""
+    return name in (*shipped_bases(), *PACKAGED_BASES) or "/" in name or name.endswith(".gguf")
+
+
 def resolve_base(base: str) -> str:
     """Returns the folder of a shipped base, of a GGUF file (gguf.py) or a local folder; anything else is returned as a
     hub name. Raises ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped
     base."""
-    shipped = sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
+    shipped = shipped_bases()
     if base in shipped:
         return str(SHIPPED_BASES_DIR / base)
     if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:

@@ -22,7 +22,9 @@ def read_rows(path: Path) -> list[Row]:
     Raises ValueError if the path does not exist, has an unknown format, or holds no rows.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them")
+        hub = f"datasets.load_dataset({str(path)!r}, split='train')"  # of a name such as openai/gsm8k
+        hint = f"; {hub} gets rows of the hub, .to_json('rows.jsonl') a file" if len(path.parts) == 2 else ""
+        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them{hint}")
     rows = _folder(path) if path.is_dir() else _file(path)
     if not rows:
         raise ValueError(f"{path} holds no rows: give a file with at least one")
