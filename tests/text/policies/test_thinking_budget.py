@@ -1,10 +1,12 @@
 """A budget for thoughts: the template's own marks end them, and no algorithm trains on these."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers.chat_templates import real_tokenizer, template_names
 from helpers.samplers import serving
 from helpers.tolerances import LOGPROB_ATOL
@@ -22,6 +24,7 @@ from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.adapter_weights import AdapterWeights
+from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
 from palestra.runs.loop import restore_checkpoint, run_training
@@ -254,3 +257,44 @@ def test_a_budget_that_cannot_be_kept_is_refused_at_the_start(thinker, base):
     tree = config_of(thinker, GRPO)
     with pytest.raises(ValueError, match=r"guide.sampling.thinking_token_budget: the protocol of servers has no field"):
         client.RemoteEngines(None).check_supported(tree.algorithm.loss, tree.algorithm.loss_options, tree.policies)
+
+
+def pay(row, answers):
+    return 0.0
+
+
+TALKS = {
+    "chain": {"prompts": {"writer": "Write about {topic}.", "editor": "Mend: {transcript}"}},
+    "debate": {"source": "drills", "rounds": 2, "judge": "seat"},
+    "math_relay": {"parts": 3},
+    "math_review": {},
+    "code": {"max_turns": 2, "unsafe": True},
+    "describe_guess": {},
+}
+
+
+@pytest.mark.parametrize("env", TALKS)
+def test_no_seat_judge_or_opponent_sees_the_thought_of_another(thinker, env, tmp_path):
+    """Each message of a team, a debater or a coder reaches the others without the thought before it."""
+    tree = {
+        "steps": 1,
+        "env": {"type": env, **TALKS[env]},
+        "policies": {"default": {"type": "frozen", "base": str(thinker), "sampling": BUDGET}},
+    }
+    if env == "chain":
+        tree["env"]["rows"] = str(tmp_path / "rows.jsonl")
+        tree["env"]["reward"] = f"{__name__}:pay"
+        rows = [{"topic": topic} for topic in ("tea", "rain", "snow", "wind", "salt", "iron")]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "talk.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    passed = 0
+    for episode in evaluate(tmp_path / "talk.yaml", episodes=2, in_process=True).episodes:
+        said = []  # seat, thought and text so far
+        for node in episode.nodes:
+            for seat, observation in node.observations.items():
+                shown = str(observation)
+                assert not any(thought in shown for other, thought, _ in said if other != seat)
+                passed += sum(text in shown for other, _, text in said if other != seat and text)
+            said += [(seat, answer.thought, answer.text) for seat, answer in node.answers.items()]
+        assert said and all(thought for _, thought, _ in said)
+    assert passed or env in ("code", "describe_guess")  # whose messages are invalid here: a program, a word
