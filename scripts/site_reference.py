@@ -183,4 +183,33 @@ def metrics() -> str:
     return "\n".join(["| metric | title | unit | file |", "|---|---|---|---|", *rows])
 
 
-PAGES: dict[str, Callable[[], str]] = {"commands": commands, "configs": configs, "envs": envs, "metrics": metrics}
+# ---- names of the package
+
+
+def names() -> str:
+    """The table of the names of `import palestra`: what each is in a sentence, and the module that defines it."""
+    import palestra
+
+    values = {name: getattr(palestra, name) for name in palestra.__all__}
+    rows = [f"| `{name}` | {_cell(_about(value))} | `{_module(value)}` |" for name, value in values.items()]
+    return "\n".join(["| name | | from |", "|---|---|---|", *rows])
+
+
+def _about(value: Any) -> str:
+    """The first sentence of a docstring."""
+    is_config = isinstance(value, type) and issubclass(value, BaseModel)
+    text = class_docstring(value) if is_config else value.__doc__ or ""
+    return re.split(r"(?<!al)(?<=\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+
+
+def _module(value: Any) -> str:
+    return getattr(value, "__module__", value.__name__)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "configs": configs,
+    "envs": envs,
+    "metrics": metrics,
+    "names": names,
+}

@@ -21,6 +21,8 @@ LANGUAGES = {
     ".toml": "toml",
     ".json": "json",
     ".jsonl": "json",
+    ".ipynb": "json",
+    ".jinja": "jinja",
     ".txt": "text",
     "": "text",
     ".md": "",

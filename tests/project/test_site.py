@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
+import palestra
 from palestra.cli.main import app
 from palestra.core.config import type_choices
 from palestra.envs import TEXT_ENVS, VECTOR_ENVS
@@ -114,6 +115,7 @@ def test_reference_lists_every_key_and_type(site: Path) -> None:
     assert all(
         f'id="palestra.{name}"' in python for name in ("core.types.Episode", "envs.base.Env", "runs.loop.run_training")
     )
+    assert all(f"<td><code>{name}</code></td>" in python for name in palestra.__all__)
 
 
 def test_linked_repository_files_are_pages(site: Path) -> None:
