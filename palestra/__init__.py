@@ -10,10 +10,16 @@ Names are loaded when they are first used, so that `import palestra` and `palest
 kinds of run have are those of language agents; `palestra.vector.PPO` is that of networks.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import Any
 
 from palestra.core.lazy_names import load_name, public_names
+
+# As in typing, which is not imported here: `python -m palestra` would take it from the folder in which it is typed.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

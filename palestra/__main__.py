@@ -1,7 +1,6 @@
 """`palestra` and `python -m palestra`: the command line."""
 
 import os
-import signal
 import sys
 
 
@@ -11,6 +10,8 @@ def main() -> None:
     While its modules are imported, Ctrl-C ends the process by the signal itself, as it does most programs: Python's
     KeyboardInterrupt would print a traceback of the import.
     """
+    import signal  # not before: in the folder in which `python -m` is typed there may be another
+
     handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

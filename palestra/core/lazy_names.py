@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+
+# As in typing, which is not imported here: `python -m palestra` would take it from the folder in which it is typed.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 
 def load_name(package: str, modules: Mapping[str, Sequence[str]], name: str) -> Any:

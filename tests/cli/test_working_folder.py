@@ -78,9 +78,14 @@ def test_commands_that_look_run_no_module_of_the_working_folder(tmp_path: Path) 
     assert len(done.stdout.splitlines()) == len(LOOKING) and ran(tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", LOOKING, ids=lambda words: words[0])
-@pytest.mark.parametrize("how", [SCRIPT, MODULE], ids=["script", "module"])
+AS_PROCESSES = [
+    pytest.param(how, words, id=f"{name}-{words[0]}", marks=[pytest.mark.slow] * (words is not LOOKING[0]))
+    for name, how in (("script", SCRIPT), ("module", MODULE))
+    for words in LOOKING
+]
+
+
+@pytest.mark.parametrize(("how", "words"), AS_PROCESSES)
 def test_each_command_that_looks_as_a_process(tmp_path: Path, how: list[str], words: list[str]) -> None:
     received(tmp_path)
     for name in STARTED_BY_MODULE:
