@@ -90,7 +90,7 @@ def find_sections(name: str, key: str | None = None) -> list[Section]:
     chosen = [section._replace(keys=[one for one in section.keys if one.key == key]) for section in sections]
     if with_key := [section for section in chosen if section.keys]:
         return with_key
-    known = list(dict.fromkeys(one.key for section in sections for one in section.keys))
+    known = list(dict.fromkeys(one.key for one in chain.from_iterable(section.keys for section in sections)))
     raise ValueError(f'{name} has no key "{key}"{nearest(key, known)}; its keys: {", ".join(known)}')
 
 

@@ -66,19 +66,19 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
             "type": str((configs.get(name) or {}).get("type", "")),
             "base": str((configs.get(name) or {}).get("base") or ""),
             "seats": [seat for seat, policy in seats.items() if policy == name] or _implicit_seats(name, seats),
-            "checkpoints": [
-                {
-                    "step": one.step,
-                    "keep": bool(one.entry.get("keep")),
-                    "bytes": _bytes(_file(run, one, name)),
-                    "version": read_object(_file(run, one, name, "member.json")).get("version"),
-                }
-                for one in reversed(checkpoints)
-                if name in one.names
-            ],
+            "checkpoints": [_checkpoint_row(run, one, name) for one in reversed(checkpoints) if name in one.names],
         }
         for name in names
     ]
+
+
+def _checkpoint_row(run: CatalogRun, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    return {
+        "step": checkpoint.step,
+        "keep": bool(checkpoint.entry.get("keep")),
+        "bytes": _bytes(_file(run, checkpoint, name)),
+        "version": read_object(_file(run, checkpoint, name, "member.json")).get("version"),
+    }
 
 
 def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def eval_rows(run: CatalogRun) -> list[dict[str, Any]]:
         {
             "name": name,
             "seats": lines[name][-1].get("seats") or (configs.get(name) or {}).get("seats") or {},
-            "lines": [_eval_line(line) for line in lines[name][:1] + lines[name][1:][-MAX_LINES:]],
+            "lines": list(map(_eval_line, lines[name][:1] + lines[name][1:][-MAX_LINES:])),
             "count": len(lines[name]),
         }
         for name in lines

@@ -19,6 +19,7 @@ from palestra.evaluation.report.population_data import (
 )
 from palestra.evaluation.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.populations.payoffs import PayoffTable
+from palestra.populations.ratings import cross_play
 from palestra.populations.task_json import CROSSPLAY_FILE
 from palestra.populations.tasks import Opponents, TrainResult, TrainTask
 from palestra.runs import read_lines
@@ -59,14 +60,13 @@ def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
     rows, columns = (table.members[seat] for seat in table.seats)
     rows = rows[-last:]
     columns = columns[-last:]
-    cells = [[table.cell((row, column)) for column in columns] for row in rows]
     return {
         "seats": table.seats,
         "of": [len(table.members[seat]) for seat in table.seats],
         "rows": rows,
         "columns": columns,
-        "mean": [json_numbers(np.array([c.mean[0] if c.games or c.exact else np.nan for c in line])) for line in cells],
-        "games": [[int(cell.games) for cell in line] for line in cells],
+        "mean": list(map(json_numbers, cross_play(table, rows, columns))),
+        "games": [_games_of(table, row, columns) for row in rows],
     }
 
 
@@ -101,7 +101,12 @@ def mixture_view(player: str, rows: Sequence[dict[str, float]], last: int) -> di
             total[name] = total.get(name, 0.0) + share
     likely = set(sorted(total, key=lambda name: -total[name])[:last])
     names = [name for name in total if name in likely]
-    return {"player": player, "names": names, "shares": [[row.get(name, 0.0) for name in names] for row in rows]}
+    shares = [dict.fromkeys(names, 0.0) | {name: p for name, p in row.items() if name in likely} for row in rows]
+    return {"player": player, "names": names, "shares": [list(share.values()) for share in shares]}
+
+
+def _games_of(table: PayoffTable, row: str, columns: Sequence[str]) -> list[int]:
+    return [int(table.cell((row, column)).games) for column in columns]
 
 
 def rating_view(record: PopulationRecord) -> dict[str, Any]:

@@ -227,8 +227,12 @@ def config_differences(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]
     """Returns the keys in which configs differ, each with its value in every config (None if absent)."""
     flats = [flatten_tree(config) for config in configs.values()]
     keys = dict.fromkeys(chain.from_iterable(flats))
-    rows = [(key, [tree.get(key) for tree in flats]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    rows = []
+    for key in keys:
+        first, *others = values = [tree.get(key) for tree in flats]
+        if any(value != first for value in others):
+            rows.append((key, values))
+    return rows
 
 
 def disk_usage(path: Path) -> dict[str, int]:

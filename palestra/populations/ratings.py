@@ -8,6 +8,7 @@ measures the share of the results that no rating can explain. `points_MM[a, b]` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -151,5 +152,6 @@ def openskill_ratings(games: Iterable[tuple[Sequence[str], Sequence[float]]]) ->
 def cross_play(payoffs: PayoffTable, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
     """Returns mean returns, float64 [rows, columns], of the members `rows` at the first of two seats against the
     members `columns` at the second; NaN for pairs that never met."""
-    cells = [[payoffs.cell((row, column)) for column in columns] for row in rows]
-    return np.array([[cell.mean[0] if cell.exact or cell.games else np.nan for cell in line] for line in cells])
+    cells = [payoffs.cell(pair) for pair in product(rows, columns)]
+    means = [cell.mean[0] if cell.exact or cell.games else np.nan for cell in cells]
+    return np.array(means, float).reshape(len(rows), len(columns))

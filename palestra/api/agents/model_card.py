@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -118,7 +119,7 @@ def _results(evals: dict[str, list[Tree]]) -> list[str]:
         "Held-out episodes, with the policies at the seats that the config below gives. Success has its 95 % Wilson "
         "interval; returns have half the width of their normal 95 % interval where it was recorded."
     )
-    return ["## Results", "\n".join([head, *[row for of_eval in rows for row in of_eval]]), note]
+    return ["## Results", "\n".join([head, *chain.from_iterable(rows)]), note]
 
 
 def _row(name: str, lines: list[Tree]) -> list[str]:

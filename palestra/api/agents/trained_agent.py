@@ -211,7 +211,8 @@ def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     """Returns the frozen members of a population that have weights."""
     members = read_members(path)
     done = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
-    paths = {name: path_inside(path / "members", name) for name in [member.name for member in members] or sorted(done)}
+    names = [member.name for member in members] or sorted(done)
+    paths = {name: path_inside(path / "members", name) for name in names}
     players = {member.name: member.player for member in members}
     speech = _lm_settings(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}

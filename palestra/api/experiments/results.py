@@ -52,9 +52,7 @@ class GridResults:
         runs = self.values[algorithm]
         if any(not runs[task] for task in self.grid.tasks):
             return None
-        return [
-            np.array([task.normalise(value) for value in runs[name].values()]) for name, task in self.grid.tasks.items()
-        ]
+        return [np.array(list(map(task.normalise, runs[name].values()))) for name, task in self.grid.tasks.items()]
 
     @property
     def complete(self) -> dict[str, list[np.ndarray]]:
@@ -142,7 +140,7 @@ def results_data(results: GridResults) -> dict[str, Any]:
         "grid": results.grid.name,
         "metrics": results.metrics,
         "values": {
-            algorithm: {task: {str(seed): value for seed, value in by_seed.items()} for task, by_seed in tasks.items()}
+            algorithm: {task: _with_text_keys(by_seed) for task, by_seed in tasks.items()}
             for algorithm, tasks in results.values.items()
         },
         "aggregates": {
@@ -156,6 +154,10 @@ def results_data(results: GridResults) -> dict[str, Any]:
         "missing": results.missing,
         "unscored": results.unscored,
     }
+
+
+def _with_text_keys(by_seed: dict[int, float]) -> dict[str, float]:
+    return {str(seed): value for seed, value in by_seed.items()}
 
 
 # ---- the page
@@ -188,18 +190,13 @@ def results_section(results: GridResults, data: dict[str, Any], figure: str) -> 
             "",
             *markdown_table(
                 ["algorithm", *(LABELS[name] for name in STATISTICS)],
-                [
-                    [algorithm, *(format_estimate(estimates[name]) for name in STATISTICS)]
-                    for algorithm, estimates in data["aggregates"].items()
-                ],
+                [[algorithm, *map(format_estimate, e.values())] for algorithm, e in data["aggregates"].items()],
             ),
         ]
     if pairs := data["probability_of_improvement"]:
         complete = list(data["aggregates"])
-        rows = [
-            [ours, *("" if ours == theirs else f"{pairs[f'{ours} > {theirs}']['value']:.2f}" for theirs in complete)]
-            for ours in complete
-        ]
+        cells = {key: f"{pair['value']:.2f}" for key, pair in pairs.items()}
+        rows = [[ours, *(cells.get(f"{ours} > {theirs}", "") for theirs in complete)] for ours in complete]
         lines += [
             "",
             "Probability that a run of the row's algorithm scores above one of the column's, on a random task:",

@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -123,12 +123,11 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _values(field: Any) -> str:
     """Returns type and bounds of a field: "whole number, ≥ 1"."""
-    bounds = [
-        f"{sign} {value:g}"
-        for found in field.metadata
-        for name, sign in BOUNDS.items()
-        if isinstance(value := getattr(found, name, None), int | float)
-    ]
+    bounds = []
+    for found, (name, sign) in product(field.metadata, BOUNDS.items()):
+        value = getattr(found, name, None)
+        if isinstance(value, int | float):
+            bounds.append(f"{sign} {value:g}")
     return ", ".join([_type(field.annotation), *bounds])
 
 

@@ -17,7 +17,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,14 +173,13 @@ def _apps(row: Row) -> ProgramProblem:
     )
 
 
+def _code_contests_tests(table: Row | None) -> list[ProgramTest]:
+    return list(map(ProgramTest, table["input"], table["output"])) if table else []
+
+
 def _code_contests(row: Row) -> ProgramProblem:
-    public, *hidden = (
-        [ProgramTest(*pair) for pair in zip(row[name]["input"], row[name]["output"], strict=True)]
-        if row.get(name)
-        else []
-        for name in ("public_tests", "private_tests", "generated_tests")
-    )
-    tests = list(chain.from_iterable(hidden))
+    public = _code_contests_tests(row.get("public_tests"))
+    tests = _code_contests_tests(row.get("private_tests")) + _code_contests_tests(row.get("generated_tests"))
     solutions = row["solutions"]
     pairs = zip(solutions["language"], solutions["solution"], strict=True)
     written = [text for language, text in pairs if language in (CODE_CONTESTS_PYTHON3, "PYTHON3")]

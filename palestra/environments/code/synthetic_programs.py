@@ -180,7 +180,7 @@ def _propose(rng: random.Random, grade: int) -> SyntheticProgram:
 def synthetic_problem(program: SyntheticProgram) -> ProgramProblem:
     """Returns the chain as a problem. Its tests are deterministic."""
     rng = random.Random(f"tests {program.short_question}")
-    lists = [[rng.randrange(13) for _ in range(rng.randint(3, 6))] for _ in range(NUM_TESTS - 1)]
+    lists = [_random_list(rng, 6) for _ in range(NUM_TESTS - 1)]
     lists = _told_apart(program, [*lists, []], rng)
     tests = tuple(ProgramTest(f"({xs!r},)", repr(program.run(xs))) for xs in lists)
     return ProgramProblem(
@@ -195,12 +195,16 @@ def synthetic_problem(program: SyntheticProgram) -> ProgramProblem:
     )
 
 
+def _random_list(rng: random.Random, longest: int) -> list[int]:
+    return [rng.randrange(13) for _ in range(rng.randint(3, longest))]
+
+
 def _told_apart(program: SyntheticProgram, lists: list[list[int]], rng: random.Random) -> list[list[int]]:
     """Returns the lists, with one more for each chain that lacks one part of `program` and has the same results on all
     of them, though not on every list."""
     for field in fields(program):
         lacking = replace(program, **{field.name: None})
         if lacking.active_steps != program.active_steps and all(lacking.run(xs) == program.run(xs) for xs in lists):
-            drawn = ([rng.randrange(13) for _ in range(rng.randint(3, 10))] for _ in range(MAX_LISTS))
+            drawn = (_random_list(rng, 10) for _ in range(MAX_LISTS))
             lists = [*lists, *islice((xs for xs in drawn if lacking.run(xs) != program.run(xs)), 1)]
     return lists

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from palestra.core.mappings import key_by_value
 from palestra.environments.debate.arguments import (
     MIN_CONTENT_WORDS,
     PART_KEYWORDS,
@@ -31,7 +32,7 @@ from palestra.environments.debate.arguments import (
 
 MIN_QUOTED_SHARE = 0.6  # minimum share of a fact's words in a quotation without the fact's number
 
-_PART = {word: part for part, words in PART_KEYWORDS.items() for word in words}
+_PART = key_by_value(PART_KEYWORDS)
 _BEGIN = re.compile(rf"\b(?:{'|'.join(sorted(_PART, key=len, reverse=True))})\b", re.IGNORECASE)
 _PUNCTUATION = re.compile(r"[.,;:!?\n]")
 _STANCE = re.compile(r"\W*(?:the answer is\W+)?(yes|no)\b", re.IGNORECASE)

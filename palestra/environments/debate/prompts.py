@@ -71,12 +71,13 @@ def compact_speech(speech: Speech) -> str:
     return " ".join([speech.side, *references, *(["so", STANCES[heard.stance]] if heard.stance else [])])
 
 
+def _evidence(topic: Topic, side: Side) -> str:
+    return "\n".join([f"Evidence for {side}:", *(f"[{fact.id}] {fact.text}" for fact in topic.facts_of(side))])
+
+
 def full_observation(topic: Topic, side: Side, speeches: Sequence[Speech], current: int, rounds: int) -> str:
     """Returns a debater's full observation: the motion, all the evidence and the transcript."""
-    evidence = [
-        f"Evidence for {side}:\n" + "\n".join(f"[{fact.id}] {fact.text}" for fact in topic.facts_of(side))
-        for side in SIDES
-    ]
+    evidence = [_evidence(topic, side) for side in SIDES]
     transcript = f"Said so far:\n{_transcript(speeches)}" if speeches else "Nothing was said yet."
     return "\n\n".join(
         [f"Motion: {topic.text}", *evidence, transcript, f"Round {current} of {rounds}. You are {side}."]

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from palestra.core.mappings import key_by_value
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.support.few_shot import acting_seat, ask_with_examples
@@ -138,7 +139,7 @@ def list_choices(thing: str, choices: int, rng: random.Random) -> Instance:
 def kinds_of_nouns() -> dict[str, str]:
     """Returns the kind of thing that each noun names."""
     by_kind = json.loads(NOUNS_FILE.read_text(encoding="utf-8"))
-    return {noun: kind for kind, nouns in by_kind.items() for noun in nouns}
+    return key_by_value(by_kind)
 
 
 def names_thing(description: str, thing: str) -> bool:

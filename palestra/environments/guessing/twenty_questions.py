@@ -112,11 +112,11 @@ class TwentyQuestions(GuessingGame):
     def best_question(self, possible: Sequence[Secret], rng: random.Random) -> AttributeQuestion:
         """Returns the attribute that splits `possible` most evenly, or a name if that is as good; ties at random."""
         has = [self.table.things[str(secret)] for secret in possible]
-        larger = {
-            attribute: max(yes, len(has) - yes)
-            for attribute in self.table.attributes
-            if 0 < (yes := sum(attribute in attributes for attributes in has)) < len(has)
-        }
+        larger = {}
+        for attribute in self.table.attributes:
+            yes = sum(attribute in attributes for attributes in has)
+            if 0 < yes < len(has):
+                larger[attribute] = max(yes, len(has) - yes)
         least = min(larger.values(), default=len(has))
         if least >= len(has) - 1:
             return AttributeQuestion(str(rng.choice(possible)), is_guess=True)

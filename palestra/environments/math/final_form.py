@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 
+from palestra.core.mappings import key_by_value
 from palestra.environments.math.plain_numbers import normalize_latex
 
 MAX_DEPTH = 20
@@ -55,7 +56,7 @@ _FAMILIES = {
     "derivative": "partial nabla",
     "complex part": "Re Im arg",
 }
-OPERATOR_FAMILIES = {name: family for family, names in _FAMILIES.items() for name in names.split()}
+OPERATOR_FAMILIES = key_by_value({family: names.split() for family, names in _FAMILIES.items()})
 _SIGN_OPERATORS = {"!": "factorial", "|": "absolute value", "'": "derivative"}
 
 _SIGN = r"[-+*/^_=<>()\[\],;:.!%|&']"

@@ -35,15 +35,13 @@ def board_geometry(size: int) -> BoardGeometry:
     lines = range(size)
     box_of = [r // high * (size // wide) + c // wide for r in lines for c in lines]
     cells = range(size * size)
-    rows = [tuple(cell for cell in cells if cell // size == line) for line in lines]
-    columns = [tuple(cell for cell in cells if cell % size == line) for line in lines]
-    boxes = [tuple(cell for cell in cells if box_of[cell] == line) for line in lines]
-    return BoardGeometry(
-        size,
-        (*rows, *columns, *boxes),
-        tuple(f"{kind} {line + 1}" for kind in ("row", "column", "box") for line in lines),
-        tuple((cell // size, size + cell % size, 2 * size + box_of[cell]) for cell in cells),
-    )
+    units_of = tuple((cell // size, size + cell % size, 2 * size + box_of[cell]) for cell in cells)
+    units: list[list[int]] = [[] for _ in range(3 * size)]
+    for cell, numbers in enumerate(units_of):
+        for unit in numbers:
+            units[unit].append(cell)
+    names = tuple(f"{kind} {line + 1}" for kind in ("row", "column", "box") for line in lines)
+    return BoardGeometry(size, tuple(map(tuple, units)), names, units_of)
 
 
 def violated_units(size: int, board: SudokuBoard) -> list[str]:

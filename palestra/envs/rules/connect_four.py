@@ -6,7 +6,7 @@ moves deep instead.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -78,15 +78,15 @@ class ConnectFourRules(Rules[ConnectFourState]):
 
     def info_state(self, state: ConnectFourState, player: int) -> np.ndarray:
         empty = ~(state.crosses | state.noughts)
-        planes = [[[bool(own & cell) for cell in row] for row in CELL_BITS] for own in (*state, empty)]
-        return np.array(planes, np.float32).reshape(-1)
+        planes = [bool(own & cell) for own in (*state, empty) for cell in chain.from_iterable(CELL_BITS)]
+        return np.array(planes, np.float32)
 
     def info_state_text(self, state: ConnectFourState, player: int) -> str:
         rows = [" ".join(_mark(state, cell) for cell in row) for row in reversed(CELL_BITS)]
         return f"You are {'xo'[player]}. Board: {' / '.join(rows)}"
 
 
-_COLUMN = [sum(CELL_BITS[row][column] for row in range(ROWS)) for column in range(COLUMNS)]
+_COLUMN = list(map(sum, zip(*CELL_BITS, strict=True)))
 
 
 def has_line(stones: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import product, starmap
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -117,5 +118,5 @@ def symmetries(size: int) -> tuple[tuple[int, ...], ...]:
         lambda r, c: (c, r),
         lambda r, c: (last - c, last - r),
     ]
-    places = [[image(r, c) for r in range(size) for c in range(size)] for image in images]
-    return tuple(tuple(r * size + c for r, c in cells) for cells in places)
+    places = list(product(range(size), repeat=2))
+    return tuple(tuple(r * size + c for r, c in starmap(image, places)) for image in images)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from palestra.core.chat import Chat
+from palestra.core.mappings import key_by_value
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Seat, Step
 from palestra.envs.base import NO_REWARD_KEY, Env
@@ -179,7 +180,7 @@ class Chain:
         self.name = f"{self.kind}-{_digest(''.join(map(_digest, order)))[:8]}"
         held_out = max(1, round(HELD_OUT_SHARE * len(order))) if len(order) > 2 else 0
         parts = {"test": order[:held_out], "dev": order[held_out : 2 * held_out], "train": order[2 * held_out :]}
-        split_of = {key: split for split, part in parts.items() for key in part}
+        split_of = key_by_value(parts)
         self.rows: dict[str, list[Row]] = {split: [] for split in parts}
         self.numbers: dict[str, list[int]] = {split: [] for split in parts}
         for i, (key, row) in enumerate(zip(keys, table, strict=True)):

@@ -7,6 +7,7 @@ import itertools
 import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from palestra.core.chat import Chat
@@ -50,7 +51,7 @@ def template_names(template: Template) -> list[str]:
     check_messages(template)
     if not all(isinstance(message.get("content"), str) for message in template):
         raise ValueError(f"{template!r:.60} has a message without a text as content, in which names are filled in")
-    return list(dict.fromkeys(name for message in template for name in _names(message["content"])))
+    return list(dict.fromkeys(chain.from_iterable(_names(message["content"]) for message in template)))
 
 
 def is_name_alone(template: Template) -> bool:

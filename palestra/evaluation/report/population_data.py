@@ -98,10 +98,11 @@ def _seats(players: dict[str, Player], cells: list[MemberProfile]) -> list[Playe
     seats = len(cells[0]) if cells else max(2, len(named))
     if len(named) < 2:
         return [*named, "everyone"][:1] * seats
-    return [
-        next(filter(None, (players.get(cell[seat]) for cell in cells)), name)
-        for seat, name in zip(range(seats), named, strict=True)
-    ]
+    at_seat = []
+    for seat, name in zip(range(seats), named, strict=True):
+        known = filter(None, (players.get(cell[seat]) for cell in cells))
+        at_seat.append(next(known, name))
+    return at_seat
 
 
 # ---- ratings

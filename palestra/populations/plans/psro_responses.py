@@ -109,10 +109,8 @@ def gain_error(
     games = sum(own.games for own in opponents)
     if games < 2:
         return None
-    mean, square = (
-        sum(own.games * value for own, value in zip(opponents, values, strict=True)) / games
-        for values in ([own.mean_return for own in opponents], [own.mean_squared_return for own in opponents])
-    )
+    mean = sum(own.games * own.mean_return for own in opponents) / games
+    square = sum(own.games * own.mean_squared_return for own in opponents) / games
     joint = meta.joint
     error = stderr[seat]
     if response.recommended:

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
+from palestra.core.mappings import key_by_value
 from palestra.core.seeding import derive_seed
 from palestra.core.types import Episode, Seat
 from palestra.engine.lora.adapters import Adapter
@@ -237,7 +238,7 @@ class LMSeatAssigner:
         self.members = members
         self.learner = learner
         self.own_seats = worker.seats[task.player]
-        self.players = {seat: player for player, seats in worker.seats.items() for seat in seats}
+        self.players = key_by_value(worker.seats)
         self.numbers: dict[str, int] = {}
         self.games: list[tuple[float, list[float], list[int]]] = []
         self.env_steps = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from palestra.core.types import Metrics, RolloutBatch
 from palestra.envs.batch.seat_shuffle import SeatShuffledEnv
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.payoffs import PayoffCell
-from palestra.populations.population import Player
+from palestra.populations.population import Mix, Player
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.populations.workers.exact import ExactSolver, seats_by_player
@@ -82,13 +83,12 @@ def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Se
     if opponents.joint:
         lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
         return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
-    mixes = [opponents.mixes[player] for player in players]
-    return IndependentSampler(
-        [
-            {registry.index(player, name): p for name, p in mix.items() if p > 0}
-            for player, mix in zip(players, mixes, strict=True)
-        ]
-    )
+    return IndependentSampler([_shares(registry, player, opponents.mixes[player]) for player in players])
+
+
+def _shares(registry: MemberRegistry, player: Player, mix: Mix) -> dict[int, float]:
+    """Returns the probabilities of a mix by the members' numbers."""
+    return {registry.index(player, name): p for name, p in mix.items() if p > 0}
 
 
 class OpponentStats:
@@ -145,8 +145,8 @@ def play_cells(
     N = len(rollout.env.seats)
     numbers = {name: number for number, name in enumerate(members)}
     rotations = N if rotate_seats else 1
-    turned = [(names, r) for names in cells for r in range(rotations)]
-    lineups = np.array([[numbers[names[(seat + r) % N]] for seat in range(N)] for names, r in turned])
+    turned = list(product(cells, range(rotations)))
+    lineups = np.array([list(map(numbers.__getitem__, (*names[r:], *names[:r]))) for names, r in turned])
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
     mixture = Mixture(rollout.env, range(N), members, LineupSchedule(lineups, times), "cells")
     rollout.restart(derive_seed(seed, "games") % 2**62 + np.arange(rollout.env.num_envs))

@@ -56,7 +56,7 @@ class PairAlgorithm(GroupAlgorithm):
 
     def _preference_pairs(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
         """Returns index pairs (better, worse) of siblings whose values and texts differ."""
-        tokens = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
+        tokens = [list(map(_token_ids, side)) for side in sides]
         gaps = {
             (better, worse): values[better] - values[worse]
             for better, worse in permutations(range(len(sides)), 2)
@@ -151,6 +151,10 @@ class DPO(PairAlgorithm):
         self, samples: list[Sample], learner: Learner, state: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         return (await add_reference_logprobs(samples, learner) if self.needs_reference and samples else samples), {}
+
+
+def _token_ids(answer: Answer) -> tuple[list[int], list[int]]:
+    return answer.prompt_ids.tolist(), answer.token_ids.tolist()
 
 
 def answered_sides(group: SiblingGroup) -> list[list[Answer]]:

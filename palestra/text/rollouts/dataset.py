@@ -6,9 +6,10 @@ of another table becomes a tree according to its columns (trl_format.py), with a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,11 +74,14 @@ class DataFile:
     @property
     def seats(self) -> list[Seat]:
         """The seats that answer, in order of first appearance."""
-        return list(dict.fromkeys(seat for e in self.episodes for node in e.nodes for seat in node.answers))
+        return list(dict.fromkeys(chain.from_iterable(node.answers for node in self._all_nodes())))
 
     def nodes(self, seat: Seat) -> list[Node]:
         """Returns the nodes at which a seat answers."""
-        return [node for e in self.episodes for node in e.nodes if seat in node.answers]
+        return [node for node in self._all_nodes() if seat in node.answers]
+
+    def _all_nodes(self) -> Iterator[Node]:
+        return chain.from_iterable(episode.nodes for episode in self.episodes)
 
     def answers(self, seat: Seat) -> list[Answer]:
         """Returns the answers of a seat."""
@@ -96,7 +100,9 @@ def read_data(data: Sequence[DataConfig], seat: Seat | None) -> list[DataFile]:
 
 def _files(path: str) -> list[Path]:
     found = [Path(path)] if Path(path).exists() else sorted(map(Path, glob(path, recursive=True)))
-    files = [file for one in found for file in (_inside(one) if one.is_dir() else [one])]
+    files: list[Path] = []
+    for one in found:
+        files += _inside(one) if one.is_dir() else [one]
     if not files:
         raise ValueError(
             f"data: {path} names no file: give a file of {', '.join(DATA_SUFFIXES)}, a folder of them, or a glob"

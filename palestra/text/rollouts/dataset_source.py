@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
 from palestra.core.chat import Chat
@@ -53,9 +54,7 @@ class DatasetSource:
 
     def __post_init__(self) -> None:
         team = self.seats()
-        self.kept_token_seats = [
-            frozenset(seat for seat in r.seats if _keeps(r, seat, team[seat])) for r in self.records
-        ]
+        self.kept_token_seats = [_kept_seats(record, team) for record in self.records]
         for record, kept in zip(self.records, self.kept_token_seats, strict=True):
             for seat in record.seats if record.has_trees and not self.roles else []:
                 policy = team[seat]
@@ -74,11 +73,10 @@ class DatasetSource:
     @cached_property
     def items(self) -> list[tuple[Episode, AbstractSet[Seat], DataFile]]:
         """Every episode, with the seats whose recorded tokens are kept, and its file."""
-        return [
-            (episode, kept, record)
-            for record, kept in zip(self.records, self.kept_token_seats, strict=True)
-            for episode in record.episodes
-        ]
+        items: list[tuple[Episode, AbstractSet[Seat], DataFile]] = []
+        for record, kept in zip(self.records, self.kept_token_seats, strict=True):
+            items += [(episode, kept, record) for episode in record.episodes]
+        return items
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,7 +154,7 @@ class DatasetSource:
             episodes = [self.attribute_episode(*item, team) for item in self.items[start : start + CHECK_CHUNK_SIZE]]
             if any(s.has_gradient for name in learners for s in algorithm.build_samples(episodes, name, {})[0]):
                 return
-        lines = [leaf for episode, *_ in self.items for leaf in episode.leaves()]
+        lines = list(chain.from_iterable(episode.leaves() for episode, *_ in self.items))
         wins = sum(max([leaf.success or 0.0, *leaf.seat_success.values()]) >= 0.5 for leaf in lines)
         forks = sum(map(_differing, self._families()))
         raise ValueError(
@@ -186,6 +184,11 @@ class DatasetSource:
 
 def _differing(siblings: Sequence[Node]) -> bool:
     return len({(node.team_reward, *sorted(node.rewards.items())) for node in siblings}) > 1
+
+
+def _kept_seats(record: DataFile, team: Mapping[Seat, Policy]) -> frozenset[Seat]:
+    """Returns the seats of a file whose recorded tokens their policies read as they are."""
+    return frozenset(seat for seat in record.seats if _keeps(record, seat, team[seat]))
 
 
 def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:

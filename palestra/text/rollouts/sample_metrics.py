@@ -45,7 +45,8 @@ def majority_success(episodes: Sequence[Episode]) -> float:
 
 def _reports_answers(episodes: Sequence[Episode]) -> bool:
     """True if the env reports a final answer, which may be None, in any episode."""
-    return any(ANSWER_KEY in leaf.info for leaf in chain.from_iterable(episode.leaves() for episode in episodes))
+    leaves = chain.from_iterable(map(Episode.leaves, episodes))
+    return any(ANSWER_KEY in leaf.info for leaf in leaves)
 
 
 def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
