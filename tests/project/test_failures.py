@@ -98,10 +98,12 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
         fail_stderr("train", "--resume", tmp_path / "cut", "--set", "steps=4")
     )
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
+    assert "cut failed: step 2: 4 of 4" in plain(invoke("runs", "--root", tmp_path).output)
     mended.touch()
     done = invoke("train", "--resume", tmp_path / "cut")
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "cut/error.txt").exists()
+    assert "failed" not in plain(invoke("runs", "--root", tmp_path).output)
     lines = read_lines(tmp_path / "cut/metrics.jsonl")
     assert lines == read_lines(tmp_path / "whole/metrics.jsonl") if not staleness else len(lines) == 12
 
@@ -147,6 +149,8 @@ def test_run_without_updates_fails_with_the_reason(base, tmp_path):
     assert "algorithm.group_size" in said and len(list_checkpoints(tmp_path / "failing")) == 1
     longer = invoke("train", "--resume", tmp_path / "failing", "--set", "steps=4")
     assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
+    listed = plain(invoke("runs", "--root", tmp_path).output)
+    assert "stopped" not in listed and "failing failed: no update was made in 4 steps: in 100% of" in listed
 
 
 def test_run_without_learners_succeeds(base, tmp_path):
