@@ -196,8 +196,9 @@ def train_with_progress(
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
         console.print(f"resuming after {start} steps")
-    elif run.num_discarded_steps:
-        print_line(f"no checkpoint yet: starts from the beginning, {run.num_discarded_steps} steps are lost")
+    elif not run.is_new:
+        lost = f", {run.num_discarded_steps} steps are lost" if run.num_discarded_steps else ""
+        print_line(f"no checkpoint yet: starts from the beginning{lost}")
     with ProgressBar(trainer.steps, start, tree, console) as bar, StopOnInterrupt() as interrupted:
         return run_training(trainer, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
 
