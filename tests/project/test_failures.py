@@ -15,6 +15,7 @@ from helpers.terminal_text import plain
 from palestra.runs import list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
 
+SPEECH = {"type": "lora", "sampling": {"max_tokens": 2}}
 DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
 
 
@@ -80,6 +81,21 @@ def test_max_failed_limits_failed_episodes(base, tmp_path, share):
     done = invoke("train", config, "--root", tmp_path)
     assert done.exit_code == (1 if share == 0.0 else 0), done.output
     assert ("of 16 episodes failed" in plain(done.stderr)) == (share == 0.0)
+
+
+@pytest.mark.parametrize("most", [2, 6])
+def test_joint_steps_of_an_episode_are_limited(base, tmp_path, most):
+    """In training and in evaluations; the env itself ends an episode after three turns of two seats."""
+    game = {
+        "env": {"type": "plan_path", "max_turns": 3, "size": 8},
+        "policies": {"default": SPEECH | {"base": str(base)}},
+    }
+    config = text_config(tmp_path, base, **game, steps=1, max_joint_steps=most)
+    done = invoke("train", config, "--root", tmp_path)
+    assert ('env "plan_path" has not ended after 2 joint steps' in plain(done.stderr)) == (most == 2), done.output
+    assert done.exit_code == 0 or most == 2 or "no update was made" in done.stderr
+    done = invoke("eval", config, "--episodes", "2")
+    assert ("has not ended after 2 joint steps" in plain(done.output)) == (most == 2), done.output
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
