@@ -86,6 +86,9 @@ class TextRuns:
     def build(self, config: TextConfig) -> TextTrainer:
         from palestra.text.build.distributed import build
 
+        bases = dict.fromkeys(getattr(policy, "base", None) for policy in config.policies.values())
+        if console.is_terminal and not config.engine and any(bases):  # a log file gets what it always got
+            print_line(f"loading {', '.join(filter(None, bases))}")
         return build(config)
 
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
@@ -220,6 +223,10 @@ class CallbackList(Callback):
     def on_episode(self, episode: Episode) -> None:
         for callback in self.callbacks:
             callback.on_episode(episode)
+
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        for callback in self.callbacks:
+            callback.on_progress(what, done, total)
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         for callback in self.callbacks:
