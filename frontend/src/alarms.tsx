@@ -27,7 +27,7 @@ export function Alarms({ run, tick }: { run: string; tick: number }) {
           ))}
         </ul>
       ) : (
-        <p>{judged ? "✓ No rule fires." : "The run has fewer than ten log lines: no rule is applied yet."} Alarms are hints where to look, not proofs.</p>
+        <p>{judged ? "✓ No rule fires." : "The run has fewer than eight log lines: most rules are not applied yet."} Alarms are hints where to look, not proofs.</p>
       )}
       {silent.length > 0 && (
         <section>

@@ -12,11 +12,11 @@ export function Failed({ error }: { error: string }) {
   );
 }
 
-const MARKS: Record<string, string> = { running: "▶", done: "✓", stopped: "■" };
+const MARKS: Record<string, string> = { running: "▶", done: "✓", failed: "✕", stopped: "■" };
 
-export function Status({ status }: { status: string }) {
+export function Status({ status, error }: { status: string; error?: string }) {
   return (
-    <span class={`status ${status}`}>
+    <span class={`status ${status}`} title={error}>
       <span aria-hidden="true">{MARKS[status] ?? "?"}</span> {status}
     </span>
   );

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
 import { count, duration, evalTitle, num, percent, when } from "./format";
-import { Figure, Score, Status } from "./parts";
+import { Failed, Figure, Score, Status } from "./parts";
 import { go, type Route, to } from "./route";
 import type { RunDetail, RunLine } from "./types";
 
@@ -27,6 +27,7 @@ export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: s
       <h1>
         {run.name} <Status status={run.status} />
       </h1>
+      {run.status === "failed" && <Failed error={run.error} />}
       <dl class="facts">
         <Figure name="env">{run.env}</Figure>
         <Figure name={run.kind === "population" ? "plan" : "algorithm"}>{run.algorithm}</Figure>

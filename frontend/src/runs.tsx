@@ -91,7 +91,7 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
         </a>
       </td>
       <td>
-        <Status status={run.status} />
+        <Status status={run.status} error={run.error} />
       </td>
       <td class="long" data-name="env">
         {run.env}

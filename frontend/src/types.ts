@@ -28,7 +28,8 @@ export interface RunLine {
   steps: number;
   done: number;
   total: number;
-  status: "running" | "done" | "stopped";
+  status: "running" | "done" | "failed" | "stopped";
+  error: string; // the first line of the error that ended it, or ""
   success: Num;
   success_label: string; // of the success rate in training
   return: Num;

@@ -1,34 +1,56 @@
-"""Resuming a run with a larger step count, or a run of networks on another device. Other changes of the config are
-rejected."""
+"""Resuming a run with another number of steps or other learning rates, or a run of networks on another device. Other
+changes of the config are rejected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from palestra.core.config import Tree, override
+from palestra.core.files import read_lines
+from palestra.core.types import TEAM
+from palestra.runs.checkpoints import list_checkpoints
 
 # Population types whose earlier iterations do not depend on the total number of iterations.
 EXTENDABLE_PLANS = {"psro": "population.iterations", "xdo": "population.iterations"}
 
 
-def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
-    """Returns the config of a run, changed by settings such as "steps=200" or, for networks, "device=cpu". Raises
-    ValueError if the settings change anything else, or make the run shorter."""
+def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: Path) -> Tree:
+    """Returns the config of the run at `path`, changed by settings such as "steps=200", "policies.planner.lr=1e-4" or,
+    for networks, "device=cpu". Raises ValueError if the settings change anything else, or make the run shorter than
+    what is done; that of a population cannot be made shorter."""
     length = length_setting(tree, vectorised)
-    may_change = {length, "device"} if vectorised and "population" not in tree else {length}
+    may_change = _changeable(tree, length, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
-        may = f"only its length may change: --set {length}=N" if length else "and this kind cannot be made longer"
-        may += " (or its device: --set device=cpu)" if "device" in may_change else ""
+        may = f"only --set {'=..., '.join(may_change)}=... may change" if may_change else "and this kind has no length"
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
     if not length:
         return changed
     before = _at(tree, length)
     now = _at(changed, length)
-    if not isinstance(now, int) or now < before:
-        raise ValueError(f"{length}={now}: the run has {length}={before}, and can only be made longer")
+    least = before if "population" in tree else min(before, max(1, steps_done(path)))
+    if not isinstance(now, int) or now < least:
+        raise ValueError(f"{length}={now}: the run has {length}={before}, and can have any number from {least} on")
     return changed
+
+
+def _changeable(tree: Tree, length: str, vectorised: bool) -> list[str]:
+    """Returns the settings that may change at a resume."""
+    own = [length] if length else []
+    if "population" in tree:
+        return own
+    rates = [f"policies.{name}.lr" for name, policy in tree.get("policies", {}).items() if "lr" in policy]
+    return [*own, *rates, *(["device"] if vectorised else [])]
+
+
+def steps_done(path: Path) -> int:
+    """Returns the training steps, or the env steps of networks, up to the newest checkpoint of a run."""
+    step = max((checkpoint.step for checkpoint in list_checkpoints(path)), default=-1)
+    lines = read_lines(path / "metrics.jsonl") if step >= 0 else []
+    team = next((line for line in lines if line["step"] == step and line["policy"] == TEAM), {})
+    return int(team.get("env_steps", step + 1))
 
 
 def complete_message(tree: Tree, vectorised: bool = False) -> str:

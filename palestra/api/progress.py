@@ -44,7 +44,8 @@ class _BarContext:
 
 class ProgressBar(_BarContext, Callback):
     """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
-    return of training. Evaluations are printed above it. `config` is the resolved config of the run."""
+    return of training, and what the step is at. Evaluations are printed above it. `config` is the resolved config of
+    the run."""
 
     def __init__(
         self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: Console | None = None
@@ -55,6 +56,7 @@ class ProgressBar(_BarContext, Callback):
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}", markup=False),
             TextColumn("{task.fields[held_out]}", style="bold", markup=False),
             TextColumn("{task.fields[trained]}", markup=False),
             TextColumn("{task.fields[failed]}", markup=False),
@@ -63,7 +65,8 @@ class ProgressBar(_BarContext, Callback):
             TimeRemainingColumn(compact=True, elapsed_when_finished=False),
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
-        self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
+        empty: dict[str, Any] = {"now": "", "held_out": "", "trained": "", "failed": ""}
+        self.task = self.bar.add_task("training", total=steps, completed=start, **empty)
         self._values: dict[str, float] = {}
         self._is_success = False  # whether `_values` are success rates, else returns
         self._failed = 0
@@ -77,6 +80,9 @@ class ProgressBar(_BarContext, Callback):
                 self.console.print(styled_text((f"{what} failed (instance {episode.seed}):", "yellow"), f" {error}"))
             self._failed += 1
 
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        self.bar.update(self.task, now=f"{what} {done}/{total}" if total else what)
+
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         team = metrics[TEAM]
         rates = success_by_name(team)
@@ -89,12 +95,12 @@ class ProgressBar(_BarContext, Callback):
         value = (format_success(self._values, 0) if self._is_success else format_returns(self._values)) or "-"
         label = training_success_label(self.config) if self._is_success else training_return_label(self.config)
         failed = f"· failed {self._failed}" if self._failed else ""
-        self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
+        self.bar.update(self.task, completed=step + 1, now="", trained=f"{label} {value}", failed=failed)
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         when = "before training" if step < 0 else f"after {step + 1} training steps"
         label = eval_label(self.config, name)
-        self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
+        self.bar.update(self.task, now="", held_out=f"{label} {format_eval(metrics)}")
         shown = [(title, f"{metrics[key]:.1%}") for key, title in success_keys(metrics).items()]
         if not shown or shows_return(metrics):
             shown += [(name, f"{value:.2f}") for name, value in returns_by_name(metrics).items()]

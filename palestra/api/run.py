@@ -135,12 +135,12 @@ def _run_folder(request: LaunchRequest) -> Run:
 
 
 def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
-    """Returns the config of the run at `path`, extended by settings such as "steps=200".
+    """Returns the config of the run at `path`, changed by settings such as "steps=200".
 
-    Raises ValueError if `path` is not a run, or the settings change anything but its length.
+    Raises ValueError if `path` is not a run, or the settings change what a resume keeps (api/extend.py).
     """
     tree = parse(check_config(find_run(path)), str(path / "config.yaml"))
-    return extend_config(tree, settings, is_vector_config(tree)) if settings else tree
+    return extend_config(tree, settings, is_vector_config(tree), path) if settings else tree
 
 
 def run_to_resume(request: LaunchRequest) -> Path | None:

@@ -86,6 +86,9 @@ class TextRuns:
     def build(self, config: TextConfig) -> TextTrainer:
         from palestra.text.build.distributed import build
 
+        bases = dict.fromkeys(getattr(policy, "base", None) for policy in config.policies.values())
+        if console.is_terminal and not config.engine and any(bases):  # a log file gets what it always got
+            print_line(f"loading {', '.join(filter(None, bases))}")
         return build(config)
 
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
@@ -196,8 +199,9 @@ def train_with_progress(
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
         console.print(f"resuming after {start} steps")
-    elif run.num_discarded_steps:
-        print_line(f"no checkpoint yet: starts from the beginning, {run.num_discarded_steps} steps are lost")
+    elif not run.is_new:
+        lost = f", {run.num_discarded_steps} steps are lost" if run.num_discarded_steps else ""
+        print_line(f"no checkpoint yet: starts from the beginning{lost}")
     with ProgressBar(trainer.steps, start, tree, console) as bar, StopOnInterrupt() as interrupted:
         return run_training(trainer, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
 
@@ -219,6 +223,10 @@ class CallbackList(Callback):
     def on_episode(self, episode: Episode) -> None:
         for callback in self.callbacks:
             callback.on_episode(episode)
+
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        for callback in self.callbacks:
+            callback.on_progress(what, done, total)
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         for callback in self.callbacks:

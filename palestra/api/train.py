@@ -47,7 +47,8 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
     networks, iterations of PSRO. Further `settings` are keys of the config, also dotted ones:
     `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`.
 
-    `resume` continues a run from its last checkpoint, possibly for more `steps`. An interrupt (Ctrl-C, or the stop
+    `resume` continues a run from its last checkpoint, possibly for more or fewer `steps`, or with another
+    `**{"policies.planner.lr": 1e-4}`. An interrupt (Ctrl-C, or the stop
     button of a notebook) or SIGTERM ends the run after the current step with a checkpoint, as does `Callback.stop`; a
     second one raises KeyboardInterrupt. Inside a running event loop the run trains in a thread of its own. A call from
     another thread than the main one, which no signal reaches, prints that only `Callback.stop` ends the run so.
@@ -58,11 +59,16 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
     named = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals}
     changes = {key: value for key, value in named.items() if value is not None} | settings
     if resume is not None:
-        if config is not None or changes or name:
-            raise ValueError("a resumed run keeps its config: beside resume= there are only steps= and callbacks=")
+        if config is not None or changes.keys() - settings.keys() or name:
+            raise ValueError(
+                "a resumed run keeps its config: beside resume= there are only steps=, callbacks= and the rates of its "
+                'policies, **{"policies.NAME.lr": 1e-4}'
+            )
         path = resume.path if isinstance(resume, TrainedRun) else Path(resume)
         tree = resumed_tree(path, [])
-        stored = resumed_tree(path, [f"{_length(tree)}={steps}"]) if steps else None
+        new = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        new += [f"{_length(tree)}={steps}"] if steps is not None else []
+        stored = resumed_tree(path, new) if new else None
         request = run_request(stored or tree, resume=path, stored=stored)
     else:
         request = run_request(config_tree(config, changes, steps), name=name, root=root)

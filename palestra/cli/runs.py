@@ -24,7 +24,8 @@ def runs(
         str, typer.Option(help="the folder that holds runs, here or in a store (s3://bucket/runs)")
     ] = "runs",
 ) -> None:
-    """List the runs in a folder: status, env, algorithm, newest held-out result and alarms.
+    """List the runs in a folder: status, env, algorithm, newest held-out result and alarms. Below are the errors of
+    those that failed.
 
     The held-out result is the newest of the evaluation `test`, or else of the first one; for a population it is
     NashConv. Of a folder in an object store, the newest whole state of each run is listed.
@@ -47,7 +48,8 @@ def runs(
             entries.append(list_entry(run, locks) | {"alarms": ", ".join(alarms)})
         except UNREADABLE as error:
             print_line(f"{config.parent.name} cannot be read: {type(error).__name__}: {error}")
-    for entry in sorted(entries, key=lambda entry: entry["created"]):
+    entries.sort(key=lambda entry: entry["created"])
+    for entry in entries:
         table.add_row(
             entry["name"],
             entry["created"][:10],
@@ -59,6 +61,9 @@ def runs(
             styled_text((entry["alarms"], "yellow")),
         )
     console.print(table if table.row_count else f"no runs in {root}/")
+    for entry in entries:
+        if entry["status"] == "failed":
+            print_line(f"{entry['name']} failed: {entry['error']}")
 
 
 def _progress(entry: dict[str, Any]) -> str:

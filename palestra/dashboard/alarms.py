@@ -1,9 +1,9 @@
 """Alarms: rules that detect common training failures in logged metrics, each with the numbers that triggered it.
 
 Rules read the metrics of policies as they are logged: policy -> key -> array [T] float64, one value per log line. They
-compare the mean of the newest `NEWEST_LINES` lines (at most half of all) with that of the first `FIRST_LINES` (at most
-a quarter), and report nothing if there are fewer than `MIN_LINES` lines. An alarm is a hint where to look, not a
-verdict.
+compare the mean of the newest `NEWEST_LINES` lines (at most half of all; of entropy and flat groups at most a sixth,
+since a short run may collapse at its end) with that of the first `FIRST_LINES` (at most a quarter), and report nothing
+if there are fewer than `MIN_LINES` lines. An alarm is a hint where to look, not a verdict.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from palestra.runs.headline import eval_interval
+
 if TYPE_CHECKING:
     from palestra.populations.ratings import Cyclicity  # imports SciPy's solvers, half a second at the end of a run
 
 MetricsByName = Mapping[str, Mapping[str, np.ndarray]]
 
-MIN_LINES = 10
+MIN_LINES = 8
+MIN_END_LINES = 3
 FIRST_LINES = 5
 NEWEST_LINES = 20
 SOLVED_SUCCESS = 0.95  # a task with this success rate raises no alarm
@@ -56,14 +59,15 @@ class AlarmRule(NamedTuple):
 
 RULES = {
     "lazy seat": AlarmRule(
-        f"at least {HIGH_ZERO_VARIANCE:.0%} of a policy's groups have answers that all earn the same over the newest "
-        f"{NEWEST_LINES} lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task is not solved",
+        f"at least {HIGH_ZERO_VARIANCE:.0%} of a policy's groups have answers that all earn the same in the newest "
+        "lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task is not solved",
         "pay the seat for what it does (a reward of its own, or a smaller team_weight), raise its temperature, or use "
         "a larger group_size; see in Episodes whether its answers change what follows",
     ),
     "entropy collapse": AlarmRule(
         f"a policy's entropy is at most {LOW_ENTROPY} nats (not below 0, as that of continuous actions may be) and "
-        f"{LOW_ENTROPY_SHARE:.0%} of what it was at first, and success is not above {SOLVED_SUCCESS:.0%}",
+        f"{LOW_ENTROPY_SHARE:.0%} of what it was at first in the newest lines, and success is not above "
+        f"{SOLVED_SUCCESS:.0%}",
         "continue from an earlier checkpoint with a smaller lr, or with entropy_coef or kl_coef above 0, or a higher "
         "temperature",
     ),
@@ -91,6 +95,11 @@ RULES = {
         "take easier instances or a denser reward, a higher temperature or a larger group_size; check that the base "
         "model can solve any instance at all",
     ),
+    "held-out success fell": AlarmRule(
+        "the newest success of an evaluation is below an earlier one of it, and their 95 % intervals do not meet",
+        "continue from the checkpoint of the better evaluation with a smaller lr or with kl_coef above 0; see in "
+        "Agents which held-out instances regressed",
+    ),
     "answers are cut off": AlarmRule(
         f"at least {MAX_CUT_OFF_SHARE:.0%} of a policy's answers over the newest {NEWEST_LINES} lines ended at "
         "max_tokens",
@@ -111,6 +120,7 @@ RULES = {
     ),
 }
 POPULATION_RULES = ("cyclic population",)  # judged by payoffs
+UNCOUNTED_RULES = ("mirror is behind", "held-out success fell")  # need no number of log lines
 MIRROR_RULES = ("mirror is behind",)  # judged by the status of the mirror, in runs of every kind; others by metrics
 
 
@@ -130,10 +140,10 @@ class Alarm:
 
 def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
     """Returns the rules that are applied to a run with `num_lines` log lines: name, rule, remedy, and `is_judged`,
-    False for as long as there are fewer than `MIN_LINES` lines."""
+    False for as long as there are fewer than the `MIN_LINES` lines that most need."""
     judged = is_population or num_lines >= MIN_LINES
     return [
-        {"name": name, **rule._asdict(), "is_judged": judged or name in MIRROR_RULES}
+        {"name": name, **rule._asdict(), "is_judged": judged or name in UNCOUNTED_RULES}
         for name, rule in RULES.items()
         if name in MIRROR_RULES or (name in POPULATION_RULES) == is_population
     ]
@@ -143,13 +153,14 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
     """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
     (key -> [T]), `evals` those of each evaluation."""
     rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
-    return [*chain.from_iterable(rule(policies, team, evals) for rule in rules), *failing_episodes(team)]
+    found = chain.from_iterable(rule(policies, team, evals) for rule in rules)
+    return [*found, *failing_episodes(team), *held_out_fall(evals)]
 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of one policy have equal returns while another policy's differ."""
-    shares = {name: now for name, log in policies.items() if (now := newest_mean(log, "zero_std_fraction")) is not None}
-    success = newest_mean(team, "success")
+    shares = {name: now for name, log in policies.items() if (now := end_mean(log, "zero_std_fraction")) is not None}
+    success = end_mean(team, "success")
     if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
         return
     for name, share in shares.items():
@@ -165,10 +176,10 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
 def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved.
     The entropy of continuous actions may be negative, which raises no alarm."""
-    success = newest_mean(team, "success")
+    success = end_mean(team, "success")
     for name, series in policies.items():
         before = first_mean(series, "entropy")
-        now = newest_mean(series, "entropy")
+        now = end_mean(series, "entropy")
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
         if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
@@ -233,8 +244,8 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
 def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Yields an alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the
     task is not solved."""
-    shares = [now for series in policies.values() if (now := newest_mean(series, "zero_std_fraction")) is not None]
-    success = newest_mean(team, "success")
+    shares = [now for series in policies.values() if (now := end_mean(series, "zero_std_fraction")) is not None]
+    success = end_mean(team, "success")
     if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
         yield Alarm(
             "nothing to learn from",
@@ -257,6 +268,24 @@ def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
     played = newest_mean(team, "episodes")
     if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
         yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
+
+
+def held_out_fall(evals: MetricsByName) -> Iterator[Alarm]:
+    """Yields an alarm if the newest success of an evaluation is below an earlier one, with their intervals apart."""
+    for name, log in evals.items():
+        keys = [key for key in ("success", "episodes", "instances", "failed", "samples") if key in log]
+        if keys[:2] != ["success", "episodes"] or len({len(log[key]) for key in keys}) > 1:
+            continue  # some evaluations have no success
+        lines = [dict(zip(keys, values, strict=True)) for values in np.stack([log[key] for key in keys], 1).tolist()]
+        bounds = [eval_interval(line) or (0.0, 1.0) for line in lines]
+        best = max(range(len(lines)), key=lambda number: bounds[number][0])
+        if bounds[best][0] > bounds[-1][1]:
+            yield Alarm(
+                "held-out success fell",
+                "",
+                f"{name} {lines[-1]['success']:.1%} (at most {bounds[-1][1]:.1%}), from {lines[best]['success']:.1%} "
+                f"(at least {bounds[best][0]:.1%}), {len(lines) - 1 - best} evaluations before",
+            )
 
 
 def cyclic_alarms(cyclicity: Cyclicity) -> list[Alarm]:
@@ -316,6 +345,14 @@ def newest_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
     `MIN_LINES`."""
     values = series.get(key, np.zeros(0))
     return _mean(values[-min(NEWEST_LINES, len(values) // 2) :]) if len(values) >= MIN_LINES else None
+
+
+def end_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:
+    """Returns the mean of a metric's newest sixth, from `MIN_END_LINES` to `NEWEST_LINES` lines; None if there are
+    fewer than `MIN_LINES` lines."""
+    values = series.get(key, np.zeros(0))
+    size = min(NEWEST_LINES, max(MIN_END_LINES, len(values) // 6))
+    return _mean(values[-size:]) if len(values) >= MIN_LINES else None
 
 
 def first_mean(series: Mapping[str, np.ndarray], key: str) -> float | None:

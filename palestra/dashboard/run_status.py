@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from palestra.core.config import hide_credentials
+from palestra.core.failures import ERROR_FILE, MAX_MESSAGE_CHARS
 from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
@@ -36,7 +37,8 @@ from palestra.runs.system_metrics import descendant_pids, machine_info, process_
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
 PACE_STEPS = 20  # newest steps whose mean duration predicts the time left
 SEED_KEYS = ("name", "seed")  # last parts of the config keys in which runs of one experiment may differ
-LOG_FILES = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl", "config.yaml")
+LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl")
+STAMPED_FILES = (*LOGS, "config.yaml", ERROR_FILE)
 
 
 def run_kind(config: Tree) -> str:
@@ -45,8 +47,8 @@ def run_kind(config: Tree) -> str:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Returns modification times (ns) and sizes of the run's logs: it changes when a log does."""
-    return tuple(chain.from_iterable(_stat(path / log) for log in LOG_FILES))
+    """Returns modification times (ns) and sizes of the run's logs, config and error: it changes when one does."""
+    return tuple(chain.from_iterable(_stat(path / name) for name in STAMPED_FILES))
 
 
 def _stat(path: Path) -> tuple[int, int]:
@@ -80,6 +82,7 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
         "done": done,
         "total": total,
         "status": status(run, done, total, locks),
+        "error": error_line(run),
         "success": team.get("success"),
         "return": _main_return(team),
         "nash_conv": team.get("nash_conv"),
@@ -105,6 +108,7 @@ def unreadable_entry(name: str, error: Exception) -> Tree:
         **counts,
         "name": name,
         "status": "unreadable",
+        "error": "",
         "success": None,
         "return": None,
         "nash_conv": None,
@@ -171,14 +175,26 @@ def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[fl
 
 
 def status(run: CatalogRun, done: float, total: float, locks: Mapping[int, int]) -> str:
-    """Returns "running", "done" or "stopped". A plan that ended early on its stop criterion reads as "stopped" too."""
+    """Returns "running", "done", "failed" or "stopped". A plan that ended early on its stop criterion reads as
+    "stopped" too. A run that is resumed is no longer "failed"."""
     lock = run.file(".lock")
     if lock.exists() and lock.stat().st_ino in locks:
         return "running"
+    if run.file(ERROR_FILE).exists():
+        return "failed"
     recent = time.time() - max(file_stamp(run.path)[::2]) / 1e9 < RECENT_S
     if total and done >= total:
         return "done"
     return "running" if recent and not locks and not Path("/proc/locks").exists() else "stopped"
+
+
+def error_line(run: CatalogRun) -> str:
+    """Returns the first line of the error that ended a run; "" if none did."""
+    path = run.file(ERROR_FILE)
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return hide_credentials(file.readline(MAX_MESSAGE_CHARS).strip())
 
 
 def time_left(run: CatalogRun, done: float, total: float) -> float | None:

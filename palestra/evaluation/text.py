@@ -118,7 +118,7 @@ def open_text_eval(
     sampler = None if in_process else config.sampler
     engines = Engines(config.device, config.max_num_seqs, sampler, kv_cache_gib=config.kv_cache_gib)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
-    return TextEvalSetup(make_episode_runner(changed, split), names, cache(load), samples)
+    return TextEvalSetup(make_episode_runner(changed, split, config.max_joint_steps), names, cache(load), samples)
 
 
 def _seat_of_base(name: str, seat: Seat) -> tuple[Seat, ...]:

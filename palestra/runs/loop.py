@@ -44,6 +44,10 @@ class Callback:
     def on_episode(self, episode: Episode) -> None:
         """Called after each training episode of a text run, in the order in which they end."""
 
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        """Called when a part of a step begins, and after each of its episodes: `what` is "playing", "training" (both in
+        text runs) or "evaluating NAME"; `done` of `total` episodes have ended (`total` 0: they are not counted)."""
+
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Called after evaluation `name`, played after step `step` (-1: before training)."""
 
@@ -261,6 +265,7 @@ def play_evals(
     run."""
     for evaluation in trainer.evals:
         if not due_only or evaluation.is_due(step, trainer.steps):
+            callback.on_progress(f"evaluating {evaluation.name}", 0, 0)
             with span("evaluate", evaluation=evaluation.name, step=step):
                 metrics = trainer.evaluate(step, evaluation)
             run.log_eval(step, evaluation.name, metrics)

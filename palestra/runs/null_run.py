@@ -16,6 +16,7 @@ class NullRun:
     """Replacement of the run at `path` that writes nothing, for ranks other than 0."""
 
     next_step = num_discarded_steps = 0
+    is_new = True
     skipped_checkpoints: Sequence[str] = ()
 
     def __init__(self, path: Path = Path()) -> None:

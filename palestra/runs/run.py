@@ -66,8 +66,8 @@ class Run:
 
     `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a
     message on each damaged checkpoint that the last `resume` skipped, `num_discarded_steps` is the number of steps that
-    it removed. Raises ValueError if the lock is taken, and DamagedFile if the folder or its list of checkpoints is
-    damaged.
+    it removed. `is_new` is False for a run that existed before. Raises ValueError if the lock is taken, and DamagedFile
+    if the folder or its list of checkpoints is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,6 +77,7 @@ class Run:
         self._logs: dict[str, JsonlWriter] = {}
         self.skipped_checkpoints: list[str] = []
         self.num_discarded_steps = 0
+        self.is_new = True
         self._resources = ResourceMeter()
         self._called = -1  # step of the last worker report
         worker_stats.take_report(0.0)  # resets counts from before this run
@@ -134,7 +135,9 @@ class Run:
 
         Raises ValueError if `path` is not a run, or another process is writing it.
         """
-        return cls(find_run(path))
+        run = cls(find_run(path))
+        run.is_new = False
+        return run
 
     def __enter__(self) -> Self:
         return self

@@ -117,6 +117,9 @@ class TextConfig(PolicyRunConfig):
     env: dict[str, Any] = {}
     """The env to train in: `type` and its options. Give either `env` or `envs`. With `data` it is optional, and serves
     for evaluations and for the roles of the seats."""
+    max_joint_steps: int = Field(1000, ge=1, le=1_000_000)
+    """Largest number of joint steps of an episode, in training and in evaluations. A trajectory that has not ended then
+    is failed: it is not trained on, and counts towards `max_failed`. To end it with a reward, use the env's limit."""
     envs: dict[str, dict[str, Any]] = {}
     """Several envs by name, each with `type` and options, drawn as `mix` describes."""
     mix: EnvMixConfig = EnvMixConfig()

@@ -1,7 +1,9 @@
 """The progress bar shows the held-out evaluation first, and labels the metrics of training."""
 
 import io
+from typing import ClassVar
 
+import palestra as pl
 from palestra.api.console import PlainConsole
 from palestra.api.progress import ProgressBar
 
@@ -23,6 +25,34 @@ def test_held_out_success_precedes_search_success():
     assert above[0] == "test before training: success 53.0% of 300 episodes, mean length 5.0"
     assert "test after 10 training steps:" in above[1]
     assert bar.index("test 53.0%") < bar.index("search success (best of 8) 95%")
+
+
+def test_bar_shows_what_a_step_is_at(base, tmp_path):
+    """Playing, training and evaluating, counted by episode; none of it is in a log file."""
+    run = {
+        "env": "helpers.toys:Whisper",
+        "policies": {"default": pl.Lora(str(base), sampling={"max_tokens": 2})},
+        "algorithm": pl.GRPO(group_size=2),
+        "evals": {"dev": {"episodes": 2, "samples": 2}},
+        "episodes": 3,
+        "steps": 1,
+        "root": tmp_path,
+    }
+    text = io.StringIO()
+
+    class Follow(pl.Callback):
+        seen: ClassVar[list[str]] = []
+
+        def on_progress(self, what, done, total):
+            bar.on_progress(what, done, total)
+            self.seen.append(bar.bar.tasks[0].fields["now"])
+
+    with ProgressBar(1, 0, {}, PlainConsole(file=text, width=160, force_terminal=False)) as bar:
+        pl.train(**run, callbacks=[Follow()])
+        bar.on_step(0, {"team": {}})
+    dev = ["evaluating dev", *(f"evaluating dev {done}/4" for done in range(5))]
+    assert Follow.seen == [*dev, *(f"playing {done}/3" for done in range(4)), "training", *dev]
+    assert not any(word in text.getvalue() for word in ("playing", "evaluating"))
 
 
 def test_returns_are_labelled_greedy_or_sampled():

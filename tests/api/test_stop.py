@@ -13,7 +13,9 @@ import yaml
 from helpers.processes import finish, start
 
 import palestra as pl
-from palestra.runs import list_checkpoints, read_lines
+from palestra.core.config import dump, validate
+from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.vector.config import VectorConfig
 
 NETS: dict[str, Any] = {
     "name": "nets",
@@ -60,6 +62,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals)
     out, err = process.communicate(timeout=60)
     assert process.returncode in (0, 130) and "Traceback" not in out + err
     assert "palestra train --resume" in out
+
+
+def test_a_resume_without_a_checkpoint_or_a_step_says_so(tmp_path: Path) -> None:
+    tree = NETS | {"env_steps": 16 * 5, "algorithm": {"type": "ppo", "rollout_length": 5, "minibatches": 1}}
+    Run.create(tmp_path, dump(validate(VectorConfig, tree)), "begun").close()
+    out = finish(start(tmp_path, "--resume", tmp_path / "begun"))
+    assert "no checkpoint yet: starts from the beginning\n" in out
 
 
 def test_a_killed_run_without_a_checkpoint_says_what_is_lost(tmp_path: Path) -> None:

@@ -115,10 +115,46 @@ def test_callback_stops_a_run_that_can_be_resumed(base, tmp_path):
     again = RecordingCallback()
     assert pl.train(resume=run, steps=4 + 2, callbacks=[again]).path == run.path
     assert [step for step, _ in again.steps] == [2, 3, 4, 5] and run.config["steps"] == 6
-    with pytest.raises(ValueError, match="can only be made longer"):
+    with pytest.raises(ValueError, match="steps=6, and can have any number from 6 on"):
         pl.train(resume=run.path, steps=1)
     with pytest.raises(ValueError, match="keeps its config"):
         pl.train(resume=run.path, seed=1)
+
+
+def test_a_resume_may_shorten_the_run_and_change_learning_rates(base, tmp_path):
+    """The schedule is that of the new config from the next step on, as if it had been so from the start."""
+    policies = speech(base, lr_schedule="linear", rank=4)
+    algorithm = pl.GRPO(group_size=2, kl_coef=0.1)
+    run = whisper(base, tmp_path, steps=8, policies=policies, algorithm=algorithm, callbacks=[RecordingCallback(3)])
+    with pytest.raises(ValueError, match="steps=2: the run has steps=8, and can have any number from 3 on"):
+        pl.train(resume=run, steps=2)
+    again = pl.train(resume=run, steps=6, **{"policies.default.lr": 1e-3})
+    lines = read_lines(again.path / "metrics.jsonl")
+    rates = {line["step"]: line["lr"] for line in lines if "lr" in line}
+    assert list(rates) == list(range(6)) and read_lines(again.path / "evals.jsonl")[-1]["step"] == 5
+    first, later = {step: 1e-2 * (1 - step / 8) for step in range(3)}, {s: 1e-3 * (1 - s / 6) for s in range(3, 6)}
+    assert rates == pytest.approx(first | later)
+    pl.train(resume=run, steps=6)
+    assert read_lines(again.path / "metrics.jsonl") == lines
+
+
+def test_a_resume_may_shorten_a_run_of_networks(tmp_path, capsys):
+    """Down to the env steps of its newest checkpoint, with which it is complete."""
+    net = {"all": pl.Net(hidden=[8], lr=1e-3)}
+    env = {"type": "simple_spread", "num_envs": 4}
+    parts = {"env": env, "policies": net, "algorithm": pl.vector.PPO(rollout_length=8, minibatches=1), "log_every": 32}
+    run = pl.train(root=tmp_path, steps=320, callbacks=[RecordingCallback(3)], **parts)
+    with pytest.raises(ValueError, match="env_steps=64: the run has env_steps=320, and can have any number from 96 on"):
+        pl.train(resume=run, steps=64)
+    with pytest.raises(ValueError, match=r"only --set env_steps=\.\.\., policies.all.lr=\.\.\., device=\.\.\. may"):
+        pl.train(resume=run, **{"policies.all.hidden": [4]})
+    again = pl.train(resume=run, steps=128, **{"policies.all.lr": 1e-4})
+    assert (
+        read_lines(again.path / "metrics.jsonl")[-1]["env_steps"] == 128
+        and again.config["policies"]["all"]["lr"] == 1e-4
+    )
+    capsys.readouterr()
+    assert pl.train(resume=run, steps=128).path == run.path and "already complete" in capsys.readouterr().out
 
 
 def test_train_works_inside_a_running_event_loop(base, tmp_path):

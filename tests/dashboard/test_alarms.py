@@ -86,7 +86,16 @@ def test_alarms_on_no_signal_truncation_and_failures():
 
 
 def test_too_few_lines_raise_no_alarm():
-    assert names({"red": {"entropy": line(1.5, 0.01, 9), "truncated_fraction": line(1, 1, 9)}}) == []
+    assert names({"red": {"entropy": line(1.5, 0.01, 7), "truncated_fraction": line(1, 1, 7)}}) == []
+
+
+@pytest.mark.parametrize(("now", "episodes", "fires"), [(0.38, 100, True), (0.42, 100, False), (0.38, 50, False)])
+def test_alarm_on_a_fall_of_held_out_success(now, episodes, fires):
+    """From 60 % of 100 instances, whose interval begins at 50 %; the latest counts, not the lowest."""
+    rates = np.array([0.2, 0.6, 0.1, now])
+    log = {"success": rates, "episodes": np.full(4, float(episodes)), "failed": np.zeros(4)}
+    assert (names({}, evals={"dev": log}) == [("held-out success fell", "")]) == fires
+    assert names({}, evals={"dev": {"return": rates, "episodes": log["episodes"]}}) == []
 
 
 def test_alarms_state_their_values_and_rule():

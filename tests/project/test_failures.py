@@ -15,6 +15,7 @@ from helpers.terminal_text import plain
 from palestra.runs import list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
 
+SPEECH = {"type": "lora", "sampling": {"max_tokens": 2}}
 DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
 
 
@@ -82,6 +83,21 @@ def test_max_failed_limits_failed_episodes(base, tmp_path, share):
     assert ("of 16 episodes failed" in plain(done.stderr)) == (share == 0.0)
 
 
+@pytest.mark.parametrize("most", [2, 6])
+def test_joint_steps_of_an_episode_are_limited(base, tmp_path, most):
+    """In training and in evaluations; the env itself ends an episode after three turns of two seats."""
+    game = {
+        "env": {"type": "plan_path", "max_turns": 3, "size": 8},
+        "policies": {"default": SPEECH | {"base": str(base)}},
+    }
+    config = text_config(tmp_path, base, **game, steps=1, max_joint_steps=most)
+    done = invoke("train", config, "--root", tmp_path)
+    assert ('env "plan_path" has not ended after 2 joint steps' in plain(done.stderr)) == (most == 2), done.output
+    assert done.exit_code == 0 or most == 2 or "no update was made" in done.stderr
+    done = invoke("eval", config, "--episodes", "2")
+    assert ("has not ended after 2 joint steps" in plain(done.output)) == (most == 2), done.output
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.few(1)
 def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
@@ -98,10 +114,12 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
         fail_stderr("train", "--resume", tmp_path / "cut", "--set", "steps=4")
     )
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
+    assert "cut failed: step 2: 4 of 4" in plain(invoke("runs", "--root", tmp_path).output)
     mended.touch()
     done = invoke("train", "--resume", tmp_path / "cut")
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "cut/error.txt").exists()
+    assert "failed" not in plain(invoke("runs", "--root", tmp_path).output)
     lines = read_lines(tmp_path / "cut/metrics.jsonl")
     assert lines == read_lines(tmp_path / "whole/metrics.jsonl") if not staleness else len(lines) == 12
 
@@ -147,6 +165,8 @@ def test_run_without_updates_fails_with_the_reason(base, tmp_path):
     assert "algorithm.group_size" in said and len(list_checkpoints(tmp_path / "failing")) == 1
     longer = invoke("train", "--resume", tmp_path / "failing", "--set", "steps=4")
     assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
+    listed = plain(invoke("runs", "--root", tmp_path).output)
+    assert "stopped" not in listed and "failing failed: no update was made in 4 steps: in 100% of" in listed
 
 
 def test_run_without_learners_succeeds(base, tmp_path):

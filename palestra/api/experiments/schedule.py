@@ -218,6 +218,6 @@ def _train(tree: dict[str, Any], name: str, root: Path, stop: Event) -> bool:
     resume = path if path.exists() else None
     with open_run(run_request(tree, resume=resume, name=name, root=root)) as opened:
         finished = bool(opened.train([StopOnEvent()]))
-    if finished and (why := explain_no_update(path)):
-        raise RunFailed(why)
+        if finished and (why := explain_no_update(path)):
+            raise RunFailed(why)
     return finished

@@ -14,13 +14,15 @@ import json
 import math
 import os
 import subprocess
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import IO, Any, ClassVar, Self
 
 from palestra.core.chat import same_message
 from palestra.core.config import load_object
@@ -77,7 +79,9 @@ class Workflow(Env):
     output line must be `{"rewards": {...}, "team": 0, "success": true}`.
 
     `timeout`: maximum seconds between an answer and the program's next call or its end. `settle`: seconds to wait for
-    further concurrent calls, which then form one joint step.
+    further concurrent calls, which then form one joint step. Of a `command`, `start_timeout` is the maximum number of
+    seconds from its start to its first call, and `max_processes` that of commands which run in this process at once:
+    further episodes wait for one to end, without a limit. Forks do not wait, since they would wait for each other.
 
     Forking requires that the same seed and answers lead to the same calls; only then can an algorithm branch at every
     turn. Other programs can still branch at the root.
@@ -89,7 +93,7 @@ class Workflow(Env):
     name: ClassVar[str] = "workflow"
     takes_answers: ClassVar[bool] = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of the env
         self,
         *,
         seats: list[str],
@@ -98,6 +102,8 @@ class Workflow(Env):
         split: Split = "train",
         timeout: float = 60.0,
         settle: float = 0.0,
+        start_timeout: float = 300.0,
+        max_processes: int | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         if (function is None) == (not command):
@@ -106,10 +112,18 @@ class Workflow(Env):
             raise ValueError(f"seats: {seats} must name at least one model, and each once")
         check_range("timeout", timeout, 0.001, 86_400)
         check_range("settle", settle, 0, 86_400)
+        check_range("start_timeout", start_timeout, 0.001, 86_400)
+        if max_processes is not None:
+            check_range("max_processes", max_processes, 1, 100_000)
+        if function and max_processes:
+            raise ValueError("max_processes limits command: programs; a function: runs in this process")
         self.seats = tuple(seats)
         self.split = split
         self.timeout = timeout
         self.settle = settle
+        self.start_timeout = start_timeout
+        self.max_processes = max_processes
+        self._is_fork = False
         self.options = options or {}
         self.program = _load_function(function) if function else None
         self.command = command or []
@@ -120,8 +134,9 @@ class Workflow(Env):
         self.close()
         self._seed = seed
         self._played = list[dict[Seat, tuple[ChatCall, ChatReply]]]()
-        self._running = _ProgramRun(self, seed)
-        return await self._next()
+        self._running = _ProgramRun(self, seed, None if self._is_fork else self.max_processes)
+        await self._running.started.wait()
+        return await self._next("start_timeout" if self.command else "timeout")
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if not self._asked:
@@ -139,8 +154,10 @@ class Workflow(Env):
         """Restarts the program and replays the answers. Raises ValueError if its requests differ."""
         twin = copy.copy(self)
         twin._running = None
+        twin._is_fork = True
         try:
             await twin.reset(self._seed)
+            twin._is_fork = False
             for earlier in self._played:
                 twin._check(earlier)
                 await twin.step({seat: reply for seat, (_, reply) in earlier.items()})
@@ -154,11 +171,12 @@ class Workflow(Env):
             self._running.close()
             self._running = None
 
-    async def _next(self) -> Step:
-        """Waits for the program's next model calls, or its end, and returns the step."""
+    async def _next(self, limit: str = "timeout") -> Step:
+        """Waits for the program's next model calls, or its end, for the seconds of the option `limit`; returns the
+        step."""
         assert self._running is not None
         running = self._running
-        await running.news(self.timeout, self.settle)
+        await running.news(limit, getattr(self, limit), self.settle)
         terms = running.take_rewards()
         self._asked = running.take()
         if self._asked:
@@ -184,33 +202,72 @@ class Workflow(Env):
             )
 
 
-class _ProgramRun:
-    """A program running on its own thread; its calls and result are delivered to the env's event loop."""
+class _RunningCommands:
+    """The number of commands that run in this process."""
 
-    def __init__(self, env: Workflow, seed: int) -> None:
+    def __init__(self) -> None:
+        self.number = 0
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def enter(self, most: int | None, is_closed: Callable[[], bool]) -> Iterator[None]:
+        """Context of one command. Waits until fewer than `most` run (None: not at all). Raises CallRefused once
+        `is_closed` returns True."""
+        with self.changed:
+            self.changed.wait_for(lambda: most is None or self.number < most or is_closed())
+            if is_closed():
+                raise CallRefused("the episode is over")
+            self.number += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.number -= 1
+                self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Lets those that wait see whether they are closed."""
+        with self.changed:
+            self.changed.notify_all()
+
+
+_running_commands = _RunningCommands()
+
+
+class _ProgramRun:
+    """A program running on its own thread; its calls and result are delivered to the env's event loop. A command starts
+    once fewer than `most` run (None: at once)."""
+
+    def __init__(self, env: Workflow, seed: int, most: int | None) -> None:
         self.loop = asyncio.get_running_loop()
+        self.started = asyncio.Event()
         self.changed = asyncio.Event()
+        self.most = most
+        self.is_closed = False
         self.waiting: dict[Seat, deque[ChatCall]] = {seat: deque() for seat in env.seats}
         self.unanswered: list[ChatCall] = []
         self.paid: list[tuple[Seat, str, float]] = []
         self.ended: Future[WorkflowResult] = Future()
         self.process: subprocess.Popen[str] | None = None
+        self.stderr: IO[bytes] | None = None  # of a command that has started
         self.session = ChatSession(env.seats, lambda asked: self._tell(self._hear, asked))
         play = WorkflowContext(
             seed, env.split, self.session.url, self.session.key, env.seats, env.options, self._pay(env.seats)
         )
         threading.Thread(target=self._run, args=(env, play), name=f"workflow {seed}", daemon=True).start()
 
-    async def news(self, timeout: float, settle: float) -> None:
-        """Waits until a model is called or the program has ended. Raises TimeoutError after `timeout` seconds."""
+    async def news(self, limit: str, timeout: float, settle: float) -> None:
+        """Waits until a model is called or the program has ended. Raises TimeoutError, with the option `limit` and the
+        last lines of a command's stderr, after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 while not self.ended.done() and not self._asking():
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
+            written = f"; the end of its stderr: {tail}" if (tail := self._stderr_tail()) else ""
             raise TimeoutError(
-                f"the workflow neither called a model nor ended for {timeout:g} s: see timeout"
+                f"the workflow neither called a model nor ended for {timeout:g} s: see {limit}{written}"
             ) from None
         if settle and not self.ended.done():
             await asyncio.sleep(settle)
@@ -246,13 +303,23 @@ class _ProgramRun:
         return self.ended.result()
 
     def close(self) -> None:
-        """Rejects the pending model calls and kills a running command."""
+        """Rejects the pending model calls and kills a running command, or keeps a waiting one from its start."""
+        self.is_closed = True
         self.session.close()
         for asked in [*self.unanswered, *chain.from_iterable(self.waiting.values())]:
             if not asked.answer.done():
                 asked.answer.set_exception(CallRefused("the episode is over"))
         if self.process:
             self.process.kill()
+        _running_commands.wake()
+
+    def _stderr_tail(self) -> str:
+        """Returns the end of what a running command wrote to stderr; "" of a function."""
+        if self.stderr is None or self.stderr.closed:
+            return ""
+        file = self.stderr.fileno()  # whose position the command shares: `pread` leaves it
+        start = max(0, os.fstat(file).st_size - OUTPUT_TAIL_CHARS)
+        return os.pread(file, OUTPUT_TAIL_CHARS, start).decode(errors="replace").strip()
 
     def _pay(self, seats: tuple[Seat, ...]) -> Callable[..., None]:
         def pay(seat: Seat, reward: float, term: str = PROGRAM_TERM) -> None:
@@ -272,7 +339,13 @@ class _ProgramRun:
 
     def _run(self, env: Workflow, play: WorkflowContext) -> None:
         try:
-            result = self._command(env.command, play) if env.command else _run_program(env.program, play)
+            if env.command:
+                with _running_commands.enter(self.most, lambda: self.is_closed):
+                    self._tell(self.started.set)
+                    result = self._command(env.command, play)
+            else:
+                self._tell(self.started.set)
+                result = _run_program(env.program, play)
             self.ended.set_result(_score(result, env.seats))
         except BaseException as error:  # any error of the user's program fails the episode; `score` raises it
             self.ended.set_exception(error)
@@ -287,13 +360,18 @@ class _ProgramRun:
             "PALESTRA_SPLIT": play.split,
             "PALESTRA_OPTIONS": json.dumps(dict(play.options)),
         }
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | variables) as self.process:
-            out, errors = self.process.communicate()
+        with (
+            tempfile.TemporaryFile() as self.stderr,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env=os.environ | variables
+            ) as self.process,
+        ):
+            if self.is_closed:  # in the meantime
+                self.process.kill()
+            out, _ = self.process.communicate()
+            errors = self._stderr_tail()
         if self.process.returncode:
-            raise ValueError(
-                f"{command[0]} ended with {exit_reason(self.process.returncode)}: {errors[-OUTPUT_TAIL_CHARS:].strip()}"
-            )
+            raise ValueError(f"{command[0]} ended with {exit_reason(self.process.returncode)}: {errors}")
         try:
             last = json.loads(out.strip().splitlines()[-1])
             return WorkflowResult(last.pop("rewards", {}), last.pop("team", 0.0), last.pop("success", False), last)

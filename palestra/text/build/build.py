@@ -55,8 +55,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     parts = [with_max_length(part, set(names.values())) for part, names in zip(parts, seats, strict=True)]
     policy_names = dict(chain.from_iterable(names.items() for names in seats))
     eval_seats = {name: _eval_seats(config, name) for name in config.evals}
-    eval_runners = _make_runners({name: eval_env_config(config, name) for name in config.evals})
-    runners = [_make_runners(part.named_envs) for part in parts]
+    eval_runners = _make_runners(config, {name: eval_env_config(config, name) for name in config.evals})
+    runners = [_make_runners(part, part.named_envs) for part in parts]
     engines = engines or build_engines(config)
     used = set().union(*(_playing_policies(part, names) for part, names in zip(parts, seats, strict=True)))
     used.update(*(names.values() for names in eval_seats.values()))
@@ -221,8 +221,8 @@ def _eval_seats(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _make_runners(envs: Mapping[str, dict[str, Any]]) -> dict[str, EpisodeRunner]:
-    return {name: make_episode_runner(env, name) for name, env in envs.items()}
+def _make_runners(config: TextConfig, envs: Mapping[str, dict[str, Any]]) -> dict[str, EpisodeRunner]:
+    return {name: make_episode_runner(env, name, config.max_joint_steps) for name, env in envs.items()}
 
 
 def _build_eval(
@@ -283,12 +283,13 @@ def with_split(env: dict[str, Any], split: str) -> dict[str, Any]:
     return env | ({"split": split} if has_option(env, "split") else {})
 
 
-def make_episode_runner(env: dict[str, Any], name: str) -> EpisodeRunner:
-    """Returns the runner of episodes in `env` (type, options, and servers if it is remote).
+def make_episode_runner(env: dict[str, Any], name: str, max_steps: int = 1000) -> EpisodeRunner:
+    """Returns the runner of episodes of at most `max_steps` joint steps in `env` (type, options, and servers if it is
+    remote).
 
     The options are checked here, before any model is loaded. Raises ValueError if one is wrong.
     """
-    return EpisodeRunner(env_factory(env), name)
+    return EpisodeRunner(env_factory(env), name, max_steps=max_steps)
 
 
 def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str, bool]:

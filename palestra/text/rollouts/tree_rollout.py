@@ -203,7 +203,10 @@ class _TreeRollout:
         concurrently. Raises the error of the first branch if all are lost."""
         while not branch.step.done:
             if len(branch.path) >= self.max_steps:
-                raise ValueError(f'env "{_name(branch.env)}" has not ended after {self.max_steps} joint steps')
+                raise ValueError(
+                    f'env "{_name(branch.env)}" has not ended after {self.max_steps} joint steps: '
+                    "give it a limit, or raise max_joint_steps"
+                )
             children = await self._branch(branch)
             if not children:
                 break

@@ -246,7 +246,8 @@ class AsyncRollouts:
 
     async def collect(self, numbers: Sequence[int]) -> list[StoredEpisode]:
         """Waits for the episodes with these numbers and returns them in this order."""
-        for number in numbers:
+        for done, number in enumerate(numbers):
+            self.trainer.callback.on_progress("playing", done, len(numbers))
             if number in self.tasks:
                 await self.tasks[number]
                 del self.tasks[number]

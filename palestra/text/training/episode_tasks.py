@@ -233,13 +233,22 @@ class DistributedEval(TextEval):
     dispatcher: EpisodeDispatcher
     slice_size: int
 
-    async def play(self, seed: int) -> list[Episode]:
+    async def play(self, seed: int, on_episode: EpisodeCallback = None) -> list[Episode]:
+        """As for `TextEval`; `on_episode` is called with the episodes of a slice when it ends."""
+
+        async def play_slice(task: EvalTask) -> list[Episode]:
+            episodes = await self.dispatcher.play(versions, task)
+            if on_episode:
+                for episode in episodes:
+                    on_episode(episode)
+            return episodes
+
         versions = self.dispatcher.publish_current()
         parts = split_into_slices(self.numbers, self.slice_size)
         tasks = [EvalTask("", evaluation=self.name, seed=seed, numbers=tuple(part)) for part in parts]
         self.dispatcher.acquire(versions)
         try:
-            played = await asyncio.gather(*(self.dispatcher.play(versions, task) for task in tasks))
+            played = await asyncio.gather(*(play_slice(task) for task in tasks))
         finally:
             self.dispatcher.release(versions)
         return list(chain.from_iterable(played))

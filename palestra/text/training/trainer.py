@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,9 +91,10 @@ class TextEval(Evaluation):
         """Numbers of the episodes: number i is sample i % `samples` of instance i // `samples`."""
         return range(self.episodes * self.samples)
 
-    async def play(self, seed: int) -> list[Episode]:
-        """Returns the episodes, played by the policies at their current weights."""
-        return await play_instances(self.runner, self.seat_policies(), self.numbers, seed, samples=self.samples)
+    async def play(self, seed: int, on_episode: Callable[[Episode], None] | None = None) -> list[Episode]:
+        """Returns the episodes, played by the policies at their current weights; calls `on_episode` with each one."""
+        policies = self.seat_policies()
+        return await play_instances(self.runner, policies, self.numbers, seed, on_episode, samples=self.samples)
 
 
 @dataclass
@@ -262,12 +264,28 @@ class TextTrainer:
         stage = position.stage
         timer = PhaseTimer()
         start = read_clocks()
+        on_episode = self._count_episodes("playing", stage.episodes, self.callback.on_episode)
         playing = play_refilled(
-            stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
+            stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, on_episode
         )
         episodes, replaced = self.run_async(playing)
         timer.add_since("rollout", start)
         return CollectedEpisodes(position, episodes, timer, replaced=replaced)
+
+    def _count_episodes(
+        self, what: str, total: int, then: Callable[[Episode], None] | None = None
+    ) -> Callable[[Episode], None]:
+        """Returns a function to be called with each ended episode, which tells the callback how many there are; `then`
+        is called, too. Groups that are played again (refill) are not counted above `total`."""
+        ended = itertools.count(1)
+        self.callback.on_progress(what, 0, total)
+
+        def on_episode(episode: Episode) -> None:
+            self.callback.on_progress(what, min(next(ended), total), total)
+            if then:
+                then(episode)
+
+        return on_episode
 
     def update(self, step: int, collected: CollectedEpisodes) -> TextUpdate:
         """Assigns credit and updates every learner, one after another or, if they work in other processes,
@@ -277,6 +295,7 @@ class TextTrainer:
         algorithm = position.stage.algorithm
         progress = position.progress
         self._check_failures(step, episodes)
+        self.callback.on_progress("training", 0, 0)
         timers = {name: PhaseTimer.sum([collected.timer]) for name in [*self.learners, TEAM]}
 
         async def update_learners() -> list[Metrics]:
@@ -317,7 +336,8 @@ class TextTrainer:
 
     def evaluate(self, step: int, evaluation: TextEval) -> dict[str, Any]:
         """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
-        episodes = self.run_async(evaluation.play(self.seed))
+        on_episode = self._count_episodes(f"evaluating {evaluation.name}", len(evaluation.numbers))
+        episodes = self.run_async(evaluation.play(self.seed, on_episode))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
         return {
             **episode_metrics(episodes),

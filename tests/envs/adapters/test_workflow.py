@@ -139,18 +139,70 @@ def test_step_before_a_model_call_is_refused():
         asyncio.run(env.step({"guide": "red"}))
 
 
-def test_command_line_workflows_are_supported(tmp_path):
-    program = tmp_path / "agent.py"
+def write_program(folder, before="", after=""):
+    """A command that repeats its seed by one call of a model, with lines before and after the call."""
+    program = folder / "agent.py"
     program.write_text(
-        "import json, os, urllib.request\n"
+        "import json, os, sys, time, urllib.request\n"
+        f"{before}\n"
         "asked = {'role': 'user', 'content': 'say ' + os.environ['PALESTRA_SEED']}\n"
         "body = json.dumps({'model': 'openai/agent', 'messages': [asked]}).encode()\n"
         "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body,\n"
         "    {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'})\n"
         "heard = json.load(urllib.request.urlopen(request))['choices'][0]['message']['content']\n"
         "right = heard == os.environ['PALESTRA_SEED']\n"
+        f"{after}\n"
         "print('thinking'); print(json.dumps({'rewards': {'agent': 0.5}, 'team': 1.0 * right, 'success': right}))\n"
     )
+    return program
+
+
+STUCK = "print('asking the database', file=sys.stderr, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("where", "limits", "message"),
+    [
+        (
+            "before",
+            {"timeout": 60, "start_timeout": 2},
+            "for 2 s: see start_timeout; the end of its stderr: asking the",
+        ),
+        ("after", {"timeout": 2, "start_timeout": 60}, "for 2 s: see timeout; the end of its stderr: asking the"),
+    ],
+)
+def test_a_command_that_hangs_says_what_it_wrote(tmp_path, where, limits, message):
+    """Its start has a limit of its own."""
+    command = [sys.executable, str(write_program(tmp_path, **{where: STUCK}))]
+    episode = play({"command": command, "seats": ["agent"], **limits}, {"agent": ScriptedPolicy(obedient)})
+    assert message in episode.error
+
+
+def test_a_slow_start_of_a_command_is_not_in_its_timeout(tmp_path):
+    command = [sys.executable, str(write_program(tmp_path, "time.sleep(1.5)"))]
+    episode = play({"command": command, "seats": ["agent"], "timeout": 1}, {"agent": ScriptedPolicy(obedient)}, seed=3)
+    assert episode.error is None and episode.success == 1
+
+
+def test_few_commands_run_at_once(tmp_path):
+    """Two of five; those that wait are in no time limit, and the siblings of an episode do not wait for each other."""
+    note = "open({!r}, 'a').write(f'{} {{time.time()}}\\n')"
+    times = tmp_path / "times.txt"
+    before, after = (note.format(str(times), what) for what in (1, -1))
+    env = {"command": [sys.executable, str(write_program(tmp_path, before, after))], "seats": ["agent"]}
+    arena = EpisodeRunner(lambda: make_env(type="workflow", **env, max_processes=2), "workflow")
+    specs = [EpisodeSpec(seed, {"agent": ScriptedPolicy(obedient)}, seed) for seed in range(5)]
+    episodes = asyncio.run(arena.play_all(specs, Branching()))
+    assert [episode.success for episode in episodes] == [1] * 5
+    rows = sorted((float(when), int(change)) for change, when in map(str.split, times.read_text().splitlines()))
+    assert len(rows) == 10 and max(np.cumsum([change for _, change in rows])) <= 2
+    arena = EpisodeRunner(lambda: make_env(type="workflow", **env, max_processes=1), "workflow")
+    (episode,) = asyncio.run(arena.play_all(specs[:1], Branching(group_size=3, branch_at="turn")))
+    assert episode.error is None and len(episode.nodes) == 3
+
+
+def test_command_line_workflows_are_supported(tmp_path):
+    program = write_program(tmp_path)
     env = {"command": [sys.executable, str(program)], "seats": ["agent"]}
     episode = play(env, {"agent": ScriptedPolicy(obedient)}, seed=7)
     assert episode.error is None and episode.success == 1 and episode.nodes[-1].rewards == {"agent": 0.5}
@@ -230,6 +282,9 @@ def test_invalid_model_calls_are_refused():
         ({"function": "nowhere.near:play"}, f"there is no module nowhere in .*{TESTS}.* or the installed packages"),
         ({"function": "nowhere"}, "write module:name"),
         ({"function": "helpers.toy_workflows:relay", "timeout": 0}, "timeout=0.0 is out of range: give 0.001 to 86400"),
+        ({"command": ["x"], "start_timeout": 0}, "start_timeout=0.0 is out of range"),
+        ({"command": ["x"], "max_processes": 0}, "max_processes=0 is out of range"),
+        ({"function": "helpers.toy_workflows:relay", "max_processes": 2}, "max_processes limits command: programs"),
     ],
 )
 def test_invalid_options_are_refused(options, message):

@@ -1,0 +1,102 @@
+"""How often the rules find failed runs and fire on good ones: generated curves of every length, and recorded ones."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from palestra.dashboard.alarms import find_alarms
+
+LENGTHS = [8, 10, 12, 16, 20, 24, 32, 40, 60, 80]
+RECORDED = Path(__file__).parents[2] / "results/algorithms/measured/rows.jsonl"
+GROUPS = 16  # of a log line
+INSTANCES = 300.0  # of an evaluation
+
+
+def falling(n, first, last, rng, begin=0.0):
+    """A metric that falls exponentially from `first` to `last` after the share `begin` of the run, with noise."""
+    share = np.clip((np.arange(n) / (n - 1) - begin) / (1 - begin), 0, 1)
+    return first * (last / first) ** share * rng.lognormal(0, 0.1, n)
+
+
+def flat_groups(n, first, last, rng):
+    """Shares of flat groups, of a chance that rises from `first` to `last` by the last quarter of the run."""
+    chance = first + (last - first) * np.clip(np.arange(n) / (0.75 * n), 0, 1)
+    return rng.binomial(GROUPS, chance) / GROUPS
+
+
+def held_out(rates, rng):
+    """An evaluation with these chances of success."""
+    success = rng.binomial(int(INSTANCES), rates) / INSTANCES
+    return {"success": success, "episodes": np.full(len(success), INSTANCES)}
+
+
+def run(n, rng, entropy, flat, success, evals):
+    """The alarms of a run of two policies with these chances of flat groups at its ends, and these held-out rates."""
+    policies = {name: {"entropy": entropy, "zero_std_fraction": flat_groups(n, *flat, rng)} for name in "ab"}
+    return find_alarms(policies, {"success": success}, {"dev": held_out(evals, rng)})
+
+
+def failed_run(kind, n, rng):
+    """The alarms of a run that failed: its policy became deterministic at the end without solving the task, its groups
+    became flat, or its held-out success fell."""
+    flat, low = (0.4, 0.6), rng.uniform(0.02, 0.3, n)
+    steady = [0.1, 0.12, 0.14]
+    if kind == "entropy":
+        return run(n, rng, falling(n, 0.7, 0.03, rng, 0.2), flat, low, steady)
+    if kind == "flat":
+        return run(n, rng, falling(n, 0.7, 0.2, rng), (0.5, 0.97), low, steady)
+    return run(n, rng, falling(n, 0.7, 0.2, rng), flat, low, [0.2, 0.35, 0.2])
+
+
+def good_run(kind, n, rng):
+    """The alarms of a run that learns: slowly, quickly, or until the task is solved and its answers are all alike."""
+    learning = np.linspace(0.1, {"slow": 0.3, "quick": 0.8, "solved": 1.0}[kind], n)
+    if kind == "solved":
+        learning = np.clip(np.linspace(0.1, 1.5, n), 0, 0.99)
+        return run(n, rng, falling(n, 0.7, 0.02, rng), (0.4, 0.98), learning, [0.1, 0.7, 0.98])
+    last = {"slow": (0.4, 0.5), "quick": (0.15, 0.7)}[kind]
+    return run(n, rng, falling(n, 0.7, last[0], rng), (0.4, last[1]), learning, learning[[0, n // 2, -1]])
+
+
+def count_alarms(make, kinds, seeds=range(2)):
+    """Returns the runs with an alarm by kind, and the number of runs of each kind."""
+    found = {
+        kind: sum(bool(make(kind, n, np.random.default_rng([seed, n]))) for n in LENGTHS for seed in seeds)
+        for kind in kinds
+    }
+    return found, len(LENGTHS) * len(seeds)
+
+
+def test_failed_runs_of_every_length_are_found():
+    found, of = count_alarms(failed_run, ["entropy", "flat", "held-out"])
+    assert of == 20 and found == {"entropy": 20, "flat": 20, "held-out": 16}
+
+
+def test_good_runs_of_every_length_raise_no_alarm():
+    found, of = count_alarms(good_run, ["slow", "quick", "solved"])
+    assert of == 20 and found == {"slow": 0, "quick": 0, "solved": 0}
+
+
+def test_recorded_evaluations_that_fell_are_found():
+    """Five evaluations of 100 instances each in 267 published runs: what fell is MADPO with too large a rate."""
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    curves = {
+        line["name"]: [rate for _, rate in line["curve"]]
+        for line in lines
+        if line["task"] != "duel" and "answers" in line
+    }
+    fell = [
+        name
+        for name, rates in curves.items()
+        if find_alarms({}, {}, {"dev": {"success": np.array(rates), "episodes": np.full(len(rates), 100.0)}})
+    ]
+    assert len(curves) == 267
+    assert sorted(fell) == [f"sums/MADPO/{seed}/lr 0.005" for seed in (100, 101, 2, 3)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_fall_of_a_collapsed_run_is_named(length):
+    rng = np.random.default_rng(length)
+    assert {alarm.name for alarm in failed_run("entropy", length, rng)} == {"entropy collapse"}
