@@ -14,6 +14,7 @@ from palestra.parallel.tasks import TaskResult
 from palestra.populations import scheduler
 from palestra.runs.headline import (
     eval_label,
+    format_episodes,
     format_eval,
     format_returns,
     format_success,
@@ -101,9 +102,7 @@ class ProgressBar(_BarContext, Callback):
         texts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             texts += [f"{',' if number else ''} {what} ", (value, "bold")]
-        size = f" of {metrics['episodes']:.0f} episodes"
-        size += f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
-        size += f", {metrics['failed']:.0f} failed" if metrics.get("failed") else ""
+        size = f" of {format_episodes(metrics)}"
         size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
         self.console.print(styled_text(*texts, size))
 

@@ -26,12 +26,11 @@ from palestra.core.config import Tree, load
 from palestra.core.files import read_lines
 from palestra.core.types import Episode
 from palestra.evaluation.report.episodes import episode_html
-from palestra.evaluation.report.html import details, escape_text
+from palestra.evaluation.report.html import details, escape_text, notebook_html
 from palestra.evaluation.report.page import metric_tiles
 from palestra.evaluation.report.population import payoff_figure, standings_table
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
 from palestra.evaluation.report.run_charts import metric_charts
-from palestra.evaluation.report.style import STYLE
 from palestra.evaluation.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
 from palestra.runs.checkpoints import TASKS_FILE
@@ -202,7 +201,7 @@ class TrainedRun:
         inside = (
             population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
         )
-        return _wrap_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
+        return notebook_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
 
 
 @dataclass(frozen=True)
@@ -244,10 +243,6 @@ def population_html(record: PopulationRecord) -> str:
     return payoff_figure(record) + ranks
 
 
-def _wrap_html(inside: str) -> str:
-    return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
-
-
 # Set here because the modules of these classes may not import HTML code.
-setattr(Episode, "_repr_html_", lambda self: _wrap_html(episode_html(self)))  # noqa: B010 (mypy: not a field)
-setattr(PopulationRecord, "_repr_html_", lambda self: _wrap_html(population_html(self)))  # noqa: B010
+setattr(Episode, "_repr_html_", lambda self: notebook_html(episode_html(self)))  # noqa: B010 (mypy: not a field)
+setattr(PopulationRecord, "_repr_html_", lambda self: notebook_html(population_html(self)))  # noqa: B010

@@ -150,6 +150,13 @@ def format_returns(returns: Mapping[str, float]) -> str:
     return " ".join(f"{name} {own:.2f}" for name, own in returns.items())
 
 
+def format_episodes(line: Tree) -> str:
+    """Formats the size of an evaluation: "40 episodes of 10 instances, 2 failed"."""
+    size = f"{line['episodes']:.0f} episodes"
+    size += f" of {line['instances']:.0f} instances" if "instances" in line else ""
+    return size + (f", {line['failed']:.0f} failed" if line.get("failed") else "")
+
+
 def shows_return(line: Tree) -> bool:
     """Returns whether an evaluation's return is shown first: that of networks beside success, that of language agents
     if their env reports no success."""
