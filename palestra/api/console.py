@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,15 +44,6 @@ def styled_text(*pieces: str | tuple[str, str]) -> Text:
 def print_line(text: str) -> None:
     """Prints a line without wrapping, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)
-
-
-def interrupt_on_sigterm() -> Any:
-    """Makes SIGTERM, which clusters and containers send, raise KeyboardInterrupt as Ctrl-C does. Returns the handler
-    that it replaced, None if it replaced none: only the main thread can, and under torchrun, whose ranks may wait for
-    each other, SIGTERM must end a process at once."""
-    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager

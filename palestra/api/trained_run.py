@@ -8,21 +8,18 @@ run.trees()[0]      # displays every turn with rewards, advantages and the sibli
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from palestra.api.console import interrupt_on_sigterm
 from palestra.core.config import Tree, load
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.files import read_lines
 from palestra.core.types import Episode
 from palestra.evaluation.report.episodes import episode_html
@@ -39,9 +36,6 @@ from palestra.runs.settings import find_run, flatten_tree, read_meta
 
 if TYPE_CHECKING:
     from palestra.evaluation.target import EvalResult
-
-T = TypeVar("T")
-WAIT_S = 0.2  # seconds between looks for a Ctrl-C
 
 
 def load_run(path: str | Path) -> TrainedRun:
@@ -78,39 +72,6 @@ def evaluate(
     result = call_outside_loop(work)
     check_not_all_failed(result.episodes, "evaluate")
     return result
-
-
-def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
-    """Returns `work()`. Inside a running event loop it is called in a thread of its own, where it can run another loop.
-
-    There, the first KeyboardInterrupt or SIGTERM calls `on_interrupt` and the call still waits for the result; the
-    second raises KeyboardInterrupt.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    pool = ThreadPoolExecutor(1, "palestra")
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    before = interrupt_on_sigterm()
-    try:
-        return _result_of(future)
-    except KeyboardInterrupt:
-        if on_interrupt is None:
-            raise
-        on_interrupt()
-        return _result_of(future)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _result_of(future: Future[T]) -> T:
-    """Returns the result. Waits in short turns: a Ctrl-C that comes just before a wait is handled after it."""
-    while not future.done():
-        wait([future], timeout=WAIT_S)
-    return future.result()
 
 
 class TrainedRun:
