@@ -88,6 +88,15 @@ def held_out_label(config: Tree, name: str) -> str:
     return label.replace("_", " ") if name.startswith("held") else f"held-out {label}"
 
 
+def held_out_title(config: Tree, name: str, metric: str) -> str:
+    """Returns the title of a metric of an evaluation: "held-out success, test"; "success, held out" of one that is
+    named so."""
+    label = eval_label(config, name)
+    if name.startswith("held"):
+        return f"{metric}, {label.replace('_', ' ')}"
+    return f"held-out {metric}, {label}"
+
+
 def _is_of_networks(config: Tree) -> bool:
     return "env_steps" in config
 
