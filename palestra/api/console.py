@@ -18,6 +18,7 @@ from palestra.core.chat import escape_control_chars
 from palestra.core.config.credentials import hide_credentials
 
 READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
+NOTEBOOK_COLUMNS = 80  # that fit into a cell's output
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
 
@@ -27,6 +28,8 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
+        if self.is_jupyter:
+            self.width = min(self.width, NOTEBOOK_COLUMNS)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control_chars(text), **options)
