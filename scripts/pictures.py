@@ -1,4 +1,4 @@
-"""Takes the pictures of the docs: pages of the dashboard and of `palestra play`, in a headless Chromium.
+"""Takes the pictures of the docs: curves of the demo, pages of the dashboard and `palestra play` in Chromium.
 
     python scripts/pictures.py [FOLDER]    first trains the runs that FOLDER (default: runs/pictures) does not have
 
@@ -22,6 +22,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 sys.path.append(str(Path(__file__).parents[1]))
+from palestra.evaluation.report.run_charts import plot_run
 from results.ledger import absent
 
 ROOT = Path(__file__).parent.parent
@@ -31,14 +32,15 @@ RUNS = {
     "demo": ["demo.yaml", "steps=12", "evals.dev.every=6", "save_episodes_every=1"],
     "psro": ["populations/kuhn_psro.yaml", "population.iterations=5"],
 }
+HOME_RUN = {"demo": ["demo.yaml"]}  # whose curves the docs' first page shows; takes minutes
 ADDRESS = re.compile(r"http://\S+")
 COLOURS = 128
 SETTLE_MS = 1500  # a fixed wait: the event stream keeps a connection open, so the network is never idle
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, runs: dict[str, list[str]]) -> None:
     """Trains the runs that `folder` does not have."""
-    for name, (config, *changes) in RUNS.items():
+    for name, (config, *changes) in runs.items():
         if not (folder / name).exists():
             settings = [part for change in changes for part in ("--set", change)]
             subprocess.run(
@@ -56,6 +58,13 @@ def serving(*arguments: str) -> Iterator[str]:
             yield next(found.group() for line in process.stdout if (found := ADDRESS.search(line))).rstrip("/")
         finally:
             process.terminate()
+
+
+def draw_curves(run: Path) -> None:
+    """Draws the curves of a run as the docs' first page shows them."""
+    path = DOCS / "assets" / "curves.png"
+    shutil.copy(plot_run(run), path)
+    _shrink(path)
 
 
 def take_dashboard(page: Page, address: str) -> None:
@@ -86,8 +95,12 @@ def _save(page: Page, name: str) -> None:
     page.wait_for_timeout(SETTLE_MS)
     path = DOCS / f"{name}.png"
     page.screenshot(path=path)
-    Image.open(path).quantize(COLOURS).save(path, optimize=True)  # a third of the bytes
+    _shrink(path)
     page.goto("about:blank")  # closes the connection; otherwise the server would wait for it when it ends
+
+
+def _shrink(path: Path) -> None:
+    Image.open(path).quantize(COLOURS).save(path, optimize=True)  # a third of the bytes
 
 
 def launch(driver: Any) -> Any:
@@ -108,7 +121,9 @@ def main() -> None:
         with sync_playwright() as driver:
             launch(driver).close()
         return
-    train(folder)
+    train(folder, RUNS)
+    train(folder / "home", HOME_RUN)
+    draw_curves(folder / "home" / "demo")
     with sync_playwright() as driver:
         browser = launch(driver)
         page = browser.new_page()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from palestra.core.chat import escape_control_chars
 from palestra.core.config.credentials import hide_credentials
 
 READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
+NOTEBOOK_COLUMNS = 80  # that fit into a cell's output
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
 
@@ -29,6 +28,8 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
+        if self.is_jupyter:
+            self.width = min(self.width, NOTEBOOK_COLUMNS)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control_chars(text), **options)
@@ -46,15 +47,6 @@ def styled_text(*pieces: str | tuple[str, str]) -> Text:
 def print_line(text: str) -> None:
     """Prints a line without wrapping, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)
-
-
-def interrupt_on_sigterm() -> Any:
-    """Makes SIGTERM, which clusters and containers send, raise KeyboardInterrupt as Ctrl-C does. Returns the handler
-    that it replaced, None if it replaced none: only the main thread can, and under torchrun, whose ranks may wait for
-    each other, SIGTERM must end a process at once."""
-    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from palestra.api.console import PlainConsole, styled_text
 from palestra.core.types import NO_REWARD, TEAM, Episode, Metrics
@@ -14,6 +24,7 @@ from palestra.parallel.tasks import TaskResult
 from palestra.populations import scheduler
 from palestra.runs.headline import (
     eval_label,
+    format_episodes,
     format_eval,
     format_returns,
     format_success,
@@ -27,6 +38,12 @@ from palestra.runs.headline import (
 from palestra.runs.loop import Callback
 
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
+
+
+def _new_bar(*columns: ProgressColumn, console: Console) -> Progress:
+    """Returns a bar of these columns. A notebook without ipywidgets, in which Rich draws none, shows no bar."""
+    is_off = console.is_jupyter and find_spec("ipywidgets") is None
+    return Progress(*columns, console=console, refresh_per_second=4, disable=is_off)
 
 
 class _BarContext:
@@ -55,16 +72,16 @@ class ProgressBar(_BarContext, Callback):
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}", markup=False),
-            TextColumn("{task.fields[held_out]}", style="bold", markup=False),
-            TextColumn("{task.fields[trained]}", markup=False),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[now]}", markup=False, table_column=Column()),
+            TextColumn("{task.fields[held_out]}", style="bold", markup=False, table_column=Column()),
+            TextColumn("{task.fields[trained]}", markup=False, table_column=Column()),
             TextColumn("{task.fields[failed]}", markup=False),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("left"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=False, table_column=Column(no_wrap=True)),
         )
-        self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+        self.bar = _new_bar(*columns, console=self.console)
         empty: dict[str, Any] = {"now": "", "held_out": "", "trained": "", "failed": ""}
         self.task = self.bar.add_task("training", total=steps, completed=start, **empty)
         self._values: dict[str, float] = {}
@@ -107,9 +124,7 @@ class ProgressBar(_BarContext, Callback):
         texts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             texts += [f"{',' if number else ''} {what} ", (value, "bold")]
-        size = f" of {metrics['episodes']:.0f} episodes"
-        size += f" of {metrics['instances']:.0f} instances" if "instances" in metrics else ""
-        size += f", {metrics['failed']:.0f} failed" if metrics.get("failed") else ""
+        size = f" of {format_episodes(metrics)}"
         size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
         self.console.print(styled_text(*texts, size))
 
@@ -127,7 +142,7 @@ class PopulationBar(_BarContext, scheduler.PlanCallback):
             TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
         )
-        self.bar = Progress(*columns, console=console or PlainConsole(), refresh_per_second=4)
+        self.bar = _new_bar(*columns, console=console or PlainConsole())
         self.task = self.bar.add_task("training", total=None, what="")
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:

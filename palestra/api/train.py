@@ -14,11 +14,12 @@ from palestra.api.console import console, print_line
 from palestra.api.extend import length_setting
 from palestra.api.interrupt import STOPPING
 from palestra.api.run import open_run, resumed_tree, run_request
-from palestra.api.trained_run import TrainedRun, call_outside_loop
+from palestra.api.trained_run import TrainedRun
 from palestra.core.config import Tree, load, override
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.failures import RunFailed
 from palestra.envs import is_vector_config
-from palestra.envs.local import env_type
+from palestra.envs.local import env_config
 from palestra.evaluation.report.run_report import explain_no_update
 from palestra.runs.loop import Callback, check_callbacks
 
@@ -114,8 +115,8 @@ def env_tree(env: Any) -> Tree:
     """Returns the config of an env that is given as a name, config, class or function."""
     if isinstance(env, Mapping):
         kind = env.get("type")
-        return {**env, "type": kind if isinstance(kind, str | None) else env_type(kind)}
-    return {"type": env if isinstance(env, str) else env_type(env)}
+        return {**env, **({} if isinstance(kind, str | None) else env_config(kind))}
+    return {"type": env} if isinstance(env, str) else env_config(env)
 
 
 def plain_data(value: Any) -> Any:

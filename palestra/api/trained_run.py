@@ -8,30 +8,26 @@ run.trees()[0]      # displays every turn with rewards, advantages and the sibli
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from palestra.api.console import interrupt_on_sigterm
 from palestra.core.config import Tree, load
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.files import read_lines
 from palestra.core.types import Episode
 from palestra.evaluation.report.episodes import episode_html
-from palestra.evaluation.report.html import details, escape_text
+from palestra.evaluation.report.html import details, escape_text, notebook_html
 from palestra.evaluation.report.page import metric_tiles
 from palestra.evaluation.report.population import payoff_figure, standings_table
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
 from palestra.evaluation.report.run_charts import metric_charts
-from palestra.evaluation.report.style import STYLE
 from palestra.evaluation.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
 from palestra.runs.checkpoints import TASKS_FILE
@@ -40,9 +36,6 @@ from palestra.runs.settings import find_run, flatten_tree, read_meta
 
 if TYPE_CHECKING:
     from palestra.evaluation.target import EvalResult
-
-T = TypeVar("T")
-WAIT_S = 0.2  # seconds between looks for a Ctrl-C
 
 
 def load_run(path: str | Path) -> TrainedRun:
@@ -79,39 +72,6 @@ def evaluate(
     result = call_outside_loop(work)
     check_not_all_failed(result.episodes, "evaluate")
     return result
-
-
-def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
-    """Returns `work()`. Inside a running event loop it is called in a thread of its own, where it can run another loop.
-
-    There, the first KeyboardInterrupt or SIGTERM calls `on_interrupt` and the call still waits for the result; the
-    second raises KeyboardInterrupt.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    pool = ThreadPoolExecutor(1, "palestra")
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    before = interrupt_on_sigterm()
-    try:
-        return _result_of(future)
-    except KeyboardInterrupt:
-        if on_interrupt is None:
-            raise
-        on_interrupt()
-        return _result_of(future)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _result_of(future: Future[T]) -> T:
-    """Returns the result. Waits in short turns: a Ctrl-C that comes just before a wait is handled after it."""
-    while not future.done():
-        wait([future], timeout=WAIT_S)
-    return future.result()
 
 
 class TrainedRun:
@@ -202,7 +162,7 @@ class TrainedRun:
         inside = (
             population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
         )
-        return _wrap_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
+        return notebook_html(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
 
 
 @dataclass(frozen=True)
@@ -244,10 +204,6 @@ def population_html(record: PopulationRecord) -> str:
     return payoff_figure(record) + ranks
 
 
-def _wrap_html(inside: str) -> str:
-    return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
-
-
 # Set here because the modules of these classes may not import HTML code.
-setattr(Episode, "_repr_html_", lambda self: _wrap_html(episode_html(self)))  # noqa: B010 (mypy: not a field)
-setattr(PopulationRecord, "_repr_html_", lambda self: _wrap_html(population_html(self)))  # noqa: B010
+setattr(Episode, "_repr_html_", lambda self: notebook_html(episode_html(self)))  # noqa: B010 (mypy: not a field)
+setattr(PopulationRecord, "_repr_html_", lambda self: notebook_html(population_html(self)))  # noqa: B010

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand
 
 import palestra
-from palestra.api.console import interrupt_on_sigterm
 from palestra.cli.agents import publish, serve_agent
 from palestra.cli.collect import collect
 from palestra.cli.config import describe_config
@@ -30,6 +29,7 @@ from palestra.cli.runs import runs
 from palestra.cli.serve import keys, serve, serve_sampler
 from palestra.cli.templates import demo, init
 from palestra.cli.train import train
+from palestra.core.stop_signals import interrupt_on_sigterm
 
 UsageError: Any = typer.BadParameter.__base__  # of the copy of Click that typer uses
 

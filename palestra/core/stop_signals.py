@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,3 +25,12 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def interrupt_on_sigterm() -> Any:
+    """Makes SIGTERM, which clusters and containers send, raise KeyboardInterrupt as Ctrl-C does. Returns the handler
+    that it replaced, None if it replaced none: only the main thread can, and under torchrun, whose ranks may wait for
+    each other, SIGTERM must end a process at once."""
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -19,7 +19,15 @@ from palestra.core.config.user_modules import entry_point_paths, explain_import_
 from palestra.core.user_functions import check_overrides
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
-from palestra.envs.local import LOCAL_PREFIX, EnvClass, find_local_env
+from palestra.envs.local import (
+    KEYS_OF_PATHS,
+    LOCAL_PREFIX,
+    EnvClass,
+    adapt_env,
+    find_local_env,
+    made_class,
+    package_of,
+)
 from palestra.envs.vector_base import VectorEnv
 from palestra.envs.vector_check import check_vector_env
 
@@ -98,13 +106,23 @@ def check_env(make_env: Callable[..., Any], **options: Any) -> None:
     """Plays an env at random and raises ValueError, with the fix, if it violates the env contract.
 
     Calls `check_one` (`palestra.envs.base.check_env`) for a factory of `Env`, and `check_vector_env` for a factory of
-    `VectorEnv` that takes the number of parallel copies.
+    `VectorEnv` that takes the number of parallel copies. A class of PettingZoo or Gymnasium, or a function that makes
+    such an env, is checked through its adapter.
     """
-    if inspect.isclass(make_env):
-        many = issubclass(make_env, VectorEnv)
-    else:
-        many = any(p.default is p.empty for p in inspect.signature(make_env).parameters.values())
-    (check_vector_env if many else check_one)(make_env, **options)
+    takes = {} if inspect.isclass(make_env) or not callable(make_env) else inspect.signature(make_env).parameters
+    if any(parameter.default is parameter.empty for parameter in takes.values()):
+        return check_vector_env(make_env, **options)
+    cls = made_class(make_env)
+    if package_of(cls):
+        return check_vector_env(adapt_env(make_env, cls), **options)
+    if not issubclass(cls, VectorEnv):
+        return check_one(make_env, **options)
+    if not (inspect.isclass(make_env) or takes):
+        raise ValueError(
+            f"{cls.__name__} is a VectorEnv, and is checked with several numbers of copies: give a function of it, "
+            "check_env(lambda copies: make_env(..., num_envs=copies))"
+        )
+    return check_vector_env(make_env, **options)
 
 
 def make_env(type: str, **options: Any) -> Any:
@@ -152,6 +170,9 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
         extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in ENVS_WITH_EXTRA else ""
         reason = explain_import_error(path, error)
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {reason}{extra}') from error
+    if inspect.isclass(cls) and (package := package_of(cls)):
+        key = KEYS_OF_PATHS[package]
+        raise ValueError(f'{path} is an env of {package}: write env: {{type: {package}, {key}: "{path}"}}')
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
         raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env or VectorEnv')
     return _check_class(cls)

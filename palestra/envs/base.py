@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY, check_terms
 from palestra.envs.step_values import checked_step
@@ -113,13 +114,17 @@ def check_env(
     `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from
     `legal_actions` if the env lists it.
     """
-    with asyncio.Runner() as runner:
-        for seed in seeds:
-            check = _Check(make_env, seed, act, max_steps, runner)
-            game = check.play()
-            check.check_second_instance(game)
-            check.check_forks(game)
-            check.check_bad_actions()
+
+    def check_all() -> None:
+        with asyncio.Runner() as runner:
+            for seed in seeds:
+                check = _Check(make_env, seed, act, max_steps, runner)
+                game = check.play()
+                check.check_second_instance(game)
+                check.check_forks(game)
+                check.check_bad_actions()
+
+    call_outside_loop(check_all)
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""Envs without an importable name: classes of a notebook or of a function, and functions that make envs.
+"""Envs given as objects: classes, and functions that make envs. Those of PettingZoo and Gymnasium are played through
+their adapters.
 
-They exist in this process only, under the name "local:Name". A config that names one cannot be used by another process.
+One without an importable name, such as a class of a notebook, exists in this process only, under the name "local:Name".
+A config that names it cannot be used by another process.
 """
 
 from __future__ import annotations
@@ -16,36 +18,81 @@ from palestra.envs.vector_base import VectorEnv
 
 LOCAL_PREFIX = "local:"
 EnvClass = type[Env] | type[VectorEnv]
+PACKAGE_ENVS = {("pettingzoo", "ParallelEnv"), ("pettingzoo", "AECEnv"), ("gymnasium", "Env")}
+KEYS_OF_PATHS = {"pettingzoo": "env", "gymnasium": "id"}  # the option of the adapter that names a class or function
 
 _local_envs: dict[str, EnvClass] = {}
 _sources: dict[str, Any] = {}  # the class or function that each was made from
 
 
-def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
-    """Returns the name by which a config refers to an env class, or to a function that returns an env.
+def env_config(env: Any) -> dict[str, Any]:
+    """Returns the config of an env class, or of a function that returns an env.
 
-    It is "module:Class" if the class can be imported by that name. Otherwise the env is registered in this process as
-    "local:Name", or "local:Name-2", ... if another env has that name; one with a `name` of its own replaces an earlier
-    one of that name. The keyword arguments of a function are the options of its env; a function that returns a
-    `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
+    A class that can be imported is named "module:Class"; of PettingZoo and Gymnasium also a function, as an option of
+    their adapters. Otherwise the env is registered in this process as "local:Name", or "local:Name-2", ... if another
+    env has that name; one with a `name` of its own replaces an earlier one of that name. The keyword arguments of a
+    function are the options of its env; a function that returns a `VectorEnv` has the argument `num_envs`. Raises
+    ValueError for anything else.
     """
-    if inspect.isclass(env) and issubclass(env, Env | VectorEnv):
-        name = env.__name__
-        cls = env
-        if path := import_path(env):
-            return path
-    elif callable(env) and not inspect.isclass(env):
-        cls = _factory_class(env)
+    cls = made_class(env)
+    package = package_of(cls)
+    path = import_path(env) if inspect.isclass(env) or (package and inspect.isfunction(env)) else ""
+    if path:
+        return {"type": package, KEYS_OF_PATHS[package]: path} if package else {"type": path}
+    name = cls.__name__
+    if package:
+        factory = adapt_env(env, cls)
+        cls = _factory_class(factory, type(factory(1)))
+    elif not inspect.isclass(env):
+        cls = _factory_class(env, cls)
         if own := getattr(env, "name", ""):
-            return _register(own, env, cls)
-        name = cls.__name__
-    else:
-        raise ValueError(
-            f"env is {env!r:.60}: give a name, a config ({{'type': ...}}), a subclass of palestra.Env or "
-            "palestra.VectorEnv, or a function without required arguments that returns one (lambda: MyEnv(size=4))"
-        )
+            return {"type": _register(own, env, cls)}
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return _register(next(n for n in names if _sources.get(f"{LOCAL_PREFIX}{n}", env) is env), env, cls)
+    return {"type": _register(next(n for n in names if _sources.get(f"{LOCAL_PREFIX}{n}", env) is env), env, cls)}
+
+
+def made_class(env: Any) -> type:
+    """Returns the class of the env that a class or function makes. Raises ValueError if it makes none."""
+    if inspect.isclass(env):
+        cls, what = env, f"{env!r:.60}"
+    elif callable(env):
+        made = env(**({"num_envs": 1} if "num_envs" in inspect.signature(env).parameters else {}))
+        cls, what = type(made), f"{env!r:.60}, which returned a {type(made).__name__}"
+        close = getattr(made, "close", None)
+        if close and not inspect.iscoroutinefunction(close):
+            close()
+    elif isinstance(env, Env | VectorEnv) or package_of(type(env)):
+        name = type(env).__name__
+        known = f', or {{"type": "gymnasium", "id": "{env.spec.id}"}}' if getattr(env, "spec", None) else ""
+        raise ValueError(f"env is an instance, and several are played: give {name}, or lambda: {name}(...){known}")
+    else:
+        cls, what = type(env), f"{env!r:.60}"
+    if not (issubclass(cls, Env | VectorEnv) or package_of(cls)):
+        raise ValueError(
+            f"env is {what}: give a name, a config ({{'type': ...}}), a subclass of palestra.Env or palestra.VectorEnv "
+            "or of an env of PettingZoo or Gymnasium, or a function without required arguments that returns one "
+            "(lambda: MyEnv(size=4))"
+        )
+    return cls
+
+
+def package_of(cls: type) -> str:
+    """Returns the package of whose env `cls` is a subclass, "pettingzoo" or "gymnasium"; "" if of neither."""
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in cls.__mro__]
+    return next((base[0] for base in bases if base in PACKAGE_ENVS), "")
+
+
+def adapt_env(env: Callable[[], Any], cls: type) -> Callable[[int], VectorEnv]:
+    """Returns a function that makes copies of the env of PettingZoo or Gymnasium that `env` makes, of class `cls`."""
+    if package_of(cls) == "pettingzoo":
+        from palestra.envs.adapters.pettingzoo.games import games_of
+    else:
+        from palestra.envs.adapters.gymnasium import games_of
+
+    def make(num_envs: int = 16) -> VectorEnv:
+        return games_of(env, num_envs, cls.__name__)
+
+    return make
 
 
 def _register(name: str, source: Any, cls: EnvClass) -> str:
@@ -66,15 +113,9 @@ def find_local_env(type: str) -> EnvClass:
     return _local_envs[type]
 
 
-def _factory_class(factory: Callable[..., Any]) -> EnvClass:
-    """Returns a class that makes envs by calling `factory`: a subclass of their class, with the options of `factory`.
-
-    Raises ValueError if `factory` does not return an env.
-    """
-    signature = inspect.signature(factory)
-    made = factory(**({"num_envs": 1} if "num_envs" in signature.parameters else {}))
-    if not isinstance(made, Env | VectorEnv):
-        raise ValueError(f"env: {factory!r:.60} returned a {type(made).__name__}, and not an Env or VectorEnv")
+def _factory_class(factory: Callable[..., Any], cls: EnvClass) -> EnvClass:
+    """Returns a class that makes envs by calling `factory`: a subclass of their class `cls`, with the options of
+    `factory`."""
 
     def options(self: Any, **_: Any) -> None:  # only its annotations are used: they are the schema of the options
         raise NotImplementedError
@@ -83,7 +124,7 @@ def _factory_class(factory: Callable[..., Any]) -> EnvClass:
     parts = {
         "__new__": lambda cls, **chosen: factory(**chosen),
         "__init__": options,
-        "__signature__": signature,
-        "__module__": type(made).__module__,
+        "__signature__": inspect.signature(factory),
+        "__module__": cls.__module__,
     }
-    return type(type(made).__name__, (type(made),), parts)
+    return type(cls.__name__, (cls,), parts)

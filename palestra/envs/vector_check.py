@@ -192,7 +192,7 @@ class _Check:
             self.fail(f"differs in {part} at {where}", fix)
 
     def fail(self, what: str, fix: str) -> None:
-        raise ValueError(f"env {self.env.name or type(self.env).__name__}: {what}. Fix: {fix}.")
+        raise ValueError(f"env {self.env.label}: {what}. Fix: {fix}.")
 
 
 def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Generator) -> np.ndarray:

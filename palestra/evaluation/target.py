@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,10 +18,25 @@ from palestra.core.config import Tree, load
 from palestra.core.config.shipped import find_config, suggest_config
 from palestra.core.types import Episode, Seat
 from palestra.envs import is_vector_config, known_envs
+from palestra.evaluation.report.episodes import episode_html, pick_samples
+from palestra.evaluation.report.html import escape_text, notebook_html
 from palestra.runs import Checkpoint, find_run
 from palestra.runs.checkpoints import list_all_checkpoints
+from palestra.runs.headline import (
+    format_episodes,
+    format_return,
+    format_returns,
+    returns_by_name,
+    shows_return,
+    success_by_name,
+    success_keys,
+)
+from palestra.runs.series import success_interval
 
 OnProgress = Callable[[int, int], None]  # called with (episodes played, episodes in all)
+
+MAX_TRANSCRIPTS = 3  # episodes that a notebook shows of an evaluation
+MAX_NAMED_SEATS = 4  # seats of one policy that are listed
 
 
 class EvalResult(NamedTuple):
@@ -30,6 +46,28 @@ class EvalResult(NamedTuple):
     policy_names: dict[Seat, str]
     metrics: dict[str, Any]
     episodes: list[Episode]
+
+    def __repr__(self) -> str:
+        return f"EvalResult({self._facts()})"
+
+    def _repr_html_(self) -> str:
+        shown = [episode_html(episode, label) for label, episode in pick_samples(self.episodes, MAX_TRANSCRIPTS, 0)]
+        return notebook_html(f"<p>{escape_text(self._facts())}</p>{''.join(shown)}")
+
+    def _facts(self) -> str:
+        """Returns the seats of each policy, the main metrics with their intervals and the number of episodes."""
+        line = self.metrics
+        seats = groupby(sorted(self.policy_names, key=self.policy_names.__getitem__), self.policy_names.__getitem__)
+        facts = [f"{_name_seats(list(some))}: {name}" for name, some in seats]
+        facts += [f"{what} {success_interval(line, key)}" for key, what in success_keys(line).items()]
+        returns = returns_by_name(line)
+        if returns and (shows_return(line) or not success_by_name(line)):
+            facts.append(f"return {format_return(line) if 'return' in returns else format_returns(returns)}")
+        return "; ".join([*facts, format_episodes({"episodes": len(self.episodes), **line})])
+
+
+def _name_seats(seats: Sequence[Seat]) -> str:
+    return ", ".join(seats) if len(seats) <= MAX_NAMED_SEATS else f"{len(seats)} seats"
 
 
 @dataclass(frozen=True)

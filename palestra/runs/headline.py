@@ -88,6 +88,15 @@ def held_out_label(config: Tree, name: str) -> str:
     return label.replace("_", " ") if name.startswith("held") else f"held-out {label}"
 
 
+def held_out_title(config: Tree, name: str, metric: str) -> str:
+    """Returns the title of a metric of an evaluation: "held-out success, test"; "success, held out" of one that is
+    named so."""
+    label = eval_label(config, name)
+    if name.startswith("held"):
+        return f"{metric}, {label.replace('_', ' ')}"
+    return f"held-out {metric}, {label}"
+
+
 def _is_of_networks(config: Tree) -> bool:
     return "env_steps" in config
 
@@ -148,6 +157,13 @@ def format_returns(returns: Mapping[str, float]) -> str:
     if list(returns) == ["return"]:
         return f"{returns['return']:.2f}"
     return " ".join(f"{name} {own:.2f}" for name, own in returns.items())
+
+
+def format_episodes(line: Tree) -> str:
+    """Formats the size of an evaluation: "40 episodes of 10 instances, 2 failed"."""
+    size = f"{line['episodes']:.0f} episodes"
+    size += f" of {line['instances']:.0f} instances" if "instances" in line else ""
+    return size + (f", {line['failed']:.0f} failed" if line.get("failed") else "")
 
 
 def shows_return(line: Tree) -> bool:

@@ -8,14 +8,23 @@ from palestra.api.console import PlainConsole
 from palestra.api.progress import ProgressBar
 
 
-def progress_text(config, team, evaluation):
+def progress_text(config, team, evaluation, width=160):
     """The text of the bar after an evaluation and a step, and the lines above it."""
     text = io.StringIO()
-    with ProgressBar(20, 0, config, PlainConsole(file=text, width=160, force_terminal=False)) as bar:
+    with ProgressBar(20, 0, config, PlainConsole(file=text, width=width, force_terminal=False)) as bar:
         bar.on_eval(-1, "test", evaluation)
         bar.on_step(9, {"team": team})
         bar.on_eval(9, "test", evaluation)
     return text.getvalue().splitlines()
+
+
+def test_bar_of_a_notebook_fits_the_cell_and_keeps_its_numbers():
+    assert PlainConsole(force_jupyter=True).width == 80
+    config = {"algorithm": {"branch_at": "turn", "continue_from": "best", "group_size": 8}}
+    evaluation = {"success": 0.53, "episodes": 300.0}
+    lines = progress_text(config, {"success": 0.9}, evaluation, width=80)
+    assert max(map(len, lines)) <= 80 and "10/20" in lines[-2] and "0:00:00" in lines[-2] and "test 53.0%" in lines[-2]
+    assert "90%" in lines[-1]
 
 
 def test_held_out_success_precedes_search_success():

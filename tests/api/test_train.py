@@ -99,7 +99,7 @@ def test_envs_of_one_class_are_told_apart():
     tree = config_tree(None, {"envs": {"small": small, "large": large, "again": small}}, None)
     made = {name: make_env(**env).reset(0).observations for name, env in tree["envs"].items()}
     assert made["small"] == made["again"] != made["large"] and made["small"] == PlanPath(size=4).reset(0).observations
-    names = [local.env_type(mine(seat)) for seat in "ab"]
+    names = [local.env_config(mine(seat))["type"] for seat in "ab"]
     assert [local.find_local_env(name).seats for name in names] == [("a",), ("b",)]
 
 

@@ -9,7 +9,7 @@ from helpers.vector_toys import Counted
 
 from palestra.core.config import dump, validate
 from palestra.evaluation.evaluate import EvalSetup, cross_play, evaluate, open_eval
-from palestra.evaluation.target import find_target
+from palestra.evaluation.target import EvalResult, find_target
 from palestra.evaluation.text import TextEvalSetup
 from palestra.evaluation.vector import common_eval_options
 from palestra.runs import Run
@@ -66,6 +66,24 @@ def test_result_has_policies_metrics_and_optional_episodes(text: Path, vector: P
     played = evaluate(vector, episodes=3, swap=True)
     assert played.policy_names == {"seat0": "seat1@3", "seat1": "seat0@3"}
     assert played.metrics["episodes"] == 3 and played.episodes == []
+
+
+def test_result_prints_its_seats_and_numbers_and_a_notebook_shows_three_episodes(text: Path, vector: Path) -> None:
+    spoken = evaluate(text, seats={"guide": "expert", "walker": "expert"}, episodes=5)
+    policies, metrics, episodes = spoken
+    assert len(episodes) == 5 and metrics is spoken.metrics and set(policies.values()) == {"expert"}
+    numbers = "guide, walker: expert; success 100.0% [56.6%, 100.0%]; 5 episodes"
+    assert str(spoken) == repr(spoken) == f"EvalResult({numbers})"
+    page = spoken._repr_html_()
+    assert numbers in page and page.count("<article>") == 3 and "the best" in page and "the worst" in page
+    broken = EvalResult({"guide": "a"}, {"episodes": 4.0, "failed": 1.0, "success": 1 / 3, "team_return": 0.0}, [])
+    assert repr(broken) == "EvalResult(guide: a; success 33.3% [6.1%, 79.2%]; 4 episodes, 1 failed)"
+    played = evaluate(vector, episodes=3)
+    assert repr(played).startswith("EvalResult(seat0: seat0@3; seat1: seat1@3; success ") and len(repr(played)) < 130
+    assert "; return seat0 " in repr(played) and "<article>" not in played._repr_html_()
+    many = EvalResult(dict.fromkeys("abcdef", "<b>"), {"returns": {"a": 1.0, "b": -1.0}, "episodes": 2.0}, [])
+    assert repr(many) == "EvalResult(6 seats: <b>; return a 1.00 b -1.00; 2 episodes)"
+    assert "6 seats: &lt;b&gt;" in many._repr_html_()
 
 
 def test_run_name_target_loads_a_policy_of_either_kind(text: Path, vector: Path) -> None:

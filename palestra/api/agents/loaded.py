@@ -11,8 +11,8 @@ import numpy as np
 
 from palestra.api.agents.serve import ServedAgent
 from palestra.api.agents.trained_agent import TrainedAgent, find_agents
-from palestra.api.trained_run import call_outside_loop
 from palestra.core.config import Tree, validate
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.http.calls import SAMPLING_KEYS, ChatCall, parse_conversation
 from palestra.core.types import Seat
 from palestra.envs import VectorEnv

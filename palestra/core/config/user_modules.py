@@ -56,10 +56,10 @@ def load_object(path: str, what: str) -> Any:
         raise ValueError(f'{what} "{path}" cannot be loaded: {explain_import_error(path, error)}') from error
 
 
-def import_path(cls: type) -> str:
-    """Returns the "module:Class" by which other processes can import a class; "" if there is none."""
-    is_found = getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
-    return f"{cls.__module__}:{cls.__qualname__}" if is_found and cls.__module__ != "__main__" else ""
+def import_path(named: Any) -> str:
+    """Returns the "module:name" by which other processes can import a class or function; "" if there is none."""
+    is_found = getattr(sys.modules.get(named.__module__), named.__qualname__, None) is named
+    return f"{named.__module__}:{named.__qualname__}" if is_found and named.__module__ != "__main__" else ""
 
 
 def entry_point_paths(group: str) -> dict[str, str]:

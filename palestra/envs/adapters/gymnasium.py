@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
 import gymnasium
@@ -458,18 +459,28 @@ class GymnasiumGame:
 
 
 def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
-    """Returns `gymnasium.make(id, **options)` without the env checker. Raises ValueError if Gymnasium cannot make the
-    env."""
-    if ":" in id:  # "module:Env-v0", which Gymnasium imports
-        search_allowed_folders()
+    """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class.
+    Raises ValueError if the env cannot be made."""
     try:
+        if ":" in id:
+            search_allowed_folders()
+            module, _, name = id.partition(":")
+            own = getattr(import_module(module), name, None)
+            if callable(own):
+                return own(**(options or {}))
         return gymnasium.make(id, disable_env_checker=True, **(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
 
 
+def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> PackageVectorEnv:
+    """Returns `num_envs` copies of the Gymnasium env that `make` makes, as a vector env."""
+    return PackageVectorEnv(partial(GymnasiumGame, make), num_envs, 0, label)
+
+
 class GymnasiumEnv(PackageVectorEnv):
-    """The Gymnasium env `id` ("module:id" imports the module that registers it), made with `options`."""
+    """The Gymnasium env `id`, made with `options`. "module:id" imports the module that registers it; "module:Class" is
+    a class, or a function that makes the env."""
 
     name: ClassVar[str] = "gymnasium"
 

@@ -29,6 +29,10 @@ INK = "#59626D"
 GRID = "#D5DAE0"
 MAX_POINTS = 400  # points drawn of a curve
 MAX_LEGEND = 12  # curves that a legend names
+LEGEND_CHARS = 64  # characters in a row of a legend
+HANDLE_CHARS = 7  # characters as wide as the line beside a label
+LEGEND_ROW_IN = 0.15
+LEGEND_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.6, "columnspacing": 1.4}
 MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
 MAX_LABEL_CHARS = 24
 PANEL_COLUMNS = 3  # of a picture of several panels
@@ -125,12 +129,29 @@ class Chart:
         return [curve for curve in self.curves_with_values if not curve.is_faint]
 
     @property
+    def legend_labels(self) -> list[str]:
+        """The labels of the legend; none for a single curve or for too many."""
+        names = [shorten(curve.name, LEGEND_CHARS) for curve in self.legend_curves]
+        return names if 1 < len(names) <= MAX_LEGEND else []
+
+    @property
+    def legend_columns(self) -> int:
+        """How many labels stand in a row of the legend."""
+        return columns_of_legend(self.legend_labels, LEGEND_CHARS)
+
+    @property
+    def legend_height(self) -> float:
+        """The height of the legend, in inches."""
+        return LEGEND_ROW_IN * -(-len(self.legend_labels) // self.legend_columns)
+
+    @property
     def size(self) -> tuple[float, float]:
         """Width and height on a page, in inches."""
-        return PAGE_FIGURE_IN
+        width, height = PAGE_FIGURE_IN
+        return width, height + self.legend_height
 
     def draw(self, axis: Any) -> None:
-        """Draws the chart into matplotlib axes: curves, grid, title and, of several curves, a legend."""
+        """Draws the chart into matplotlib axes: curves, grid, title and, of several curves, a legend below them."""
         for curve in self.curves_with_values:
             if curve.is_faint:
                 axis.plot(*curve.thinned_series, color=_grid_colour(), linewidth=1.0)
@@ -144,10 +165,9 @@ class Chart:
         _set_limits(axis, self)
         axis.set_xlabel(shorten(self.x_title, 60))
         axis.set_title(visible_text(self.title), wrap=True)
-        if 1 < len(self.legend_curves) <= MAX_LEGEND:
+        if self.legend_labels:
             handles = [line for line in axis.get_lines() if line.get_gid()]
-            labels = [shorten(curve.name) for curve in self.legend_curves]
-            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
+            axis.legend(handles, self.legend_labels, ncols=self.legend_columns, **LEGEND_BELOW)
 
 
 @dataclass(frozen=True)
@@ -237,12 +257,12 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     return Figure(figsize=(width, height), **options)
 
 
-def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]]) -> None:
-    """Writes a PNG of panels in rows of `PANEL_COLUMNS`; each panel draws into the matplotlib axes that it is given.
-    Replaces a symbolic link at `path` instead of writing through it."""
+def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]], height: float = 3.4) -> None:
+    """Writes a PNG of panels in rows of `PANEL_COLUMNS`, each `height` inches high; each panel draws into the
+    matplotlib axes that it is given. Replaces a symbolic link at `path` instead of writing through it."""
     rows = max(1, -(-len(panels) // PANEL_COLUMNS))
     with drawing():
-        figure = new_figure(4.2 * PANEL_COLUMNS, 3.4 * rows, layout="constrained")
+        figure = new_figure(4.2 * PANEL_COLUMNS, height * rows, layout="constrained")
         axes = figure.subplots(rows, PANEL_COLUMNS, squeeze=False)
         for axis, panel in zip(axes.flat, panels, strict=False):
             panel(axis)
@@ -259,6 +279,12 @@ def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]])
 def curve_style(number: int) -> tuple[str, str]:
     """Returns colour and line style of the curve of this number: six colours, each in four styles."""
     return COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
+
+
+def columns_of_legend(labels: Sequence[str], chars: int) -> int:
+    """Returns how many columns of these labels fit into a row of `chars` characters, at least one."""
+    widest = max(map(len, labels), default=0) + HANDLE_CHARS
+    return max(1, min(len(labels), (chars + HANDLE_CHARS) // widest))
 
 
 def figure_html(figure: Chart | HeatMap) -> str:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from palestra.evaluation.report.style import STYLE
+
 # Control characters, and bidirectional overrides, which reorder the displayed text.
 CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 MAX_TEXT_CHARS = 6000  # characters of one text
@@ -43,6 +45,11 @@ def section(title: str, *texts: str) -> str:
     """Returns a section of the page; "" if all parts are empty."""
     inside = "\n".join(text for text in texts if text)
     return f"<section><h2>{escape_text(title)}</h2>\n{inside}</section>" if inside else ""
+
+
+def notebook_html(inside: str) -> str:
+    """Returns HTML for the output of a notebook's cell, with the style of the report."""
+    return f'<div class="palestra"><style>{STYLE}</style>{inside}</div>'
 
 
 def details(summary: str, inside: str) -> str:

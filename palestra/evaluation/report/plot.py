@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,28 @@ import numpy as np
 from palestra.core.config import load
 from palestra.core.files import replacing_file
 from palestra.core.types import TEAM
-from palestra.evaluation.report.charts import curve_style, drawing, format_compact, new_figure
+from palestra.evaluation.report.charts import (
+    HANDLE_CHARS,
+    LEGEND_ROW_IN,
+    columns_of_legend,
+    curve_style,
+    drawing,
+    format_compact,
+    new_figure,
+)
 from palestra.runs.headline import (
-    eval_label,
     headline_eval,
+    held_out_title,
+    return_half_width,
     return_keys,
     success_keys,
     training_return_label,
     training_success_label,
 )
-from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
+from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean, success_bounds
 from palestra.runs.settings import find_run, flatten_tree
 
+CHARS_PER_IN = 17  # letters of a legend
 FILE_TYPES = (".svg", ".pdf", ".png")
 # Keys in which runs of one experiment may differ.
 IGNORED_KEYS = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
@@ -53,11 +64,13 @@ class FigureSpec:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """The runs of one config: x [K] and one row per seed in y [R, K], both float64."""
+    """The runs of one config: x [K] and one row per seed in y [R, K], both float64. `bounds` [2, K] of a single run are
+    the 95 % intervals of its evaluations, if they are known."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
+    bounds: np.ndarray | None = None
 
 
 def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str]:
@@ -73,10 +86,17 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
     figure = with_default_eval(logs, figure)
     metric = figure.metric or default_metric(logs[0], figure)
     groups = group_by_config(logs, figure, metric)
-    size = (figure.width, figure.height or figure.width * 2 / 3)
-    with drawing(**_paper(size[0])):
-        picture = new_figure(*size, layout="constrained")
-        _draw(picture.subplots(), groups, figure, logs[0].x_title, _y_title(metric, figure, logs[0].config))
+    chars = int(CHARS_PER_IN * figure.width) - HANDLE_CHARS
+    labels = [fill(group.label, chars) for group in groups] if len(groups) > 1 else []
+    columns = columns_of_legend(labels, chars)
+    rows = -(-sum(label.count("\n") + 1 for label in labels) // columns)
+    height = figure.height or figure.width * 2 / 3 + LEGEND_ROW_IN * rows
+    with drawing(**_paper(figure.width)):
+        picture = new_figure(figure.width, height, layout="constrained")
+        axis = picture.subplots()
+        _draw(axis, groups, figure, logs[0].x_title, _y_title(metric, figure, logs[0].config))
+        if labels:
+            picture.legend(axis.get_lines(), labels, loc="outside lower center", ncols=columns, handlelength=1.6)
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(out) as place:
             dates = {"metadata": {"Date": None}} if out.suffix == ".svg" else {}
@@ -86,12 +106,16 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
 
 
 def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:
-    """Returns the figure with the leading evaluation that all runs have, if it names neither a metric nor a policy nor
-    an evaluation. Without such an evaluation it stays as it is."""
+    """Returns the figure with the evaluation with the most points that all runs have, of several the leading one, if it
+    names neither a metric nor a policy nor an evaluation. Without such an evaluation it stays as it is."""
     if figure.metric or figure.eval_name or figure.policy != TEAM:
         return figure
-    common = set.intersection(*(set(run.evals) for run in logs))
-    return replace(figure, eval_name=headline_eval([name for name in logs[0].evals if name in common]))
+
+    def points(name: str) -> int:
+        return min(len(run.evals.get(name, [])) for run in logs)
+
+    most = max(map(points, logs[0].evals), default=0)
+    return replace(figure, eval_name=headline_eval([name for name in logs[0].evals if points(name) == most > 0]))
 
 
 def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
@@ -126,7 +150,28 @@ def _seed_group(label: str, runs: Sequence[RunLogs], figure: FigureSpec, metric:
     x, y = align([Series(x, moving_mean(y, figure.smooth_window)) for x, y in each])
     if not len(x):
         raise ValueError("the runs of one config have no step in common: draw them one by one")
-    return SeedGroup(label, x, y)
+    bounds = None
+    if len(runs) == 1 and figure.eval_name and figure.smooth_window == 1:
+        bounds = _bounds(runs[0], figure, metric)
+    return SeedGroup(label, x, y, bounds)
+
+
+def _bounds(run: RunLogs, figure: FigureSpec, metric: str) -> np.ndarray | None:
+    """Returns the 95 % intervals [2, K] of a run's evaluations: Wilson's of a success rate, the normal one of a mean
+    return; None if a line lacks what is needed."""
+    known = [line for line in _lines(run, figure) if metric in line]
+    spans = [line | {"low": span[0], "high": span[1]} for line in known if (span := _interval(line, metric))]
+    if not spans or len(spans) < len(known):
+        return None
+    return align([run.series(spans, "low"), run.series(spans, "high")])[1]
+
+
+def _interval(line: Line, metric: str) -> tuple[float, float] | None:
+    if metric in success_keys(line) and "episodes" in line:
+        return success_bounds(line, metric)
+    if metric == "return" and (half := return_half_width(line)) is not None:
+        return line[metric] - half, line[metric] + half
+    return None
 
 
 def config_labels(trees: Sequence[Tree]) -> list[str]:
@@ -173,22 +218,24 @@ def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: s
 
     for number, group in enumerate(groups):
         colour, style = curve_style(number)
-        marker = "o" if len(group.x) <= 12 else None
-        axis.plot(group.x, group.y.mean(0), style, color=colour, label=group.label, marker=marker, markersize=2.5)
-        if len(group.y) > 1:
-            axis.fill_between(group.x, *band_bounds(group.y, figure.band), color=colour, alpha=0.2, linewidth=0)
+        is_short = len(group.x) <= 12
+        marker = "o" if is_short else None
+        axis.plot(group.x, group.y.mean(0), style, color=colour, marker=marker, markersize=2.5)
+        bounds = band_bounds(group.y, figure.band) if len(group.y) > 1 else group.bounds
+        if bounds is not None and is_short and len(group.y) == 1:
+            axis.vlines(group.x, *bounds, color=colour, linewidth=0.8)
+        elif bounds is not None:
+            axis.fill_between(group.x, *bounds, color=colour, alpha=0.2, linewidth=0)
     axis.set_xlabel(x_title)
     axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
     axis.xaxis.set_major_formatter(format_compact)
     axis.set_ylabel(y_title)
-    if len(groups) > 1:
-        axis.legend(handlelength=1.6)
 
 
 def _y_title(metric: str, figure: FigureSpec, config: Tree) -> str:
     words = metric.replace("_", " ").replace("nash conv", "NashConv")
     if figure.eval_name:
-        return f"{words} ({eval_label(config, figure.eval_name)})"
+        return held_out_title(config, figure.eval_name, words)
     labels = {"success": training_success_label(config), "return": training_return_label(config)}
     words = labels.get(metric, words)
     return words if figure.policy == TEAM else f"{words}, {figure.policy}"

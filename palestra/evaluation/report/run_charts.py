@@ -12,7 +12,6 @@ from palestra.core.types import TEAM
 from palestra.evaluation.report.charts import Chart, ChartCurve, figures_html, save_panels
 from palestra.runs.headline import (
     TEAM_SUCCESS,
-    eval_label,
     held_out_label,
     paid_seats,
     return_half_width,
@@ -45,7 +44,9 @@ def plot_run(path: str | Path) -> Path:
     """Writes the first charts of the run at `path` to curves.png in it, and returns that path."""
     path = Path(path)
     out = path / "curves.png"
-    save_panels(out, path.name, [chart.draw for chart in islice(run_charts(RunLogs(path)), MAX_PANELS)])
+    charts = list(islice(run_charts(RunLogs(path)), MAX_PANELS))
+    legend = max((chart.legend_height for chart in charts), default=0.0)
+    save_panels(out, path.name, [chart.draw for chart in charts], 3.4 + legend)
     return out
 
 
@@ -106,7 +107,7 @@ def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> 
         for line in lines
         if line.get("returns", {}).get(seat) is not None
     ]
-    return _with_interval(logs, f"{eval_label(logs.config, name)}: {seat}", points, "own")
+    return _with_interval(logs, f"{_eval_name(logs, name)}: {seat}", points, "own")
 
 
 def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) -> ChartCurve:

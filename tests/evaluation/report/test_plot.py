@@ -1,11 +1,15 @@
 """Plots of several runs: grouping, labels and bands."""
 
+import re
+
 import pytest
 from helpers.command_line import palestra, refused
 
 from palestra.evaluation.report.plot import FigureSpec, config_labels, draw_figure, group_by_config, with_default_eval
 from palestra.runs import Run
 from palestra.runs.series import RunLogs
+
+TEXT = re.compile(r'(?: y="|translate\([\d.]+ )([\d.]+)[^>]*>([^<]+)</text>')  # y and content
 
 
 def a_run(root, name, seed, k=4, rise=0.1):
@@ -55,7 +59,7 @@ def test_plot_command_is_deterministic(runs, tmp_path):
     palestra("plot", *runs, "--out", tmp_path / "b.svg", "--smooth", 3)
     svg = (tmp_path / "a.svg").read_text()
     assert (
-        svg == (tmp_path / "b.svg").read_text() and ">success (test)</text>" in svg and ">k=8</text>" in svg
+        svg == (tmp_path / "b.svg").read_text() and ">held-out success, test</text>" in svg and ">k=8</text>" in svg
     )  # text stays text
     assert 'width="237.6pt"' in svg  # 3.3 inches
     palestra("plot", *runs, "--metric", "success", "--out", tmp_path / "s.svg")
@@ -74,6 +78,36 @@ def test_invalid_arguments_are_refused_with_the_reason(runs, tmp_path):
     assert "none of the endings" in refused("plot", runs[0], "--out", tmp_path / "a.jpg")
     assert "--band is one of" in refused("plot", runs[0], "--band", "iqr", *out)
     assert "is not a run" in refused("plot", tmp_path, *out)
+
+
+def test_evaluation_with_the_most_points_is_drawn_with_the_intervals_of_a_single_run(tmp_path):
+    path = a_run(tmp_path, "one", 0)
+    with Run.open(path) as run:
+        for step in range(-1, 4):
+            run.log_eval(step, "dev", {"success": 0.5 + 0.1 * step, "episodes": 100, "failed": 0})
+    logs = RunLogs(path)
+    figure = with_default_eval([logs], FigureSpec())
+    assert figure.eval_name == "dev"
+    (group,) = group_by_config([logs], figure, "success")
+    low, high = group.bounds
+    assert (low[1], high[1]) == pytest.approx((0.4038, 0.5962), abs=1e-4) and (low < group.y[0]).all()
+    assert group_by_config([logs], FigureSpec(eval_name="test"), "success")[0].bounds is None  # no number of episodes
+    palestra("plot", path, "--out", tmp_path / "a.svg")
+    assert ">held-out success, dev</text>" in (tmp_path / "a.svg").read_text()
+
+
+def test_legend_is_below_the_axes_and_names_whole_settings(runs, tmp_path):
+    long = tmp_path / "long"
+    for name in ("x", "y"):
+        config = f"name: {name}\nalgorithm: {{an_entry_of_twenty_letters: {name * 30}, another_entry: {name * 30}}}\n"
+        with Run.create(long, config, name) as run:
+            run.log_metrics(0, "team", {"success": 0.5})
+    palestra("plot", long / "x", long / "y", "--metric", "success", "--out", tmp_path / "a.svg")
+    svg = (tmp_path / "a.svg").read_text()
+    assert "x" * 30 in svg and "y" * 30 in svg
+    heights = {text: float(y) for y, text in TEXT.findall(svg)}
+    below = heights["training steps done"]
+    assert below < min(y for text, y in heights.items() if "entry_of" in text)
 
 
 def test_held_out_evaluation_is_the_default(runs, tmp_path):

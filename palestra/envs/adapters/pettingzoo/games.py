@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
 
@@ -366,11 +366,21 @@ def load_game(path: str, options: dict[str, Any] | None = None, state: bool = Fa
     except Exception as error:  # a factory may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
+    return game_of(env, path, state)
+
+
+def game_of(env: Any, label: str, state: bool = False) -> ParallelGame | AECGame:
+    """Returns the game of a PettingZoo env. Raises ValueError if `env`, which `label` made, is none."""
     if isinstance(env, pettingzoo.ParallelEnv):
         return ParallelGame(LeanParallelWrapper(env) if type(env) is aec_to_parallel_wrapper else env, state)
     if isinstance(env, pettingzoo.AECEnv):
         return AECGame(strip_check_wrappers(env), state)
-    raise ValueError(f'"{path}" makes {type(env).__name__}, which is neither a ParallelEnv nor an AECEnv of PettingZoo')
+    raise ValueError(f'"{label}" makes {type(env).__name__}, neither a ParallelEnv nor an AECEnv of PettingZoo')
+
+
+def games_of(make: Callable[[], Any], num_envs: int, label: str) -> PackageVectorEnv:
+    """Returns `num_envs` copies of the PettingZoo env that `make` makes, as a vector env."""
+    return PackageVectorEnv(lambda: game_of(make(), label), num_envs, 0, label)
 
 
 class LeanParallelWrapper(aec_to_parallel_wrapper):

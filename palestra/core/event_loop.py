@@ -1,0 +1,47 @@
+"""Calls from within a running event loop, such as a notebook's."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from palestra.core.stop_signals import interrupt_on_sigterm
+
+T = TypeVar("T")
+WAIT_S = 0.2  # seconds between looks for a Ctrl-C
+
+
+def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
+    """Returns `work()`. Inside a running event loop it is called in a thread of its own, where it can run another loop.
+
+    There, the first KeyboardInterrupt or SIGTERM calls `on_interrupt` and the call still waits for the result; the
+    second raises KeyboardInterrupt.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    pool = ThreadPoolExecutor(1, "palestra")
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    before = interrupt_on_sigterm()
+    try:
+        return _result_of(future)
+    except KeyboardInterrupt:
+        if on_interrupt is None:
+            raise
+        on_interrupt()
+        return _result_of(future)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _result_of(future: Future[T]) -> T:
+    """Returns the result. Waits in short turns: a Ctrl-C that comes just before a wait is handled after it."""
+    while not future.done():
+        wait([future], timeout=WAIT_S)
+    return future.result()
