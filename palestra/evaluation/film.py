@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -16,6 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from palestra.core.event_loop import call_outside_loop
 from palestra.core.failures import RunFailed, check_not_all_failed
 from palestra.core.files import replacing_file
 from palestra.core.seeding import derive_seed
@@ -47,7 +49,7 @@ class Frame(NamedTuple):
 
 def write_film(
     what: str | Path,
-    out: Path,
+    out: str | Path,
     env: Mapping[str, Any] | None = None,
     seats: Mapping[str, str] | None = None,
     *,
@@ -61,6 +63,7 @@ def write_film(
     the game. `per_second` is the number of joint steps in a second (default: 10 of networks, a turn of language agents
     in two seconds). Raises ValueError for another suffix, for an env that draws nothing, and if a package is missing.
     """
+    out = Path(out)
     if out.suffix not in FILE_TYPES:
         raise ValueError(f"--out {out} is neither a .gif nor an .mp4: name the file so")
     if out.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
@@ -81,7 +84,8 @@ def _text_frames(
     what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, options: EvalOptions
 ) -> list[Frame]:
     """Plays an episode of language agents; returns a frame for each joint step. Raises RunFailed if it failed."""
-    episodes = evaluate(what, env, seats, episodes=1, seed=seed, **options).episodes
+    play = partial(evaluate, what, env, seats, episodes=1, seed=seed, **options)
+    episodes = call_outside_loop(play).episodes  # a notebook has a loop of its own
     check_not_all_failed(episodes, "render")
     return [Frame(_wrap(text.strip())) for text in turns(episodes[0])]
 

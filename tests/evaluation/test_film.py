@@ -1,5 +1,6 @@
 """Films of games: what the envs draw, who plays, what they do and what it pays."""
 
+import asyncio
 import io
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from helpers.command_line import palestra, refused
 from PIL import Image
 
 from palestra.envs.adapters.pettingzoo.games import ParallelGame
+from palestra.evaluation.film import write_film
 from palestra.runs.replays import read_replays
 
 STEPS = 5
@@ -138,6 +140,13 @@ def test_language_agents_are_shown_with_what_they_see_and_say(tmp_path):
     assert len(film) == 9 and all((picture < 128).any() for picture in film)
     with Image.open(tmp_path / "game.gif") as opened:
         assert opened.info["duration"] == 2000
+
+
+def test_film_is_made_inside_a_running_loop(tmp_path):
+    async def cell() -> int:
+        return write_film("text_kuhn", f"{tmp_path}/kuhn.gif", {}, {"*": "random"})
+
+    assert asyncio.run(cell()) == len(pictures(tmp_path / "kuhn.gif"))
 
 
 def test_evaluations_record_what_package_envs_draw(tmp_path):
