@@ -14,8 +14,17 @@ from palestra.envs.local import env_config
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.vector.kuhn import KuhnPoker
 
+ENVS = {
+    "PettingZoo": Meet,
+    "makes PettingZoo": lambda: Meet(),
+    "Gymnasium": Walk,
+    "makes Gymnasium": lambda: Walk(3),
+    "text": PlanPath,
+    "vector": KuhnPoker,
+}
 
-@pytest.mark.parametrize("env", [Meet, lambda: Meet(), Walk, lambda: Walk(3), PlanPath, KuhnPoker], ids=str)
+
+@pytest.mark.parametrize("env", ENVS.values(), ids=ENVS)
 def test_envs_of_every_kind_are_checked_in_a_notebook(env: Any) -> None:
     async def cell() -> None:
         pl.check_env(env)
