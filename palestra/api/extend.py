@@ -23,7 +23,11 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool, path: P
     length = length_setting(tree, vectorised)
     may_change = _changeable(tree, length, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
-        may = f"only --set {'=..., '.join(may_change)}=... may change" if may_change else "and this kind has no length"
+        may = (
+            f"only --set {'=..., '.join(may_change)}=... may change"
+            if may_change
+            else "and this kind cannot be made longer"
+        )
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
     if not length:

@@ -58,11 +58,11 @@ def test_package_envs_are_named_in_the_config_by_their_adapter() -> None:
     assert walk == {"type": "gymnasium", "id": "helpers.package_envs:Walk"}
     assert make_env(**walk, num_envs=2, options={"length": 2}).seats == ("agent",)
 
-    class Mine(Meet):
+    class OnlyHere(Meet):
         pass
 
-    assert env_config(Mine) == env_config(Mine) == {"type": "local:Mine"}
-    assert make_env("local:Mine", num_envs=3).seats == ("red", "blue")
+    assert env_config(OnlyHere) == env_config(OnlyHere) == {"type": "local:OnlyHere"}
+    assert make_env("local:OnlyHere", num_envs=3).seats == ("red", "blue")
 
 
 @pytest.mark.parametrize("env", [Meet, lambda: Walk(3)], ids=["importable", "local"])

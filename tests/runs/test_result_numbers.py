@@ -4,6 +4,7 @@ import pytest
 from helpers.command_line import palestra as command
 
 import palestra as pl
+from palestra.api.console import console
 from palestra.core.types import Episode, Node, Step
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import list_entry
@@ -18,6 +19,12 @@ from palestra.runs.series import RunLogs, success_interval
 from palestra.text.rollouts.metrics import episode_metrics, seat_returns
 
 ROWS = [{"prompt": f"Answer in {n} characters.", "length": n} for n in range(3, 23)]
+
+
+@pytest.fixture(autouse=True)
+def wide_console(monkeypatch):
+    """A console whose lines do not wrap the words of the training bar."""
+    monkeypatch.setattr(console, "width", 200)
 
 
 def train(env, root, **options):

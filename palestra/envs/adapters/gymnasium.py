@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from palestra.core.config.user_modules import search_allowed_folders
+from palestra.core.config.user_modules import import_object
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.step_values import number
@@ -462,15 +461,20 @@ def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnas
     """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class.
     Raises ValueError if the env cannot be made."""
     try:
-        if ":" in id:
-            search_allowed_folders()
-            module, _, name = id.partition(":")
-            own = getattr(import_module(module), name, None)
-            if callable(own):
-                return own(**(options or {}))
+        if make := _import_maker(id):
+            return make(**(options or {}))
         return gymnasium.make(id, disable_env_checker=True, **(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
+
+
+def _import_maker(id: str) -> Any:
+    """Returns the class or function that "module:name" names; None if it is "module:Env-v0", which Gymnasium imports,
+    or no module is named."""
+    try:
+        return import_object(id) if ":" in id else None
+    except AttributeError:
+        return None
 
 
 def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> PackageVectorEnv:
