@@ -20,9 +20,7 @@ def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | 
     There, the first KeyboardInterrupt or SIGTERM calls `on_interrupt` and the call still waits for the result; the
     second raises KeyboardInterrupt.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_in_loop():
         return work()
     pool = ThreadPoolExecutor(1, "palestra")
     future = pool.submit(work)
@@ -38,6 +36,14 @@ def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | 
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _result_of(future: Future[T]) -> T:

@@ -8,7 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NOTEBOOKS = ("two_agents", "real_model")
+NOTEBOOKS = ("two_agents", "self_play", "real_model")
 
 
 def read(name: str) -> Any:
@@ -36,4 +36,6 @@ def test_notebook_runs(name: str, tmp_path: Path) -> None:
     results = [
         output["data"] for output in outputs if output.get("data", {}).get("text/plain", "")[:11] == "EvalResult("
     ]
-    assert all("<article>" in data["text/html"] and len(data["text/plain"]) < 200 for data in results)
+    assert all(len(data["text/plain"]) < 200 for data in results)
+    if name != "self_play":  # networks have no transcript
+        assert all("<article>" in data["text/html"] for data in results)
