@@ -60,7 +60,7 @@ class AlarmRule(NamedTuple):
 RULES = {
     "lazy seat": AlarmRule(
         f"at least {HIGH_ZERO_VARIANCE:.0%} of a policy's groups have answers that all earn the same in the newest "
-        "lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task is not solved",
+        f"lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task is not solved",
         "pay the seat for what it does (a reward of its own, or a smaller team_weight), raise its temperature, or use "
         "a larger group_size; see in Episodes whether its answers change what follows",
     ),

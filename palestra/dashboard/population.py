@@ -101,8 +101,7 @@ def mixture_view(player: str, rows: Sequence[dict[str, float]], last: int) -> di
             total[name] = total.get(name, 0.0) + share
     likely = set(sorted(total, key=lambda name: -total[name])[:last])
     names = [name for name in total if name in likely]
-    shares = [dict.fromkeys(names, 0.0) | {name: p for name, p in row.items() if name in likely} for row in rows]
-    return {"player": player, "names": names, "shares": [list(share.values()) for share in shares]}
+    return {"player": player, "names": names, "shares": [[row.get(name, 0.0) for name in names] for row in rows]}
 
 
 def _games_of(table: PayoffTable, row: str, columns: Sequence[str]) -> list[int]:

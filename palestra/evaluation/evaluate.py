@@ -117,6 +117,12 @@ def open_eval(
 
         num_envs = min(episodes, MAX_NUM_ENVS)
         greedy = options.get("greedy", False)
+        temperature = (options.get("sampling") or {}).get("temperature", 1.0)
+        if not greedy and temperature != 1.0:
+            raise ValueError(
+                f"temperature {temperature:g} is for language agents; networks play as in training, or at 0 their most "
+                "probable action: leave it out, or give 0"
+            )
         return open_vector_eval(target, env, seats, num_envs=num_envs, greedy=greedy)
     from palestra.evaluation.text import open_text_eval
 

@@ -21,14 +21,13 @@ from palestra.core.event_loop import call_outside_loop
 from palestra.core.failures import RunFailed, check_not_all_failed
 from palestra.core.files import replacing_file
 from palestra.core.seeding import derive_seed
-from palestra.evaluation.evaluate import EvalOptions, evaluate
-from palestra.evaluation.target import Target, find_target
+from palestra.envs.local import KEYS_OF_PATHS
+from palestra.evaluation.evaluate import EvalOptions, evaluate, open_eval
+from palestra.evaluation.target import find_target
 from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader
 from palestra.text.rollouts.transcript import turns
 
 FILE_TYPES = (".gif", ".mp4")
-PACKAGE_ENVS = ("gymnasium", "pettingzoo")  # whose option `render_mode` says whether and how they draw
-RENDER_MODES = ("rgb_array", "ansi")
 PICTURES_PER_SECOND = 10.0
 TURNS_PER_SECOND = 0.5  # of language agents, whose turns are read
 LAST_SECONDS = 2.0  # the film shows its end longer
@@ -68,9 +67,8 @@ def write_film(
         raise ValueError(f"--out {out} is neither a .gif nor an .mp4: name the file so")
     if out.suffix == ".mp4" and not find_spec("imageio_ffmpeg"):
         raise ValueError("an .mp4 needs imageio-ffmpeg: pip install 'palestra[video]', or write a .gif")
-    target = find_target(what, env, options.get("checkpoint"))
-    if target.is_vector:
-        frames = _network_frames(target, env or {}, seats or {}, seed, greedy=options.get("greedy", False))
+    if find_target(what, env, options.get("checkpoint")).is_vector:
+        frames = _network_frames(what, env or {}, seats or {}, seed, options)
         speed = PICTURES_PER_SECOND
     else:
         frames = _text_frames(what, env or {}, seats or {}, seed, options)
@@ -99,18 +97,19 @@ def _wrap(text: str) -> str:
 
 
 def _network_frames(
-    target: Target, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, *, greedy: bool
+    what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, options: EvalOptions
 ) -> list[Frame]:
     """Plays a game of networks; returns a frame for each joint step. Raises ValueError if the env draws nothing."""
-    header, game = _record_game(target, env, seats, seed, greedy)
+    config, header, game = _record_game(what, env, seats, seed, options)
     why = "it has no `render(game)` that returns a picture, uint8 [height, width, 3], or a text"
-    config = target.tree["env"] | dict(env)
-    options = dict(config.get("options") or {})
-    if game is None and config["type"] in PACKAGE_ENVS and "render_mode" not in options:
+    own = dict(config.get("options") or {})
+    if game is None and config["type"] in KEYS_OF_PATHS and "render_mode" not in own:
+        from palestra.envs.adapters.gymnasium import RENDER_MODES
+
         for mode in RENDER_MODES:
-            drawn = dict(env) | {"options": options | {"render_mode": mode}}
+            drawn = dict(env) | {"options": own | {"render_mode": mode}}
             try:
-                header, game = _record_game(target, drawn, seats, seed, greedy)
+                _, header, game = _record_game(what, drawn, seats, seed, options)
             except (ValueError, RunFailed) as error:  # another mode may do
                 why = str(error)
             if game is not None:
@@ -121,19 +120,21 @@ def _network_frames(
 
 
 def _record_game(
-    target: Target, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, greedy: bool
-) -> tuple[ReplayHeader, GameReplay | None]:
-    """Plays the game of env seed `seed`; returns it and who plays, or None if the env draws nothing."""
-    from palestra.evaluation.vector import open_vector_eval, player_names
+    what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, options: EvalOptions
+) -> tuple[Mapping[str, Any], ReplayHeader, GameReplay | None]:
+    """Plays a game that begins with env seed `seed`. Returns the env's config, the header with the policy of each seat,
+    and the recorded game; None for the game if the env draws nothing."""
+    from palestra.evaluation.vector import VectorEvalSetup, player_names
     from palestra.vector.rollouts.replay_recorder import ReplayRecorder
     from palestra.vector.trainer import play_eval
 
-    with open_vector_eval(target, env, seats, num_envs=1, greedy=greedy) as setup:
+    with open_eval(what, env, seats, 1, options) as setup:
+        assert isinstance(setup, VectorEvalSetup)
         recorder = ReplayRecorder(setup.env, 1)
         players = setup.players(setup.policy_names)
         play_eval(recorder, players, 1, derive_seed(seed, "film"), first_env_seed=seed)
         header = recorder.header(player_names(setup.env, players))
-        return header, next(iter(recorder.replays()), None)
+        return setup.env_config, header, next(iter(recorder.replays()), None)
 
 
 def _position(frame: ReplayFrame) -> Image.Image | str:

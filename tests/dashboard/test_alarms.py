@@ -108,6 +108,10 @@ def test_alarms_state_their_values_and_rule():
     )
 
 
+def test_rules_name_their_thresholds():
+    assert not [rule for rule in RULES.values() if "{" in rule.rule]
+
+
 def test_alarm_on_a_cyclic_population():
     wins = np.array([[0.0, 90, 10], [10, 0, 90], [90, 10, 0]])
     (alarm,) = cyclic_alarms(cyclicity(["rock", "paper", "scissors"], wins))

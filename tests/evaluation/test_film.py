@@ -168,6 +168,8 @@ def test_film_that_cannot_be_made_is_refused_in_one_line(tmp_path, monkeypatch):
     failing = ("--env", f"env={__name__}:Race", "--env", "options.fails=true")
     message = refused("render", run, "--out", tmp_path / "film.gif", *failing)
     assert 'env "' in message and "draws nothing" in message and "OSError: no screen" in message
+    for command in ("render", "eval"):  # networks have no other
+        assert "temperature 0.7 is for language agents" in refused(command, run, "--temperature", "0.7")
     assert "neither a .gif nor an .mp4" in refused("render", run, "--out", tmp_path / "film.avi")
     monkeypatch.setattr("palestra.evaluation.film.find_spec", lambda name: None)
     assert "palestra[video]" in refused("render", run, "--out", tmp_path / "film.mp4")

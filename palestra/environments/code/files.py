@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import lru_cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +175,8 @@ def _apps(row: Row) -> ProgramProblem:
 
 
 def _code_contests_tests(table: Row | None) -> list[ProgramTest]:
-    return list(map(ProgramTest, table["input"], table["output"])) if table else []
+    """Returns the tests of a table of inputs and outputs. Raises ValueError if there are more of the one."""
+    return list(starmap(ProgramTest, zip(table["input"], table["output"], strict=True))) if table else []
 
 
 def _code_contests(row: Row) -> ProgramProblem:

@@ -136,7 +136,7 @@ class Chart:
 
     @property
     def legend_columns(self) -> int:
-        """How many labels stand in a row of the legend."""
+        """The number of labels in a row of the legend."""
         return columns_of_legend(self.legend_labels, LEGEND_CHARS)
 
     @property

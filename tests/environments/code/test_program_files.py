@@ -126,6 +126,12 @@ def test_published_shapes_load(tmp_path: Path, name: str, ending: str) -> None:
     assert tuple(case.input_text for case in problem.tests) == givens
 
 
+@pytest.mark.parametrize("table", ["public_tests", "generated_tests"])
+def test_inputs_without_outputs_are_refused(tmp_path: Path, table: str) -> None:
+    with pytest.raises(ValueError):
+        load(tmp_path, CODE_CONTESTS | {table: {"input": ["1 2\n", "2 2\n"], "output": ["3\n"]}})
+
+
 @pytest.mark.parametrize(("outputs", "values"), [([[[2]], [[4, 5]]], ["[2]", "[4, 5]"]), ([[2], [4, 5]],) * 2])
 def test_values_of_functions_are_unwrapped_if_all_are_wrapped(tmp_path: Path, outputs: Any, values: Any) -> None:
     row = APPS_CALL | {"input_output": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs})}
