@@ -54,12 +54,22 @@ async def officially(agent):
     }
 
 
+def alternatives(agent):
+    """Tokens that an adapter would have said in place of those of a prompt."""
+    prompt = types.ModelInput.from_ints(agent.get_tokenizer().encode("hello there"))
+    sampler = agent.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=1, seed=3)
+    reply = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_alt_tokens_k=5).result()
+    drawn = reply.prompt_alt_tokens
+    return {"prompt": prompt.length, "drawn": drawn.tokens.to_numpy().tolist(), "shape": drawn.logprobs.shape}
+
+
 async def main():
     service_client = mint.ServiceClient()
     agents = [await service_client.create_lora_training_client_async(base_model=MODEL, rank=16) for _ in range(2)]
     losses = await debate(agents)
     other = service_client.create_lora_training_client(base_model=MODEL, rank=4)
-    print(json.dumps({"losses": losses, **await officially(other)}))
+    print(json.dumps({"losses": losses, **await officially(other), "alternatives": alternatives(other)}))
 
 
 if __name__ == "__main__":

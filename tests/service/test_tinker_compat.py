@@ -43,6 +43,13 @@ def test_scalar_advantage_is_broadcast_to_tokens(seen: Any) -> None:
     assert seen["spread"][0] == pytest.approx(seen["spread"][1])
 
 
+def test_alternatives_to_the_tokens_of_a_prompt_are_drawn(seen: Any) -> None:
+    found = seen["alternatives"]
+    assert found["shape"] == [found["prompt"] - 1, 5]
+    assert all(0 <= token < 512 for row in found["drawn"] for token in row)
+    assert max(len(set(row)) for row in found["drawn"]) > 1  # an untrained adapter is not sure of anything
+
+
 def test_other_names_are_the_official_clients() -> None:
     code = (
         "import tinker, palestra.service.mint_compat as c;"

@@ -4,8 +4,8 @@ Each adapter's prompts form a separate forest (tree_attention.py), since the sam
 other weights; the forests are concatenated in one flat row. The pass ends before the model's head: the logits of all
 rows would be by far the largest tensor, so they are computed and read a few rows at a time.
 
-Shapes: `P` prompt tokens, `K` targets per position, `k` best tokens; `S` tokens of a forest, `H` width of the model,
-`A` log-probabilities to compute, `C` rows at a time, `V` vocabulary.
+Shapes: `P` prompt tokens, `K` targets per position, `k` best tokens, `D` drawn tokens; `S` tokens of a forest, `H`
+width of the model, `A` log-probabilities to compute, `C` rows at a time, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -28,29 +28,43 @@ from palestra.engine.sampling.request import check_prompt, check_top_logprobs
 
 
 @dataclass(frozen=True)
+class AlternativeDraws:
+    """`count` tokens to draw at each position of a prompt, with replacement, at `temperature` (0: the likeliest)."""
+
+    count: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """A request for the log-probabilities of the prompt `ids` [P] (int) under `adapter` (None: the bare base).
 
     `top_logprobs` is the number of most likely tokens to return at each position. `targets` [P-1, K] (int) are further
-    tokens to score: row i is scored at the position of `ids[i + 1]` (-1: none).
+    tokens to score: row i is scored at the position of `ids[i + 1]` (-1: none). `draws` asks for tokens that the model
+    would have said in place of each.
     """
 
     ids: np.ndarray
     adapter: Snapshot | None = None
     top_logprobs: int = 0
     targets: np.ndarray | None = None
+    draws: AlternativeDraws | None = None
 
 
 @dataclass(frozen=True)
 class ScoreResult:
     """Log-probabilities at temperature 1, float32: `logprobs` [P-1] of `ids[1:]`, `top_logprobs` [P-1, k] of the most
-    likely tokens `top_ids` [P-1, k] int64, best first, and `target_logprobs` [P-1, K], 0 where the target is -1 (None
-    without targets)."""
+    likely tokens `top_ids` [P-1, k] int64, best first, `target_logprobs` [P-1, K], 0 where the target is -1 (None
+    without targets), and `drawn_logprobs` [P-1, D] of the drawn tokens `drawn_ids` [P-1, D] int64 (D is 0 without
+    draws)."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     target_logprobs: np.ndarray | None
+    drawn_ids: np.ndarray
+    drawn_logprobs: np.ndarray
 
 
 def score_prompts(engine: Engine, requests: Sequence[ScoreRequest], *, pack_tokens: int = 16384) -> list[ScoreResult]:
@@ -151,14 +165,21 @@ def _read(engine: Engine, questions: Sequence[ScoreRequest], forest: Forest, hid
     row_A = np.concatenate([np.repeat(path, ids.shape[1]) for path, ids in zip(paths, asked, strict=True)])
     token_A = np.concatenate([ids.ravel() for ids in asked])
     most = max(q.top_logprobs for q in questions)
-    logp_A, ids_Sk, logps_Sk = _gather_logprobs(engine, questions[0].adapter, hidden_SH, row_A, token_A, most)
+    drawn = [_Drawn(q, path) for q, path in zip(questions, paths, strict=True)]
+    logp_A, ids_Sk, logps_Sk = _gather_logprobs(engine, questions[0].adapter, hidden_SH, row_A, token_A, most, drawn)
     ends = np.cumsum([ids.size for ids in asked])[:-1]
     scores = []
-    for q, path, ids, logps in zip(questions, paths, asked, np.split(logp_A, ends), strict=True):
+    for q, path, ids, logps, draws in zip(questions, paths, asked, np.split(logp_A, ends), drawn, strict=True):
         logps_PK = np.where(ids < 0, 0.0, logps.reshape(ids.shape)).astype(np.float32)
-        targets = None if q.targets is None else logps_PK[:, 1:]
         scores.append(
-            ScoreResult(logps_PK[:, 0], ids_Sk[path, : q.top_logprobs], logps_Sk[path, : q.top_logprobs], targets)
+            ScoreResult(
+                logprobs=logps_PK[:, 0],
+                top_ids=ids_Sk[path, : q.top_logprobs],
+                top_logprobs=logps_Sk[path, : q.top_logprobs],
+                target_logprobs=None if q.targets is None else logps_PK[:, 1:],
+                drawn_ids=draws.ids_PD,
+                drawn_logprobs=draws.logps_PD,
+            )
         )
     return scores
 
@@ -169,11 +190,46 @@ def _scored_tokens(question: ScoreRequest) -> np.ndarray:
     return prompt if question.targets is None else np.concatenate([prompt, question.targets.astype(np.int64)], 1)
 
 
+class _Drawn:
+    """The tokens that a request draws at the rows `path` [P-1] of its forest, filled in a few rows at a time."""
+
+    def __init__(self, question: ScoreRequest, path: np.ndarray) -> None:
+        self.path = path
+        self.draws = question.draws or AlternativeDraws(0, 1.0, 0)
+        shape = (len(path), self.draws.count)
+        self.uniform_PD = np.random.default_rng(self.draws.seed).random(shape)
+        self.ids_PD = np.zeros(shape, np.int64)
+        self.logps_PD = np.zeros(shape, np.float32)
+
+    def read(self, rows: slice, logp_CV: Tensor) -> None:
+        """Draws by inverse transform at the positions among `rows`, whose log-probabilities are `logp_CV`."""
+        here = np.flatnonzero((self.path >= rows.start) & (self.path < rows.stop))
+        if not self.draws.count or not len(here):
+            return
+        logp_PV = logp_CV[torch.as_tensor(self.path[here] - rows.start, device=logp_CV.device)].double()
+        if self.draws.temperature == 0:
+            ids_PD = logp_PV.argmax(-1, keepdim=True).expand(-1, self.draws.count)
+        else:
+            cumulative_PV = torch.softmax(logp_PV / self.draws.temperature, -1).cumsum(-1)
+            uniform_PD = torch.as_tensor(self.uniform_PD[here], device=logp_PV.device)
+            # relative to the last sum, which rounding keeps from being exactly 1
+            ids_PD = torch.searchsorted(cumulative_PV, uniform_PD * cumulative_PV[:, -1:], right=True)
+            ids_PD = ids_PD.clamp(max=logp_PV.shape[-1] - 1)
+        self.ids_PD[here] = ids_PD.cpu().numpy()
+        self.logps_PD[here] = logp_PV.gather(-1, ids_PD).float().cpu().numpy()
+
+
 def _gather_logprobs(
-    engine: Engine, adapter: Snapshot | None, hidden_SH: Tensor, row_A: np.ndarray, token_A: np.ndarray, k: int
+    engine: Engine,
+    adapter: Snapshot | None,
+    hidden_SH: Tensor,
+    row_A: np.ndarray,
+    token_A: np.ndarray,
+    k: int,
+    drawn: Sequence[_Drawn],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns log-probabilities [A] of `token_A` at `row_A`, and the `k` most likely tokens of each row with their
-    log-probabilities [S, k]. The value is meaningless where a token is -1."""
+    log-probabilities [S, k]. The value is meaningless where a token is -1. Fills in `drawn`."""
     size = len(hidden_SH)
     order = np.argsort(row_A, kind="stable")
     logp_A = np.zeros(len(row_A), np.float32)
@@ -187,4 +243,6 @@ def _gather_logprobs(
         logp_A[mine] = logp.cpu().numpy()
         if k:
             logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
+        for draws in drawn:
+            draws.read(rows, logp_CV)
     return logp_A, ids_Sk, logps_Sk.astype(np.float32)

@@ -40,7 +40,8 @@ class SampleJob(BaseModel):
 
     The other fields select log-probabilities: `prompt_logprobs` those of the prompt, `topk_prompt` the most likely
     tokens at each prompt position, `target_prompt` [P-1][K] given ids (-1: skip), all restricted to the last `last_n`
-    positions; `topk_sample` the most likely tokens beside each sampled one.
+    positions; `topk_sample` the most likely tokens beside each sampled one. `drawn_prompt` is how many tokens to draw
+    at each prompt position, at the temperature of `sampling`.
     """
 
     base: str
@@ -53,18 +54,20 @@ class SampleJob(BaseModel):
     topk_prompt: int = 0
     topk_sample: int = 0
     target_prompt: list[list[int]] | None = None
+    drawn_prompt: int = 0
     last_n: int | None = None
 
     @property
     def asks_prompt(self) -> bool:
         """True if any prompt log-probabilities are requested."""
-        return bool(self.prompt_logprobs or self.topk_prompt or self.target_prompt)
+        return bool(self.prompt_logprobs or self.topk_prompt or self.target_prompt or self.drawn_prompt)
 
     @property
     def size(self) -> int:
         """Largest number of tokens in the answer; each token counts once more for every additional log-probability."""
         targets = len(self.target_prompt[0]) if self.target_prompt else 0
-        prompt = len(self.tokens) * (1 + self.topk_prompt + targets) if self.asks_prompt else 0
+        scored = 1 + self.topk_prompt + targets + self.drawn_prompt
+        prompt = len(self.tokens) * scored if self.asks_prompt else 0
         return prompt + self.num_samples * self.sampling.max_tokens * (1 + self.topk_sample)
 
 

@@ -51,6 +51,12 @@ LOSS_SPECS = {
 }
 
 
+# What its formula is, and what is recorded for it, is known to the hosted service only (docs of the client 0.38.0)
+STABLE_REINFORCE = (
+    'loss "stable_reinforce" is not served here, since its formula is not public: set loss_fn to importance_sampling, '
+    "ppo, cispo or gspo (recipes of the cookbook: loss_fn=importance_sampling)"
+)
+
 # inputs that some loss reads; `target_tokens` are apart
 INPUT_NAMES = {*WEIGHT_INPUTS, *(name for spec in LOSS_SPECS.values() for name in (*spec.required, *spec.optional))}
 
@@ -81,6 +87,8 @@ def check_train_call(
     the number of token ids of the base, `max_length` its positions, `max_tokens` the limit for one call. Raises
     BadRequest if the loss, its options or the data are invalid.
     """
+    if loss == "stable_reinforce":
+        raise BadRequest(STABLE_REINFORCE)
     if loss not in LOSS_SPECS:
         raise BadRequest(f'loss "{loss[:MAX_ID_CHARS]}" is not served here: there is {", ".join(LOSS_SPECS)}')
     _check_options(loss, options)

@@ -44,7 +44,7 @@ def to_prompt_scores(scores: ScoreResult | None, job: SampleJob) -> codec.Prompt
     """Converts prompt scores: arrays with one row per prompt token, float32 [P] or [P, K], NaN for the first token and
     for those before the last `last_n`.
 
-    `target_logprobs` stays [P-1, K], as scored.
+    `target_logprobs` and the drawn tokens stay [P-1, K], as scored.
     """
     if scores is None:
         return codec.PromptScores()
@@ -61,8 +61,12 @@ def to_prompt_scores(scores: ScoreResult | None, job: SampleJob) -> codec.Prompt
     if job.topk_prompt:
         ids = np.concatenate([np.zeros((1, job.topk_prompt), np.int64), scores.top_ids])
         topk = codec.TopK(ids, rows(scores.top_logprobs))
+    drawn = None
+    if job.drawn_prompt:
+        drawn = codec.TopK(scores.drawn_ids, scores.drawn_logprobs)
     return codec.PromptScores(
         logprobs=rows(scores.logprobs) if job.prompt_logprobs else None,
         topk=topk,
         target_logprobs=scores.target_logprobs,
+        sampled_alternatives=drawn,
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from palestra.engine.sampling.fair_queue import FairQueue
 from palestra.engine.sampling.request import Completion, Request
-from palestra.engine.sampling.scoring import ScoreRequest, ScoreResult, score_prompts
+from palestra.engine.sampling.scoring import AlternativeDraws, ScoreRequest, ScoreResult, score_prompts
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import StoredAnswer
 from palestra.service.storage.tables import TableRow
@@ -98,6 +98,7 @@ class SampleScheduler:
                 self.live_models.snapshot(base, s.job.folder),
                 s.job.topk_prompt,
                 np.array(s.job.target_prompt) if s.job.target_prompt else None,
+                AlternativeDraws(s.job.drawn_prompt, s.job.sampling.temperature, s.job.seed),
             )
             for s in samples
         ]

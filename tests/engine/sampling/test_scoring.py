@@ -13,7 +13,7 @@ from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.sampling.request import Request
 from palestra.engine.sampling.sampler import Sampler
-from palestra.engine.sampling.scoring import ScoreRequest, score_prompts
+from palestra.engine.sampling.scoring import AlternativeDraws, ScoreRequest, score_prompts
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.adapter_weights import AdapterWeights
 from palestra.testing import tiny_lm, tiny_tokenizer
@@ -108,6 +108,37 @@ def test_each_request_returns_only_what_it_requested(engine):
     np.testing.assert_allclose(plain.logprobs, top.logprobs)
     assert single.logprobs.shape == (0,) and single.top_ids.shape == (0, 2)  # the first token has no score
     assert score_prompts(engine, []) == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_drawn_alternatives_follow_the_models_distribution(engine, monkeypatch, temperature):
+    """Of an adapter's prompt that shares its beginning with another; rows of logits are read in several parts."""
+    monkeypatch.setattr(chunks, "MAX_LOGITS", 3 * engine.vocab_size)
+    short, long = prompts(2)
+    count = 4000
+    requests = []
+    for seed, ids in enumerate((short, long)):
+        requests.append(ScoreRequest(ids, draws=AlternativeDraws(count, temperature, seed)))
+    first, second = score_prompts(engine, requests)
+    assert first.drawn_ids.shape == (len(short) - 1, count) and second.drawn_ids.shape == (len(long) - 1, count)
+    assert (first.drawn_ids[0] != second.drawn_ids[0]).mean() > 0.5  # one position, two seeds
+    logps_PV = plain_logps(engine, long)[: len(long) - 1]
+    scaled_PV = logps_PV / temperature
+    wanted_PV = np.exp(scaled_PV - np.logaddexp.reduce(scaled_PV, -1, keepdims=True))
+    for drawn, wanted, logps, read in zip(second.drawn_ids, wanted_PV, logps_PV, second.drawn_logprobs, strict=True):
+        shares = np.bincount(drawn, minlength=len(wanted)) / count
+        # a total variation of n draws is below sqrt(V / n) / 2 on average
+        assert np.abs(shares - wanted).sum() / 2 < 0.7 * np.sqrt(len(wanted) / count)
+        np.testing.assert_allclose(read, logps[drawn], atol=2e-5)  # at temperature 1, whatever they were drawn at
+    (again,) = score_prompts(engine, requests[:1])
+    np.testing.assert_array_equal(again.drawn_ids, first.drawn_ids)
+
+
+def test_alternatives_at_temperature_zero_are_the_likeliest_tokens(engine):
+    (scores,) = score_prompts(
+        engine, [ScoreRequest(prompts(2)[1], top_logprobs=1, draws=AlternativeDraws(3, 0.0, seed=1))]
+    )
+    np.testing.assert_array_equal(scores.drawn_ids, scores.top_ids.repeat(3, 1))
 
 
 def test_logits_include_scaling_after_the_head():

@@ -566,7 +566,7 @@ def test_stop_values_are_interpreted_as_documented(
         {"prompt": {"chunks": [{"tokens": [5] * 2048}]}},
         {"sampling_params": {"max_tokens": 2046}},
         {"base_model": "none"},
-        {"prompt_alt_tokens_k": 2},
+        {"record_stability_info": True},
         {"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}},
         {"target_prompt_logprobs": {"data": [1, 512], "dtype": "int64", "shape": [2, 1]}},
     ],
@@ -575,6 +575,17 @@ def test_impossible_sampling_requests_are_refused(front: Front, changes: dict[st
     reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **changes})
     assert reply.status_code == 400
     assert front.context.store.take_queued() == []
+
+
+def test_stable_reinforce_is_refused_in_terms_of_what_the_user_sets(front: Front) -> None:
+    """Recipes of the cookbook 0.6.1 have it as their default; none of their users has typed `record_stability_info`."""
+    sampled = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", "record_stability_info": True})
+    call = gradients(front.model())
+    call["forward_backward_input"]["loss_fn"] = "stable_reinforce"
+    trained = front.post("/forward_backward", call)
+    for reply in (sampled, trained):
+        assert reply.status_code == 400
+        assert "loss_fn=importance_sampling" in reply.json()["detail"]
 
 
 def test_sampler_keeps_its_weights_when_its_path_is_overwritten(front: Front) -> None:

@@ -34,6 +34,7 @@ from palestra.service.wire.schemas.responses import (
     UntypedAPIFuture,
 )
 from palestra.service.wire.schemas.wire_model import BadRequest
+from palestra.service.wire.validation import STABLE_REINFORCE
 
 router = APIRouter()
 
@@ -112,8 +113,8 @@ def asample(call: JsonBody[SampleRequest], ctx: ContextDep, owner: OwnerDep, que
 def sample_job(call: SampleRequest, source: SamplerRef) -> SampleJob:
     """Converts the call to the worker's form, with a random seed if it has none. Raises BadRequest for options that are
     not supported or a prompt that does not fit."""
-    if call.prompt_alt_tokens_k or call.record_stability_info:
-        raise BadRequest("prompt_alt_tokens_k and record_stability_info are not served here: leave them out")
+    if call.record_stability_info:
+        raise BadRequest(f"record_stability_info is for training with it: {STABLE_REINFORCE}")
     tokens = codec.prompt_tokens(call.prompt).tolist()
     check_prompt(tokens, source.base)
     return SampleJob(
@@ -127,6 +128,7 @@ def sample_job(call: SampleRequest, source: SamplerRef) -> SampleJob:
         topk_prompt=call.topk_prompt_logprobs,
         topk_sample=call.topk_sample_logprobs,
         target_prompt=_targets(call, len(tokens), source.base.vocab_size),
+        drawn_prompt=call.prompt_alt_tokens_k,
         last_n=call.prompt_logprobs_last_n,
     )
 
