@@ -95,6 +95,8 @@ dashboard: ## build the dashboard's page from frontend/ (needs Node 20)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==2.13.0
 	$(@D)/bin/pip install --quiet -r $<
+# the newest cookbook pins renderers of hosted models that no recipe here reads, and that pip does not find everywhere
+	test ! -e $(<:.txt=.newer.txt) || $(@D)/bin/pip install --quiet --no-deps -r $(<:.txt=.newer.txt)
 	touch $@
 
 # SkyRL's tests of its Tinker server; where GitHub cannot be reached they are skipped.
