@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 
 from palestra.core.files import atomic_write, read_lines
+from palestra.parallel.processes import exit_with_parent
 
 Line = dict[str, Any]
 PUBLISHED, HERE = Path("results"), Path("runs/measured")
@@ -253,7 +254,7 @@ class Rows:
         failed: list[str] = []
         context = multiprocessing.get_context("spawn")
         tasks = None if self.ledger.quick else 1  # a process for each row, so that memory is freed
-        with ProcessPoolExecutor(processes, context, max_tasks_per_child=tasks) as pool:
+        with ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=tasks) as pool:
             while todo or running:
                 unfinished = {*todo, *running.values()}
                 ready = [name for name in todo if unfinished.isdisjoint(self.needs(name))]

@@ -51,6 +51,11 @@ class ErrorText(NamedTuple):
     traceback: str
 
 
+def one_line(error: BaseException) -> str:
+    """Returns type and message of `error` in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Returns whether `error` means that the machine's or the GPU's memory, or a limit of the process, ran out."""
     if isinstance(error, OSError):

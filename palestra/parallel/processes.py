@@ -142,7 +142,7 @@ def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
 
 
 def exit_with_parent(cleanup: Callable[[], object] = lambda: None) -> None:
-    """Ends this process, which `start_process` started, once its parent has ended in any way; calls `cleanup` first."""
+    """Ends this process, which multiprocessing started, once its parent has ended in any way; calls `cleanup` first."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

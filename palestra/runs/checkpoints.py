@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
+from palestra.core.failures import one_line
 from palestra.core.files import (
     TEMPORARY_PREFIX,
     DamagedFile,
@@ -70,7 +71,7 @@ class Checkpoint:
         try:
             yield
         except (KeyError, RuntimeError, OSError, SafetensorError) as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = one_line(error)
             raise DamagedFile(
                 f"cannot resume from {self.path} ({why}): was it made by another run? {RECOVERY_HINT}"
             ) from error

@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 from palestra.api.agents.model_card import model_card
 from palestra.api.agents.trained_agent import AGENT_FILE, TrainedAgent
 from palestra.core.config import Tree
+from palestra.core.failures import one_line
 from palestra.core.files import atomic_folder, read_json
 from palestra.engine.bases.model import Engine
 from palestra.engine.bases.names import model_without_weights, resolve_base
@@ -64,7 +65,7 @@ def create_hub_repo(repo: str, private: bool | None = None) -> str:
         return str(HfApi(library_name="palestra").create_repo(repo, private=private, exist_ok=True))
     except Exception as error:  # the hub, its client and the network fail in many ways
         raise ValueError(
-            f"--push-to-hub {repo}: {_first_line(error)}; the name is USER/NAME, the token that of `hf auth login` or "
+            f"--push-to-hub {repo}: {one_line(error)}; the name is USER/NAME, the token that of `hf auth login` or "
             "HF_TOKEN, with the right to write"
         ) from error
 
@@ -77,12 +78,8 @@ def push_to_hub(folder: Path, repo: str) -> None:
         )
     except Exception as error:  # as above
         raise ValueError(
-            f"{folder} is written and not uploaded: {_first_line(error)}; `hf upload {repo} {folder}` tries again"
+            f"{folder} is written and not uploaded: {one_line(error)}; `hf upload {repo} {folder}` tries again"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def copy_weights(agent: TrainedAgent, folder: Path, base_name: str | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from palestra.api.agents.model_files import check_model_files
 from palestra.core.config import StrictModel, Tree, load, validate
+from palestra.core.failures import one_line
 from palestra.core.files import DamagedFile, path_inside, read_json
 from palestra.envs import is_vector_config, make_env
 from palestra.evaluation.target import find_checkpoint
@@ -130,7 +131,7 @@ def load_policy(agent: TrainedAgent, engines: Engines) -> LanguagePolicy:
     except (ValueError, MemoryError, ConnectionError):
         raise
     except Exception as error:  # transformers raises exceptions of any kind for files that are not a model's
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = one_line(error)
         raise DamagedFile(f"the weights of {agent.versioned_name} in {agent.folder} cannot be loaded: {why}") from error
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from palestra.api.experiments.grid import GridCell, GridTask
 from palestra.core.config import allow_modules_in, dump, load
+from palestra.core.failures import one_line
 from palestra.core.files import read_lines, remove_path, to_json_line
 from palestra.parallel.processes import StoppableProcess, exit_reason, exit_with_parent, leave_signals_to_parent
 from palestra.runs.settings import flatten_tree
@@ -193,7 +194,7 @@ def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop:
         code = 0 if _train(tree, name, root, stop) else STOPPED
     except Exception as error:  # the process ends here, and any error becomes the cell's result
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()

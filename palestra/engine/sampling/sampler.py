@@ -166,16 +166,28 @@ class Sampler:
             return False
         try:
             self._step()
-        except Exception as error:  # the cause is unknown: fail all requests, so that none waits forever
-            self._ended += [(group, error) for group in dict.fromkeys([*self.batch.groups, *self.waiting])]
-            self.batch.reset()
-            self.waiting.clear()
+        except Exception as error:
+            self._fail_all(error)
+        except BaseException as stop:
+            self._fail_all(RuntimeError(f"sampling was ended by {type(stop).__name__}"))
+            self._deliver()
+            raise
+        self._deliver()
+        return True
+
+    def _fail_all(self, error: Exception) -> None:
+        """Fails all requests with `error`, whose cause is unknown, so that none waits forever."""
+        self._ended += [(group, error) for group in dict.fromkeys([*self.batch.groups, *self.waiting])]
+        self.batch.reset()
+        self.waiting.clear()
+
+    def _deliver(self) -> None:
+        """Calls `on_done` of the requests that ended."""
         ended = self._ended
         self._ended = []
         self._rest()
         for group, outcome in ended:
             group.on_done(outcome)
-        return True
 
     def _rest(self) -> None:
         if not self.has_requests:

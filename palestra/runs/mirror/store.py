@@ -14,6 +14,7 @@ from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
 from palestra.core.config import check_folder_name, check_no_credentials
+from palestra.core.failures import one_line
 from palestra.core.files import (
     MAX_FOLDER_ENTRIES,
     TEMPORARY_PREFIX,
@@ -90,7 +91,7 @@ class RunStore:
         except DamagedFile:
             raise
         except Exception as error:  # each client raises exceptions of its own
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            why = one_line(error)[:300]
             raise StoreError(f"the store {self.url} does not answer: {why}; {_remedy(error)}") from error
 
     def read_state(self) -> CopyState | None:

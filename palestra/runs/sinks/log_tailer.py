@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import hide_credentials
+from palestra.core.failures import one_line
 from palestra.core.files import acquire_lock, atomic_write, file_size, read_json
 from palestra.core.http.retry import RetryPolicy
 from palestra.runs.settings import find_run
@@ -130,7 +131,7 @@ class SinkThread(threading.Thread):
 
     def _warn_once(self, error: Exception) -> None:
         """Trackers raise arbitrary exceptions, which must not end the run."""
-        why = hide_credentials(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+        why = hide_credentials(one_line(error))[:300]
         if not self._has_warned:
             self.warn(f"the sink {self.config.type} fails, training continues without it: {why}")
         self._has_warned = True

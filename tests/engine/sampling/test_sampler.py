@@ -374,6 +374,27 @@ def test_unattributable_error_fails_all_requests(engine, monkeypatch):
         asyncio.run(main())
 
 
+def test_nobody_waits_for_sampling_that_was_stopped(engine, monkeypatch):
+    """As a test's time limit stops it: by something that is no Exception."""
+
+    class Stop(BaseException):
+        pass
+
+    def stop():
+        raise Stop
+
+    sampler = Sampler(engine)
+    monkeypatch.setattr(sampler, "_retire", stop)
+
+    async def main():
+        return await asyncio.wait_for(
+            asyncio.gather(sampler.sample(ask(0)), sampler.sample(ask(1)), return_exceptions=True), timeout=30
+        )
+
+    assert [str(error) for error in asyncio.run(main())] == ["sampling was ended by Stop"] * 2
+    assert not sampler.has_requests
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
