@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from palestra.core.config.user_modules import import_object
+from palestra.envs.adapters.wrappers import Wrappers, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.step_values import number
@@ -44,12 +45,11 @@ class ActionDecoder(NamedTuple):
 
 def obs_encoder(space: spaces.Space[Any], label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
-    with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
-    discrete values one-hot, bytes (uint8 up to 255) divided by 255. Images that are not bytes are scaled from the
-    bounds of their Box to 0 to 1, or stay as they are if it has none.
+    with channels last, stacks become one image with the channels of all, and all but bytes (uint8 up to 255) are scaled
+    from the bounds of their Box, if it has some, to 0 to 1. Anything else becomes one row float32: discrete values
+    one-hot, bytes divided by 255.
 
-    `label` names the seat in errors. Raises ValueError for texts, for spaces without a fixed size, and for images
-    within dictionaries and tuples.
+    `label` names the seat in errors. Raises ValueError for texts, varying sizes, and images in dictionaries and tuples.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         shape = space.shape
@@ -457,20 +457,19 @@ class GymnasiumGame:
         )
 
 
-def make_gymnasium_env(id: str, options: dict[str, Any] | None = None) -> gymnasium.Env:
-    """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class.
-    Raises ValueError if the env cannot be made."""
+def make_gymnasium_env(id: str, options: dict[str, Any] | None = None, wrappers: Wrappers = None) -> gymnasium.Env:
+    """Returns `gymnasium.make(id, **options)` without the env checker, or for "module:Class" an instance of the class,
+    within `wrappers`. Raises ValueError if the env cannot be made or wrapped."""
     try:
-        if make := _import_maker(id):
-            return make(**(options or {}))
-        return gymnasium.make(id, disable_env_checker=True, **(options or {}))
+        make = _import_maker(id) or partial(gymnasium.make, id, disable_env_checker=True)
+        env = make(**(options or {}))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ValueError(f'Gymnasium cannot make "{id}" with {options or "no options"}: {error}') from error
+    return wrap(env, wrappers, "gymnasium.wrappers")
 
 
 def _import_maker(id: str) -> Any:
-    """Returns the class or function that "module:name" names; None if it is "module:Env-v0", which Gymnasium imports,
-    or no module is named."""
+    """Returns what "module:name" names; None for "module:Env-v0", which Gymnasium imports, and without a module."""
     try:
         return import_object(id) if ":" in id else None
     except AttributeError:
@@ -483,8 +482,8 @@ def games_of(make: Callable[[], gymnasium.Env], num_envs: int, label: str) -> Pa
 
 
 class GymnasiumEnv(PackageVectorEnv):
-    """The Gymnasium env `id`, made with `options`. "module:id" imports the module that registers it; "module:Class" is
-    a class, or a function that makes the env."""
+    """The Gymnasium env `id` ("module:id" of the module that registers it, or "module:Class"), made with `options`, in
+    `wrappers`: Gymnasium's by name or "module:Class", from the inside outwards, with their options."""
 
     name: ClassVar[str] = "gymnasium"
 
@@ -494,6 +493,8 @@ class GymnasiumEnv(PackageVectorEnv):
         *,
         id: str = "CartPole-v1",
         options: dict[str, Any] | None = None,
+        wrappers: list[dict[str, Any]] | None = None,
         num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(GymnasiumGame, partial(make_gymnasium_env, id, options)), num_envs, num_processes, id)
+        make = partial(make_gymnasium_env, id, options, wrappers)
+        super().__init__(partial(GymnasiumGame, make), num_envs, num_processes, id)

@@ -24,6 +24,7 @@ from palestra.envs.adapters.gymnasium import (
     split_action_mask,
     without_action_mask,
 )
+from palestra.envs.adapters.wrappers import Wrappers, wrap
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
 from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, require_flag, to_action_mask, to_array, to_reward
 from palestra.envs.vector_base import Discrete, RenderFrame
@@ -352,9 +353,12 @@ class AECGame(_PettingZooGame):
         )
 
 
-def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:
-    """Returns the game that the factory "module:function" makes with `options`; `state` adds its global state. Raises
-    ValueError if `path` names no factory, the factory fails, or it makes no PettingZoo env."""
+def load_game(
+    path: str, options: dict[str, Any] | None = None, state: bool = False, wrappers: Wrappers = None
+) -> ParallelGame | AECGame:
+    """Returns the game that the factory "module:function" makes with `options`, within `wrappers`; `state` adds its
+    global state. Raises ValueError if `path` names no factory, the factory or a wrapper fails, or it makes no
+    PettingZoo env."""
     module, _, factory = path.partition(":")
     if not module or not factory:
         raise ValueError(
@@ -366,7 +370,7 @@ def load_game(path: str, options: dict[str, Any] | None = None, state: bool = Fa
     except Exception as error:  # a factory may fail in any way
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
-    return game_of(env, path, state)
+    return game_of(wrap(env, wrappers, "supersuit"), path, state)
 
 
 def game_of(env: Any, label: str, state: bool = False) -> ParallelGame | AECGame:
@@ -434,7 +438,8 @@ def strip_check_wrappers(env: Any) -> Any:
 class PettingZooEnv(PackageVectorEnv):
     """The PettingZoo env that the factory `env` ("module:function") makes with `options`, parallel or turn-based. The
     factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
-    central critics get the env's global state, computed in every step; else they get all observations.
+    central critics get the env's global state, computed in every step; else they get all observations. `wrappers` are
+    SuperSuit's by name or "module:Class", from the inside outwards, with their options.
 
     Games repeat exactly only if the env's own `reset(seed)` resets everything; in knights_archers_zombies and Atari's
     maze_craze it does not.
@@ -449,6 +454,7 @@ class PettingZooEnv(PackageVectorEnv):
         env: str = "mpe2.simple_spread_v3:parallel_env",
         options: dict[str, Any] | None = None,
         state: bool = False,
+        wrappers: list[dict[str, Any]] | None = None,
         num_processes: int = 0,
     ) -> None:
-        super().__init__(partial(load_game, env, options, state), num_envs, num_processes, env)
+        super().__init__(partial(load_game, env, options, state, wrappers), num_envs, num_processes, env)
