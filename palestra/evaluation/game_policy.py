@@ -23,7 +23,7 @@ from palestra.envs.rules_by_env import may_have_rules
 from palestra.evaluation.final_strategies import final_mixtures
 from palestra.evaluation.report.population_data import read_record
 from palestra.evaluation.target import Target, assign_seats, find_target, load_target
-from palestra.populations.build.build import players_by_seat
+from palestra.populations.build.build import players_by_side
 from palestra.populations.build.validation import validate_population
 from palestra.populations.population import Mix, Player
 from palestra.populations.scheduler import MEMBERS_DIR
@@ -117,7 +117,7 @@ def export_game_policy(
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
     config = validate_population(load(run / "config.yaml"))
-    record = read_record(run, players_by_seat(config))
+    record = read_record(run, players_by_side(config))
     game = enumerate_game(config.env)
     files = {one.name: run / MEMBERS_DIR / one.name for one in record.members if one.weights}
     if member:

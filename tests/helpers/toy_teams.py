@@ -68,6 +68,33 @@ class Hunt(pettingzoo.ParallelEnv):
         return {"is_success": won}
 
 
+class Tug(pettingzoo.ParallelEnv):
+    """Two sides of two pull a rope once, or let go: a side earns what it pulls more than the other."""
+
+    metadata: dict[str, Any] = {"name": "tug"}
+    render_mode = None
+    possible_agents = ["left_0", "right_0", "left_1", "right_1"]
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(0, 1, (1,))
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents = list(self.possible_agents)
+        return {agent: np.zeros(1, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        pulled = sum(int(action) if agent.startswith("left") else -int(action) for agent, action in actions.items())
+        rewards = {agent: float(pulled if agent.startswith("left") else -pulled) for agent in self.agents}
+        seen = {agent: np.zeros(1, np.float32) for agent in self.agents}
+        ended = dict.fromkeys(self.agents, True)
+        infos: dict[str, Any] = {agent: {} for agent in self.agents}
+        self.agents = []
+        return seen, rewards, ended, dict.fromkeys(ended, False), infos
+
+
 class Duel(pettingzoo.AECEnv):
     """Two agents act twice each; first wins unless the seed is 2 modulo 3, second never."""
 

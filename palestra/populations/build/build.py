@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -36,6 +37,7 @@ from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
 from palestra.runs.config import RunConfig
+from palestra.runs.seats import find_assigned
 from palestra.vector.build.envs import check_memory, seed_notes
 
 SHARED_PLAYER = "agent"  # name of the population that plays every seat
@@ -59,6 +61,9 @@ class PopulationConfig(RunConfig):
     symmetric: bool = False
     """One population plays every seat; else each seat has its own. Leagues and population-based training are always
     symmetric."""
+    seats: dict[Seat, Player] = {}
+    """Maps seats to players, with the wildcards `*` and `?`: `{"adversary_*": hunters, "agent_*": prey}`. The seats of
+    a player are a side, which a member plays as a whole. A seat that no key matches is a player of its own name."""
     population: PlanConfig
     """The plan: which members are trained, against which opponents."""
     oracle: Annotated[NetOracle | ExactOracle, Field(discriminator="type")]
@@ -87,8 +92,8 @@ class PopulationConfig(RunConfig):
         return False
 
     def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
-        """Returns the factory of the workers that run the plan's tasks; `players` are the game's seats, or the one
-        population that plays every seat."""
+        """Returns the factory of the workers that run the plan's tasks; `players` names the player at each seat, or the
+        one population that plays every seat."""
         if isinstance(self.oracle, ExactOracle):
             return partial(ExactWorker, self.env, players)
         return partial(NetWorker, self.oracle, players, self.seed)
@@ -135,16 +140,18 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     """Returns the parts that `config` describes, for `run_population`. Raises ValueError if they do not fit
     together."""
     seats, rules, notes = _game(config.env)
+    by_seat = _players(config, seats)
+    sides = _sides(by_seat)
+    _check_sides(config, len(sides) < len(seats))
     _check(config, rules)
     if isinstance(config.oracle, NetOracle):
         check_memory(config.env, [config.oracle.policy], config.oracle.algorithm)
-    own = _players(config, seats)
-    players = tuple(dict.fromkeys(own))
+    players = tuple(dict.fromkeys(sides))
     population = Population(players)
     population.add(Member(UNIFORM_MEMBER, ""))
     return PopulationSetup(
-        plan=_plan(config, population, own),
-        make_worker=config.worker_factory(players),
+        plan=_plan(config, population, sides),
+        make_worker=config.worker_factory(by_seat if len(players) > 1 else players),
         open_backend=partial(open_backend, config.backend),
         at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
@@ -152,14 +159,47 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     )
 
 
-def players_by_seat(config: PopulationConfig) -> tuple[Player, ...]:
-    """Returns the player at each seat of the config's game: the seat itself, or the one population that plays all."""
-    return _players(config, _game(config.env)[0])
+def players_by_side(config: PopulationConfig) -> tuple[Player, ...]:
+    """Returns the player at each side of the config's game: a seat, or those of one player. One population may play
+    every seat."""
+    return _sides(_players(config, _game(config.env)[0]))
+
+
+def _sides(by_seat: tuple[Player, ...]) -> tuple[Player, ...]:
+    return by_seat if set(by_seat) == {SHARED_PLAYER} else tuple(dict.fromkeys(by_seat))
 
 
 def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player, ...]:
+    """Returns the player at each seat. Raises ValueError for a key of `seats` that matches none, for a single player,
+    and if one population plays all seats although they have sides."""
     one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
-    return tuple(SHARED_PLAYER if one else seat for seat in seats)
+    for key in config.seats:
+        if one:
+            why = "symmetric: true" if config.symmetric else f"population.type {config.population.type}"
+            raise ValueError(f"{why} has one population for every seat, without sides: leave seats out, or use psro")
+        if not any(fnmatchcase(seat, key) for seat in seats):
+            raise ValueError(f'seats names "{key}", but env "{config.env.get("type")}" plays {", ".join(seats)}')
+    by_seat = tuple(SHARED_PLAYER if one else find_assigned(seat, config.seats) or seat for seat in seats)
+    if config.seats and len(set(by_seat)) == 1:
+        raise ValueError(
+            f"seats gives all seats to {by_seat[0]}, which has no opponent then: name several players, or let one "
+            "population play every side of its own by symmetric: true"
+        )
+    return by_seat
+
+
+def _check_sides(config: PopulationConfig, has_teams: bool) -> None:
+    """Raises ValueError for exact results in a game with sides of several seats."""
+    exact = isinstance(config.oracle, ExactOracle) or config.oracle.payoffs == "exact"
+    if has_teams and (exact or isinstance(config.population, XDOConfig)):
+        raise ValueError(
+            "exact results are of players with one seat, and seats gives one several: use an oracle that trains "
+            "(net or language) with payoffs: simulated, in psro or self_play"
+        )
+    if has_teams and not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0:
+        raise ValueError(
+            "NashConv is of players with one seat, and seats gives one several: set population.nash_conv_every: 0"
+        )
 
 
 def run_population(

@@ -190,12 +190,21 @@ class ExactSolver:
 
 
 def seats_by_player(players: Sequence[Player], seats: int) -> dict[Player, list[int]]:
-    """Returns the seats of each player of the meta-game: one seat each, or all seats for a single player.
+    """Returns the seats of each player of the meta-game. `players` names the player at each seat, or the only one.
 
     Raises ValueError for any other number of players.
     """
-    if len(players) == seats:
-        return {player: [seat] for seat, player in enumerate(players)}
-    if len(players) != 1:
+    if len(players) not in (1, seats):
         raise ValueError(f"{len(players)} populations cannot share {seats} seats: make one for each, or one for all")
-    return {players[0]: list(range(seats))}
+    owned: dict[Player, list[int]] = {}
+    for seat in range(seats):
+        owned.setdefault(players[seat % len(players)], []).append(seat)
+    return owned
+
+
+def sides_of(players: Sequence[Player], seats: int) -> list[list[int]]:
+    """Returns the seats of each side of the meta-game, which a member plays as a whole: those of each player, or each
+    seat by itself if one population plays them all. The arguments are those of `seats_by_player`."""
+    if len(players) == 1:
+        return [[seat] for seat in range(seats)]
+    return list(seats_by_player(players, seats).values())

@@ -1,6 +1,6 @@
 """Statistics of finished games: cells of a payoff table, and a learner's results against each opponent.
 
-Shapes: `F` games, `N` seats, `S` seats of opponents.
+Shapes: `F` games, `N` sides of the game (a seat, or several that one member plays), `S` sides of opponents.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from palestra.populations.payoffs import PayoffCell
 from palestra.populations.tasks import OpponentResult
 
 
-def check_cells(cells: Sequence[Sequence[str]], seats: int) -> None:
-    """Raises ValueError for a cell that does not name one member for each of `seats` seats."""
+def check_cells(cells: Sequence[Sequence[str]], sides: int) -> None:
+    """Raises ValueError for a cell that does not name one member for each of `sides` sides."""
     for cell in cells:
-        if len(cell) != seats:
-            raise ValueError(f"the cell {', '.join(cell)} names {len(cell)} members, and the game has {seats} seats")
+        if len(cell) != sides:
+            raise ValueError(f"the cell {', '.join(cell)} names {len(cell)} members, and the game has {sides} seats")
+
+
+def returns_by_side(returns: np.ndarray, sides: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the mean return of each side's seats, float [F, N], from the returns of all seats."""
+    return np.stack([returns[:, list(side)].mean(1) for side in sides], 1)
 
 
 def payoff_cell(returns: np.ndarray) -> PayoffCell:
-    """Returns the statistics of games with these returns, float [F, N]. The seat with the highest return wins a game;
+    """Returns the statistics of games with these returns, float [F, N]. The side with the highest return wins a game;
     if several have it, the game is a draw."""
     mean = returns.mean(0)
     ahead = returns == returns.max(1, keepdims=True)

@@ -32,8 +32,14 @@ from palestra.parallel.tasks import Result, Task
 from palestra.populations.population import Mix, Player
 from palestra.populations.tabular.game_tree import GameTree, build_game_tree
 from palestra.populations.tasks import PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.populations.workers.exact import ExactSolver, seats_by_player
-from palestra.populations.workers.game_results import mean_return, opponent_results, payoff_cell
+from palestra.populations.workers.exact import ExactSolver, seats_by_player, sides_of
+from palestra.populations.workers.game_results import (
+    check_cells,
+    mean_return,
+    opponent_results,
+    payoff_cell,
+    returns_by_side,
+)
 from palestra.populations.workers.member_loader import UNIFORM_MEMBER
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.algorithms.sft import SFT
@@ -96,8 +102,8 @@ class LanguageOracle(StrictModel):
 class LanguageWorker:
     """Worker that trains and plays LoRA agents.
 
-    `players` are the env's seats, or the one population that plays every seat. All randomness follows from `seed` and
-    the task's name. Raises ValueError if payoffs are to be exact and the env has no rules.
+    `players` names the player at each seat, or the one population that plays every seat. All randomness follows from
+    `seed` and the task's name. Raises ValueError if payoffs are to be exact and the env has no rules.
     """
 
     def __init__(self, config: LanguageOracle, players: Sequence[Player], seed: int = 0) -> None:
@@ -107,9 +113,11 @@ class LanguageWorker:
         env = make_env(**config.env)
         self.env_seats: tuple[Seat, ...] = env.seats
         self.seats = seats_by_player(players, len(env.seats))
+        self.sides = sides_of(players, len(env.seats))
         self.engines = Engines(config.device, config.max_num_seqs, kv_cache_gib=config.kv_cache_gib)
         self.action_reader = LMActionReader(env, self.engines, config.policy) if isinstance(env, TextGame) else None
-        self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader else None
+        has_teams = len(self.sides) < len(env.seats)
+        self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader and not has_teams else None
         if config.payoffs == "exact" and self.exact is None:
             raise ValueError(
                 f'env "{config.env.get("type")}" has no rules, which payoffs: exact needs: set payoffs: simulated'
@@ -203,31 +211,37 @@ class LanguageWorker:
 
     async def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
+        check_cells(task.cells, len(self.sides))
         count = task.games_per_cell
         turns = len(self.env_seats) if len(self.seats) == 1 else 1
+        side_of = key_by_value(dict(enumerate(self.sides)))
         self.engines.clear_caches()
         specs: list[EpisodeSpec] = []
         for number, names in enumerate(task.cells):
             policies = [self._member(name, members) for name in names]
             for i in range(count):
-                by_seat = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
+                by_seat = {
+                    label: policies[(side_of[seat] + i % turns) % len(policies)]
+                    for seat, label in enumerate(self.env_seats)
+                }
                 seed = derive_seed(self.seed, task.name, number, i)
-                specs.append(EpisodeSpec(seed, dict(zip(self.env_seats, by_seat, strict=True)), seed))
+                specs.append(EpisodeSpec(seed, by_seat, seed))
         episodes = await self.episode_runner.play_all(specs, Branching())
         _sound(episodes, task)
         results = []
         for number, names in enumerate(task.cells):
             own = episodes[number * count : (number + 1) * count]
-            won = np.array([branch_returns(episode)[0] for episode in own])
-            seats = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
-            results.append(payoff_cell(won[np.arange(count)[:, None], seats]))
+            won = returns_by_side(np.array([branch_returns(episode)[0] for episode in own]), self.sides)
+            sides = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
+            results.append(payoff_cell(won[np.arange(count)[:, None], sides]))
         return PlayResult(tuple(results))
 
 
 class LMSeatAssigner:
     """Assigns policies to seats for the games of a `train` task, and records their results.
 
-    The learner has one seat, which rotates over its player's seats; the other members are drawn once per game.
+    The learner plays its player's side; that of a single population, one seat, rotates over all. The other members are
+    drawn once per game.
     """
 
     def __init__(
@@ -237,32 +251,37 @@ class LMSeatAssigner:
         self.task = task
         self.members = members
         self.learner = learner
-        self.own_seats = worker.seats[task.player]
         self.players = key_by_value(worker.seats)
+        self.own_sides = [side for side in worker.sides if self.players[side[0]] == task.player]
         self.numbers: dict[str, int] = {}
         self.games: list[tuple[float, list[float], list[int]]] = []
         self.env_steps = 0
 
     def assign(self, seed: int, number: int) -> EpisodeSpec:
-        """Returns the spec of episode `number`, which determines the seat of the learner among its player's seats."""
+        """Returns the spec of episode `number`, which determines the side of the learner among its player's."""
         rng = random.Random(derive_seed(seed, "cast"))
-        mine = self.own_seats[number % len(self.own_seats)]
+        mine = self.own_sides[number % len(self.own_sides)]
         alone = rng.random() >= self.task.self_play
         names = self._draw_opponents(rng, mine) if alone else {}
         seats: dict[Seat, Policy] = {}
         for seat, label in enumerate(self.worker.env_seats):
-            if seat == mine:
+            if seat in mine:
                 seats[label] = self.learner.policy()
             else:
                 seats[label] = self.worker._member(names[seat], self.members) if alone else self._itself()
         return EpisodeSpec(seed, seats, seed)
 
-    def _draw_opponents(self, rng: random.Random, mine: int) -> dict[int, str]:
-        others = [seat for seat in self.players if seat != mine]
+    def _draw_opponents(self, rng: random.Random, mine: Sequence[int]) -> dict[int, str]:
+        """Returns the name of the member at each seat of the other sides."""
+        others = [side for side in self.worker.sides if side != mine]
+        names: dict[int, str] = {}
+        lineup: Mapping[Player, str] = {}
         if joint := self.task.opponents.joint:
-            lineup = rng.choices(joint, [one.probability for one in joint])[0]
-            return {seat: lineup.members[self.players[seat]] for seat in others}
-        return {seat: _one(rng, self.task.opponents.mixes[self.players[seat]]) for seat in others}
+            lineup = rng.choices(joint, [one.probability for one in joint])[0].members
+        for side in others:
+            player = self.players[side[0]]
+            names |= dict.fromkeys(side, lineup.get(player) or _one(rng, self.task.opponents.mixes[player]))
+        return names
 
     def _itself(self) -> LanguagePolicy:
         """Returns a copy of the current policy under another name, so that its samples are not trained on."""
@@ -271,14 +290,16 @@ class LMSeatAssigner:
         return policy
 
     def record(self, episodes: Sequence[Episode]) -> None:
-        """Records the returns of the learner and of the members at the other seats."""
+        """Records the returns of the learner and of the members of the other sides."""
+        sides = self.worker.sides
         for episode in episodes:
-            names = [member_name(episode.seats[label]) for label in self.worker.env_seats]
+            by_seat = [member_name(episode.seats[label]) for label in self.worker.env_seats]
+            names = [by_seat[side[0]] for side in sides]
             mine = names.index(self.learner.name)
-            others = [seat for seat in range(len(names)) if seat != mine]
-            numbers = [self.numbers.setdefault(names[seat], len(self.numbers)) for seat in others]
-            for won in branch_returns(episode):
-                self.games.append((won[mine], [won[seat] for seat in others], numbers))
+            others = [side for side in range(len(names)) if side != mine]
+            numbers = [self.numbers.setdefault(names[side], len(self.numbers)) for side in others]
+            for won in returns_by_side(np.array(branch_returns(episode)), sides).tolist():
+                self.games.append((won[mine], [won[side] for side in others], numbers))
 
     def result(self, metrics: Mapping[str, float]) -> TrainResult:
         """Returns the result of the training, with the `metrics` of its last step."""

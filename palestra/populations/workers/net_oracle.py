@@ -1,6 +1,6 @@
 """Worker for populations of small networks: trains them in vectorised games against a mixture of frozen members.
 
-Shapes: `N` seats, `F` finished games.
+Shapes: `N` seats, `F` finished games, `P` sides of the meta-game: seats that one member plays.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from palestra.core.accel.malloc import keep_freed_memory
 from palestra.core.config import StrictModel, validate
 from palestra.core.failures import RunFailed
 from palestra.core.files import read_arrays, write_arrays
+from palestra.core.mappings import key_by_value
 from palestra.core.seeding import derive_seed
 from palestra.core.tracing import span
 from palestra.core.types import Metrics, RolloutBatch
@@ -28,8 +29,14 @@ from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Mix, Player
 from palestra.populations.tabular.game_tree import GameTree
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.populations.workers.exact import ExactSolver, seats_by_player
-from palestra.populations.workers.game_results import check_cells, mean_return, opponent_results, payoff_cell
+from palestra.populations.workers.exact import ExactSolver, seats_by_player, sides_of
+from palestra.populations.workers.game_results import (
+    check_cells,
+    mean_return,
+    opponent_results,
+    payoff_cell,
+    returns_by_side,
+)
 from palestra.populations.workers.member_loader import MemberLoader, tree_of_env
 from palestra.vector.algorithms.ppo import PPO
 from palestra.vector.algorithms.q_learning import ValueHead
@@ -46,6 +53,7 @@ from palestra.vector.policies.mixture import (
     Mixture,
     OpponentSampler,
     SelfPlaySampler,
+    SideSampler,
 )
 from palestra.vector.rollouts.metrics import mean_metrics
 from palestra.vector.rollouts.rollout import VectorRollout, nonfinite_loss_advice
@@ -79,7 +87,7 @@ class MemberRegistry:
 
 
 def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Sequence[Player]) -> OpponentSampler:
-    """Returns the sampler of opponents for seats with these `players`."""
+    """Returns the sampler of opponents for sides of these `players`."""
     if opponents.joint:
         lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
         return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
@@ -92,20 +100,21 @@ def _shares(registry: MemberRegistry, player: Player, mix: Mix) -> dict[int, flo
 
 
 class OpponentStats:
-    """Counts results of the learner at `seat` against the members at seats `opponent_seats`."""
+    """Counts results of the learner at the seats `side` against the members of the sides `others`."""
 
-    def __init__(self, seat: int, others: Sequence[int], names: Sequence[str]) -> None:
-        self.seat = seat
-        self.opponent_seats = list(others)
+    def __init__(self, side: Sequence[int], others: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        self.side = side
+        self.others = others
+        self.first_seats = np.cumsum([0, *map(len, others[:-1])])  # of each side, among the opponents' seats
         self.names = names
         self.returns: list[np.ndarray] = []
         self.members: list[np.ndarray] = []
         self.metrics: list[Metrics] = []
 
     def add(self, batch: RolloutBatch, members: np.ndarray, metrics: Metrics) -> None:
-        """Adds a rollout's finished games, the members int [F, S] that played them, and the update's metrics."""
-        self.returns.append(batch.episode_stats["returns"])
-        self.members.append(members)
+        """Adds a rollout's finished games, the members at the opponents' seats, and the update's metrics."""
+        self.returns.append(returns_by_side(batch.episode_stats["returns"], [self.side, *self.others]))
+        self.members.append(members[:, self.first_seats])
         if metrics:
             self.metrics.append(metrics)
 
@@ -113,8 +122,8 @@ class OpponentStats:
         """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
         returns = np.concatenate(self.returns)
         members = np.concatenate(self.members)
-        ours = returns[:, self.seat]
-        theirs = returns[:, self.opponent_seats]
+        ours = returns[:, 0]
+        theirs = returns[:, 1:]
         return TrainResult(
             env_steps=env_steps,
             mean_return=mean_return(ours),
@@ -133,25 +142,32 @@ def play_cells(
     games: int,
     seed: int,
     *,
+    sides: Sequence[Sequence[int]] = (),
     rotate_seats: bool = False,
 ) -> list[PayoffCell]:
     """Plays `games` games of each cell and returns its statistics.
 
-    A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, so that each
-    member plays every seat as equally often as `games` allows. All games that start for a cell are played to their end
-    and counted. Raises ValueError for a cell without a member for each seat, and RunFailed if a game does not end.
+    A cell holds keys of `members`, one for each of the `sides`, which list their seats (default: each seat is a side).
+    With `rotate_seats` they rotate over all sides, so that each member plays every side as equally often as `games`
+    allows. All games that start for a cell are played to their end and counted. Raises ValueError for a cell without a
+    member for each side, and RunFailed if a game does not end.
     """
-    check_cells(cells, len(rollout.env.seats))
     N = len(rollout.env.seats)
+    sides = sides or [[seat] for seat in range(N)]
+    P = len(sides)
+    check_cells(cells, P)
+    side_of = key_by_value(dict(enumerate(sides)))
     numbers = {name: number for number, name in enumerate(members)}
-    rotations = N if rotate_seats else 1
+    rotations = P if rotate_seats else 1
     turned = list(product(cells, range(rotations)))
     lineups = np.array([list(map(numbers.__getitem__, (*names[r:], *names[:r]))) for names, r in turned])
     times = np.array([games // rotations + (r < games % rotations) for _, r in turned])
-    mixture = Mixture(rollout.env, range(N), members, LineupSchedule(lineups, times), "cells")
+    schedule = LineupSchedule(lineups[:, [side_of[seat] for seat in range(N)]], times)
+    mixture = Mixture(rollout.env, range(N), members, schedule, "cells")
     rollout.restart(derive_seed(seed, "games") % 2**62 + np.arange(rollout.env.num_envs))
-    tags, returns = _play_games(rollout, mixture, int(times.sum()), seed)
-    by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
+    tags, by_seat = _play_games(rollout, mixture, int(times.sum()), seed)
+    returns = returns_by_side(by_seat, sides)
+    by_place = returns[np.arange(len(tags))[:, None], (np.arange(P) - (tags % rotations)[:, None]) % P]
     owners = tags // rotations
     return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
 
@@ -203,8 +219,8 @@ class NetWorker:
     """Worker that trains and plays networks.
 
     `train` trains a response to a mixture, `play` plays payoff cells; in games with rules, `assess` measures NashConv
-    and `solve` solves a restricted game. `players` are the game's seats, or the one population that plays every seat.
-    All randomness follows from `seed` and the task's name.
+    and `solve` solves a restricted game. `players` names the player at each seat, or the one population that plays
+    every seat. All randomness follows from `seed` and the task's name.
     """
 
     def __init__(self, config: NetOracle, players: Sequence[Player], seed: int = 0) -> None:
@@ -214,8 +230,9 @@ class NetWorker:
         self.seed = seed
         env = make_vector_env(config.env)
         self.seats = seats_by_player(players, len(env.seats))
-        self.symmetric = len(self.seats) < len(env.seats)
-        tree = self._tree()
+        self.sides = sides_of(players, len(env.seats))
+        self.symmetric = len(players) < len(env.seats)
+        tree = self._tree() if len(self.sides) == len(env.seats) else None
         self.exact = ExactSolver(tree, players) if tree else None
         self.loader = MemberLoader(env, tree, greedy=config.greedy, tables=config.tabulate)
         start = np.arange(env.num_envs)
@@ -252,7 +269,7 @@ class NetWorker:
     def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
         name = task.output_member
         config = apply_settings(self.config, task.settings)
-        learner = self._learner(config, name, self.seats[task.player][0])
+        learner = self._learner(config, name, self._side(task.player))
         if task.start:
             NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
         mixture, stats = self._mixture(task, members, learner)
@@ -279,9 +296,19 @@ class NetWorker:
         write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
         return stats.result(sweeps * horizon * games)
 
-    def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
+    def _learner(self, config: NetOracle, name: str, side: Sequence[int]) -> NetLearner:
         seeds = {name: derive_seed(self.seed, "net", name)}
-        return config.algorithm.build_learner(self.training_rollout.env, {name: [seat]}, {name: config.policy}, seeds)
+        env = self.training_rollout.env
+        learner = config.algorithm.build_learner(env, {name: list(side)}, {name: config.policy}, seeds)
+        if len(side) > 1 and learner.stacks[0].net.plays_team:
+            raise ValueError(
+                f"{config.algorithm.type} plays its seats together, and members play one by one: take another algorithm"
+            )
+        return learner
+
+    def _side(self, player: Player) -> list[int]:
+        """Returns the seats at which a member of `player` learns."""
+        return next(side for side in self.sides if self._player(side[0]) == player)
 
     def _seeds(self, task: Task) -> np.ndarray:
         """Returns the seeds of a task's games, int64 [games]."""
@@ -290,17 +317,18 @@ class NetWorker:
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
-        """Returns the mixture that plays the seats other than the learner's, and the statistics of its games."""
-        seat = self.seats[task.player][0]
-        others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
+        """Returns the mixture that plays the other sides, and the statistics of its games."""
+        own = self._side(task.player)
+        others = [side for side in self.sides if side != own]
         table = self._table(members)
-        sampler = opponent_sampler(task.opponents, table, [self._player(number) for number in others])
+        sampler = opponent_sampler(task.opponents, table, [self._player(side[0]) for side in others])
         if task.self_play:
             current = table.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
             sampler = SelfPlaySampler(sampler, task.self_play, current)
-        return Mixture(self.training_rollout.env, others, table.members, sampler), OpponentStats(
-            seat, others, table.names
-        )
+        side_of = key_by_value(dict(enumerate(others)))
+        sampler = SideSampler(sampler, list(side_of.values()))
+        mixture = Mixture(self.training_rollout.env, list(side_of), table.members, sampler)
+        return mixture, OpponentStats(own, others, table.names)
 
     def _table(self, members: Mapping[str, Path]) -> MemberRegistry:
         return MemberRegistry(lambda player, name: self.loader.member(name, members, self.seats[player]))
@@ -330,10 +358,19 @@ class NetWorker:
         """Plays the cells of a payoff table."""
         table = self._table(members)
         seed = derive_seed(self.seed, task.name)
-        keys = [[table.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
-        rollout = self.payoff_rollout
-        games = task.games_per_cell
-        return PlayResult(tuple(play_cells(rollout, table.members, keys, games, seed, rotate_seats=self.symmetric)))
+        check_cells(task.cells, len(self.sides))
+        owners = [self._player(side[0]) for side in self.sides]
+        keys = [list(map(table.key, owners, cell)) for cell in task.cells]
+        cells = play_cells(
+            self.payoff_rollout,
+            table.members,
+            keys,
+            task.games_per_cell,
+            seed,
+            sides=self.sides,
+            rotate_seats=self.symmetric,
+        )
+        return PlayResult(tuple(cells))
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:

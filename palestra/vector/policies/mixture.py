@@ -69,6 +69,18 @@ class SelfPlaySampler:
         return np.where(alone, -1, tags), np.where(alone[:, None], self.number, drawn)
 
 
+class SideSampler:
+    """Samples like `sides`, each of whose members plays several seats: `columns` [S] are the sides of the seats."""
+
+    def __init__(self, sides: OpponentSampler, columns: Sequence[int]) -> None:
+        self.sides = sides
+        self.columns = np.array(columns)
+
+    def sample_members(self, rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+        tags, drawn = self.sides.sample_members(rng, num_envs)
+        return tags, drawn[:, self.columns]
+
+
 class LineupSchedule:
     """Plays line-ups [L, S] in turn, each exactly `counts[l]` times; the tag is the line-up's index. Games started
     after that are played by the last line-up with tag -1 and must not be counted. Counting exactly the scheduled games

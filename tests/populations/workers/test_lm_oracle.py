@@ -58,6 +58,19 @@ def response(taught_worker: LanguageWorker, tmp_path_factory: pytest.TempPathFac
     )
 
 
+def test_a_side_of_two_seats_is_played_by_one_adapter(tmp_path: Path) -> None:
+    """In Kuhn poker of three, two seats against one."""
+    pairs = worker(("solo", "pair", "pair"), env={"type": "text_kuhn", "players": 3}, steps=1, imitation_steps=0)
+    opponents = Opponents({"solo": {"uniform": 1.0}})
+    result = train(pairs, "both", tmp_path, player="pair", opponents=opponents)
+    assert len(result.opponents) == 1 and result.mean_return is not None
+    mixed, random = play(pairs, 8, ("uniform", "both"), ("uniform", "uniform"), members={"both": tmp_path})
+    assert mixed.games == 8
+    assert random.mean[0] == pytest.approx(-2 * random.mean[1]) != 0  # a side's result is the mean of its seats'
+    with pytest.raises(ValueError, match="names 3 members, and the game has 2 seats"):
+        play(pairs, 1, ("uniform", "both", "both"), members={"both": tmp_path})  # type: ignore[arg-type]
+
+
 def test_kv_cache_has_the_budget_of_the_config() -> None:
     small = worker(kv_cache_gib=0.25)
     sampler: Any = small.engines.shared_engine(small.config.policy)[1]

@@ -26,9 +26,12 @@ from palestra.populations.tasks import (
 from palestra.populations.workers.member_loader import write_table
 from palestra.populations.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
 from palestra.vector.algorithms.dqn import DQN
+from palestra.vector.algorithms.experimental.mat import MAT
 from palestra.vector.algorithms.ppo import A2C, PPO
+from palestra.vector.algorithms.qmix import QMIX
 from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.policy_stack import NetPolicyConfig
+from palestra.vector.policies.mixture import IndependentSampler, SideSampler
 
 KUHN = {"type": "kuhn_poker", "num_envs": 64}
 SEATS = ("player_0", "player_1")
@@ -154,6 +157,51 @@ def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
     result = train(three, tmp_path / "it", members, player="b", opponents=Opponents(joint=joint))
     games = {name: met.games for name, met in result.opponents.items()}
     assert games["pass"] == games["bet"] > 0  # one of each in every game
+
+
+TUG = {"type": "pettingzoo", "env": "helpers.toy_teams:Tug", "num_envs": 32}
+SIDES = ("left", "right", "left", "right")  # of its seats
+PULL = A2C(rollout_length=1, gamma=1.0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [PULL, pytest.param(QMIX(learning_starts=64, rollout_length=1), marks=pytest.mark.slow)],
+    ids=lambda it: it.type,
+)
+def test_member_plays_all_seats_of_its_side(tmp_path: Path, algorithm: Any) -> None:
+    given = NetWorker(oracle(env=TUG, algorithm=algorithm, env_steps=4096), SIDES, seed=1)
+    result = train(given, tmp_path / "it", player="left", opponents=Opponents({"right": {"uniform": 1.0}}))
+    assert set(result.opponents) == {"uniform"} and result.opponents["uniform"].games > 100
+    pulled, equal = play(given, "play", [("it", "uniform"), ("uniform", "uniform")], 400, {"it": tmp_path / "it"})
+    assert pulled.mean[0] == -pulled.mean[1] > 0.5  # 1 if both always pull; one of them alone would earn 0.5 at most
+    assert equal.mean[0] == pytest.approx(0.0, abs=0.3)  # six standard errors
+
+
+def test_both_sides_learn_and_play_their_members(tmp_path: Path) -> None:
+    given = NetWorker(oracle(env=TUG, algorithm=PULL, env_steps=4096), SIDES, seed=1)
+    names = {"left": "one", "right": "two"}
+    for player, other in (("left", "right"), ("right", "left")):
+        opponents = Opponents({other: {"uniform": 1.0}})
+        train(given, tmp_path / names[player], name=names[player], player=player, opponents=opponents)
+    members = {name: tmp_path / name for name in names.values()}
+    (even,) = play(given, "play", [("one", "two")], 200, members)
+    assert even.mean[0] == pytest.approx(0.0, abs=0.5)
+    with pytest.raises(ValueError, match="names 4 members, and the game has 2 seats"):
+        play(given, "play", [("one", "two", "one", "two")], 2, members)
+
+
+def test_sides_draw_one_member_for_all_their_seats() -> None:
+    sampler = SideSampler(IndependentSampler([{0: 0.5, 1: 0.5}, {2: 0.5, 3: 0.5}]), [0, 1, 0, 1, 1])
+    _, drawn = sampler.sample_members(np.random.default_rng(0), 500)
+    assert (drawn[:, 0] == drawn[:, 2]).all() and (drawn[:, 1] == drawn[:, 3]).all()
+    assert (drawn[:, 1] == drawn[:, 4]).all() and len(np.unique(drawn[:, :2], axis=0)) == 4
+
+
+def test_algorithm_whose_seats_act_together_is_refused_for_sides() -> None:
+    given = NetWorker(oracle(env=TUG, algorithm=MAT(rollout_length=1)), SIDES, seed=1)
+    with pytest.raises(ValueError, match="mat plays its seats together, and members play one by one"):
+        train(given, Path("unused"), player="left", opponents=Opponents({"right": {"uniform": 1.0}}))
 
 
 @pytest.mark.parametrize("tabulate", [True, False])
