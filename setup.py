@@ -1,15 +1,16 @@
 """The description of the package for PyPI, which is README.md with links that work there.
 
-PyPI resolves no relative links. They lead to the repository at `REPOSITORY`; as long as that is empty, since the
-repository has no public address, a link becomes its text, and a picture is left out. The rest is in pyproject.toml.
+PyPI resolves no relative links. They lead to `Repository` of [project.urls] in pyproject.toml, which has everything
+else; as long as that is missing, since the repository has no public address, a link becomes its text, and a picture is
+left out.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-REPOSITORY = ""  # such as https://HOST/OWNER/palestra
 BRANCH = "main"
 RELATIVE_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)]+)\)")
 
@@ -27,5 +28,8 @@ def with_absolute_links(text: str, repository: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-    setup(long_description=with_absolute_links(readme, REPOSITORY), long_description_content_type="text/markdown")
+    folder = Path(__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project.get("urls", {}).get("Repository", "")
+    setup(long_description=with_absolute_links(readme, repository), long_description_content_type="text/markdown")

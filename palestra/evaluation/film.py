@@ -17,6 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from palestra.core.chat import escape_control_chars
 from palestra.core.event_loop import call_outside_loop
 from palestra.core.failures import RunFailed, check_not_all_failed
 from palestra.core.files import replacing_file
@@ -85,7 +86,7 @@ def _text_frames(
     play = partial(evaluate, what, env, seats, episodes=1, seed=seed, **options)
     episodes = call_outside_loop(play).episodes  # a notebook has a loop of its own
     check_not_all_failed(episodes, "render")
-    return [Frame(_wrap(text.strip())) for text in turns(episodes[0])]
+    return [Frame(_wrap(escape_control_chars(text.strip()))) for text in turns(episodes[0])]
 
 
 def _wrap(text: str) -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,23 @@ def test_versions_are_the_tested_ones() -> None:
 def test_image_has_the_extras_of_its_commands() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = DOCKERFILE.read_text()
-    extras = set(re.findall(r"'\.\[([\w,]+)\]'", text)[0].split(","))
+    (extra,) = re.findall(r'"\$\(ls /opt/palestra-\*\.whl\)\[(\w+)\]"', text)
+    (requirement,) = project["optional-dependencies"][extra]
+    extras = set(re.fullmatch(r"palestra\[([\w,]+)\]", requirement)[1].split(","))
     assert {"ray", "grpc", "service", "metrics"} <= extras <= project["optional-dependencies"].keys()
     assert f"palestra:{palestra.__version__}" in text
-    copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
-    assert all((ROOT / word).exists() for word in copied)
-    assert copied >= {"palestra", "setup.py"}
+
+
+def test_image_is_made_of_the_wheel_and_of_what_docker_may_read() -> None:
+    text = DOCKERFILE.read_text()
+    (copied,) = re.findall(r"^COPY (.*) /opt/$", text, re.MULTILINE)
+    wheel = f"dist/palestra-{palestra.__version__}-py3-none-any.whl"  # as `make release` names it
+    assert all(map(fnmatch, ("constraints.txt", wheel), copied.split()))
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[1:] == ["*", *(f"!{pattern.split('/')[0]}" for pattern in copied.split())]
+    (version,) = re.findall(r"^FROM python:(\S+)-slim$", text, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
 
 
 # ---- palestra's commands

@@ -142,6 +142,14 @@ def test_language_agents_are_shown_with_what_they_see_and_say(tmp_path):
         assert opened.info["duration"] == 2000
 
 
+def test_characters_that_no_font_has_are_drawn_as_escapes(tmp_path):
+    env = {"vocabulary": {"a1": "one\r\x1b[2J"}}  # an untrained model says such things
+    for name, options in (("plain", {}), ("escaped", env)):
+        assert write_film("text_tic_tac_toe", tmp_path / f"{name}.gif", options, {"*": "expert"}) == 9
+    plain, escaped = (pictures(tmp_path / f"{name}.gif")[0] < 128 for name in ("plain", "escaped"))
+    assert escaped.sum() > plain.sum()
+
+
 def test_film_is_made_inside_a_running_loop(tmp_path):
     async def cell() -> int:
         return write_film("text_kuhn", f"{tmp_path}/kuhn.gif", {}, {"*": "random"})

@@ -42,7 +42,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, add: Callable[[GGUFWriter], 
     """Writes a model as llama.cpp's converter does; `add` writes further fields and tensors."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
-    writer.add_context_length(128)
+    writer.add_context_length(model.config.max_position_embeddings)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(64)
     writer.add_head_count(4)

@@ -19,18 +19,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from helpers.command_line import GROUP, LINK, refusal
+from helpers.documents import Block, blocks
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "results/*/*.md", "palestra/environments/*/README.md")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in ROOT.glob(folder))
-BLOCK = re.compile(
-    r"^<!--\s*(?:test(?P<slow>:\s*slow)?|file:\s*(?P<file>\S+))\s*-->\s*\n```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
-    re.MULTILINE | re.DOTALL,
-)
 COMMENT = re.compile(r"^<!--\s*(?:test|file)\b[^>]*-->", re.MULTILINE)
 OPENED = re.compile(r"(?P<before>[^\n]*)\n```(?:bash|python)\b")
 MARKED = re.compile(r"<!--\s*(test(: slow)?|file: \S+|not run: \S.*?)\s*-->")
@@ -38,28 +35,6 @@ SHELL = re.compile(r"^```bash[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
-
-
-class Block(NamedTuple):
-    line: int
-    language: str
-    code: str
-    slow: bool
-    file: str = ""
-
-
-def blocks(text: str) -> list[Block]:
-    """The runnable blocks of a document, in order."""
-    return [
-        Block(
-            text[: match.start("code")].count("\n") + 1,
-            match["language"],
-            match["code"],
-            bool(match["slow"]),
-            match["file"] or "",
-        )
-        for match in BLOCK.finditer(text)
-    ]
 
 
 def run(document: Path, folder: Path, *, slow: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from palestra.api.agents.export import export_network
 from palestra.api.agents.serve import ServedAgent
 from palestra.api.agents.trained_agent import TrainedAgent, find_agents
 from palestra.core.config import Tree, validate
@@ -26,7 +27,7 @@ from palestra.text.build.engines import Engines
 from palestra.vector.build.build import policy_by_seat
 from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import VectorConfig
-from palestra.vector.learners.policy_stack import read_policy
+from palestra.vector.learners.policy_stack import read_frozen_member, read_policy
 
 
 def load_agent(
@@ -99,6 +100,7 @@ class NetworkAgent:
                 raise ValueError(f'no seat "{seat}": env "{env.label}" has {", ".join(env.seats)}')
             self._column = env.seats.index(self.seat)
             self._player = read_policy(agent.folder, env, [self._column], best=greedy)
+            self._member, _ = read_frozen_member(agent.folder, env, [self._column])
             self._num_seats = len(env.seats)
             self._seat_shape = env.observation_shapes[self._column]
             self._space = env.action_spaces[self._column]
@@ -144,6 +146,18 @@ class NetworkAgent:
             raise ValueError(f"an observation of {self.name} is not finite")
         actions = self._actions(rows, action_mask)
         return actions[0] if is_single else actions
+
+    def export(self, path: str | Path) -> None:
+        """Writes the network as an ONNX model, which takes the greedy actions of any number of games B.
+
+        Its inputs are `obs` [B, ...], with a memory `state` [B, units] (zeros at the start of a game), and in an env
+        with masks `action_mask` [B, A] bool; its outputs are `action`, counted from 0 or continuous and not clipped,
+        the network's `outputs` (logits, or means and log-deviations), and `new_state`. Needs `palestra[onnx]`.
+
+        Raises ValueError if `path` does not end in .onnx, if torch cannot express the network in ONNX, or if
+        onnxruntime finds other actions than the network in random games; then nothing is written.
+        """
+        export_network(self._member, np.zeros(self._seat_shape, self._dtype), self._num_actions, Path(path))
 
     def _actions(self, rows: np.ndarray, action_mask: Any) -> list[Any]:
         """Returns the actions for observations [B, *shape]."""

@@ -75,7 +75,8 @@ class DenseLayers(torch.autograd.Function):
 def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs of all layers. If P is 1 the outputs of inner layers have no member dimension, since plain
     matrix products are faster than batched ones."""
-    product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
+    may_fuse = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
+    product = onednn_product() if may_fuse else None
     x = _unstack_single(x)
     outputs = []
     for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):

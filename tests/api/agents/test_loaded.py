@@ -5,13 +5,23 @@ import asyncio
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from helpers.trained import two_agents
 
 import palestra as pl
+from palestra.api.agents import export
+from palestra.api.agents.export import GreedyNetwork
+from palestra.envs.vector_base import Discrete
 from palestra.evaluation.evaluate import evaluate
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import load_player
 from palestra.vector.build.envs import make_vector_env
+
+EXPORTED = [
+    ({"type": "leduc_poker"}, {}),
+    ({"type": "simple_spread"}, {"gru_units": 8, "seat_one_hot": True, "normalize_observations": True}),
+    ({"type": "gymnasium", "id": "Pendulum-v1"}, {"hidden": [64, 64]}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +137,53 @@ def test_continuous_actions_are_within_their_bounds(make_run):
     agent = pl.load_agent(make_run("pendulum", {"type": "gymnasium", "id": "Pendulum-v1", "num_envs": 4}, 256))
     actions = np.stack(agent.act(np.zeros((200, 3), np.float32)))
     assert actions.min() == -2 and actions.max() == 2  # a new policy has a deviation of 1 or more, cut at the bounds
+
+
+def test_the_network_to_export_takes_the_agent_s_greedy_actions(make_run):
+    run = make_run("kuhn_memory", {"type": "leduc_poker", "num_envs": 8}, 512, gru_units=8, seat_one_hot=True)
+    agent = pl.load_agent(run, greedy=True)
+    network = GreedyNetwork(agent._member, 3).eval()
+    assert network.input_names == ["obs", "state", "action_mask"]
+    obs, _, mask = network.random_inputs(np.zeros(agent._seat_shape, np.float32))
+    state = torch.zeros(len(obs), 8)
+    with torch.no_grad():
+        for _ in range(3):  # the state is given back
+            actions, outputs, state = network(obs, state, mask)
+            assert actions.tolist() == agent.act(obs.numpy(), mask.numpy())
+    assert outputs.shape == (len(obs), 3) and state.abs().sum() > 0
+
+
+def test_an_export_that_cannot_be_is_refused_in_one_line(cart_pole, tmp_path, monkeypatch):
+    agent = pl.load_agent(cart_pole)
+    with pytest.raises(ValueError, match=r"ends in \.onnx"):
+        agent.export(tmp_path / "pole.pt")
+    monkeypatch.setattr("palestra.api.console.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'palestra\[onnx\]'"):
+        agent.export(tmp_path / "pole.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env, policy", EXPORTED)
+def test_an_exported_model_acts_as_the_agent(make_run, env, policy, tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = make_run(f"exported_{env.get('id', env['type'])}", {**env, "num_envs": 4}, 256, **policy)
+    agent = pl.load_agent(run, greedy=True)
+    agent.export(tmp_path / "agent.onnx")
+    model = onnxruntime.InferenceSession(tmp_path / "agent.onnx")
+    network = GreedyNetwork(agent._member, agent._num_actions)
+    inputs = network.random_inputs(np.zeros(agent._seat_shape, agent._dtype))
+    named = {name: value.numpy()[:5] for name, value in zip(network.input_names, inputs, strict=True)}
+    if "state" in named:
+        named["state"][:] = 0
+    found = model.run(["action"], named)[0]
+    space = agent._space
+    found = found if isinstance(space, Discrete) else found.clip(space.low, space.high)
+    np.testing.assert_allclose(found, agent.act(named["obs"], named.get("action_mask")), rtol=1e-4, atol=1e-4)
+    right = export._run
+    monkeypatch.setattr(export, "_run", lambda *arguments: [found + 1 for found in right(*arguments)])
+    with pytest.raises(ValueError, match="would act otherwise"):
+        agent.export(tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
 
 
 def test_a_member_of_a_population_plays_the_seat_of_its_player(tmp_path):

@@ -32,6 +32,16 @@ def test_aggregates_by_hand() -> None:
     assert optimality_gap(TWO_TASKS) == pytest.approx((2.4 / 4 + 0.6 / 4) / 2)
 
 
+def test_aggregates_are_rliable_s() -> None:
+    """The numbers are rliable 1.2.0's, of the same scores."""
+    generator = np.random.default_rng(0)
+    ours = np.round(generator.normal(0.6, 0.4, (5, 4)), 1)
+    theirs = np.round(generator.normal(0.4, 0.4, (7, 4)), 1)
+    expected = {"iqm": 0.53, "mean": 0.53, "median": 0.56, "optimality_gap": 0.475}
+    assert {name: statistic(list(ours.T)) for name, statistic in STATISTICS.items()} == pytest.approx(expected)
+    assert probability_of_improvement(list(ours.T), list(theirs.T)) == pytest.approx(0.5607142857142857)
+
+
 def test_interquartile_mean_ignores_outliers_and_keeps_small_samples() -> None:
     assert interquartile_mean([np.array([0.0, 1.0, 2.0, 1e9])]) == pytest.approx(1.5)
     # a quarter of 3 runs, rounded down, is 0
