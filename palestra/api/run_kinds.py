@@ -87,9 +87,11 @@ class TextRuns:
         from palestra.text.build.distributed import build
 
         bases = dict.fromkeys(getattr(policy, "base", None) for policy in config.policies.values())
-        if console.is_terminal and not config.engine and any(bases):  # a log file gets what it always got
-            print_line(f"loading {', '.join(filter(None, bases))}")
-        return build(config)
+        loading = "" if config.engine else ", ".join(filter(None, bases))
+        if loading:
+            print_line(f"loading {loading}")
+        with console.busy(lambda: f"loading {loading}" if loading else "starting"):
+            return build(config)
 
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
         return run_on_rank_zero(setup.ranks, open_run)
