@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
 from rich.markup import escape
@@ -38,6 +41,7 @@ from palestra.runs.headline import (
 )
 from palestra.runs.loop import Callback
 
+CHART_INTERVAL_S = 5.0  # seconds between drawings of a chart after steps
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
 
@@ -158,6 +162,36 @@ class ProgressBar(_Bar, Callback):
         size = f" of {format_episodes(metrics)}"
         size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
         self.console.print(styled_text(*texts, size), soft_wrap=True)
+
+
+class LiveChart(Callback):
+    """The first chart of a run in the output of a notebook's cell, drawn anew after evaluations, and after steps every
+    few seconds."""
+
+    def __init__(self, path: Path) -> None:
+        from IPython.display import HTML, display  # there in every notebook
+
+        self.path = path
+        self.new_output = HTML
+        self.output: Any = display(HTML(""), display_id=True)
+        self.drawn_at = 0.0
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        if time.monotonic() - self.drawn_at >= CHART_INTERVAL_S:
+            self.draw()
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        """Draws what is logged so far."""
+        from palestra.evaluation.report.charts import figures_html
+        from palestra.evaluation.report.html import notebook_html
+        from palestra.evaluation.report.run_charts import run_charts
+        from palestra.runs.series import RunLogs
+
+        self.output.update(self.new_output(notebook_html(figures_html(islice(run_charts(RunLogs(self.path)), 1)))))
+        self.drawn_at = time.monotonic()
 
 
 class PopulationBar(_Bar, scheduler.PlanCallback):

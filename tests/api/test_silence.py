@@ -1,5 +1,6 @@
 """Slow runs and evaluations, as processes that write into a pipe: something is heard every ten seconds."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -74,5 +75,5 @@ def test_no_silence_is_longer_than_ten_seconds(tmp_path, config, command, words)
     times.append(time.monotonic())
     said = "\n".join(lines)
     assert process.returncode == 0 and all(word in said for word in words), said
-    gaps = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     assert times[-1] - times[0] > 2 * LONGEST_S and max(gaps) < LONGEST_S, said

@@ -609,7 +609,7 @@ def test_wrong_return_type_of_step_gives_an_explained_failure():
             return {"a": "-"}, 0.0, True, False, {}
 
     (episode,), _ = grow(lambda: ReturnsTuple(1), Branching(), seats=("a",))
-    assert "step must return a palestra.core.types.Step, and returned a tuple, as in Gymnasium" in episode.error
+    assert "step must return a palestra.Step, and returned a tuple, as in Gymnasium" in episode.error
     assert "require_step" in episode.traceback
 
 
