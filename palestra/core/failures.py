@@ -65,7 +65,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def describe_error(error: BaseException) -> ErrorText:
     """Returns the text of an exception, or of the first exception in an exception group; in one line, unless it is a
-    RunFailed. The traceback begins with the user's code, if it leads through it."""
+    RunFailed. The traceback begins with the user's code, if it leads through it; it is "" for a check of palestra."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     message = str(error)
@@ -73,7 +73,8 @@ def describe_error(error: BaseException) -> ErrorText:
         message = f"{type(error).__name__}: {' '.join(line.strip() for line in message.splitlines())}"
     report = traceback.TracebackException.from_exception(error, limit=-TRACEBACK_FRAMES)
     _hide_library_frames(report, error)
-    trace = "".join(report.format())
+    says_more = report.stack or report.__cause__ or getattr(error, "__notes__", None)
+    trace = "".join(report.format()) if says_more else ""
     return ErrorText(
         _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
         _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),
