@@ -63,8 +63,8 @@ class PlainConsole(Console):
         began = time.monotonic()
         while not done.wait(0.5):
             status = self._status
-            text = status() if status and time.monotonic() - self._printed_at >= SILENCE_S else ""
-            if text:
+            is_silent = time.monotonic() - self._printed_at >= SILENCE_S
+            if status and is_silent and (text := status()):
                 self.print(f"{text}, {timedelta(seconds=round(time.monotonic() - began))}", soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:

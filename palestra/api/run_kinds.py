@@ -204,7 +204,9 @@ def train_with_progress(
     elif not run.is_new:
         lost = f", {run.num_discarded_steps} steps are lost" if run.num_discarded_steps else ""
         print_line(f"no checkpoint yet: starts from the beginning{lost}")
-    charts = [LiveChart(run.path)] if console.is_jupyter and start < trainer.steps else []
+    charts: list[LiveChart] = []
+    if console.is_jupyter and start < trainer.steps:
+        charts.append(LiveChart(run.path))
     with ProgressBar(trainer.steps, start, tree, console) as bar, StopOnInterrupt() as interrupted:
         each = CallbackList([bar, *charts, *callbacks])
         done = run_training(trainer, run, each, _stop_requested(interrupted, callbacks))

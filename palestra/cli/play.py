@@ -130,9 +130,13 @@ def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port:
 
     env = setup.runner.make_env()
     name = env.name or type(env).__name__
-    seats = check_single_human(setup, own_seat) if own_seat else check_no_human(setup)
     rules = env.rules_for(own_seat or env.seats[0])
-    run_game = partial(play_episode, setup, own_seat) if own_seat else partial(watch_episode, setup)
+    run_game: Any = partial(watch_episode, setup)
+    if own_seat:
+        seats = check_single_human(setup, own_seat)
+        run_game = partial(play_episode, setup, own_seat)
+    else:
+        seats = check_no_human(setup)
     sessions = PlaySessions(
         run_game, GameSetup(name, seats, own_seat, rules, env.picture), first_instance=seed, print_line=print_line
     )

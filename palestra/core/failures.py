@@ -73,8 +73,9 @@ def describe_error(error: BaseException) -> ErrorText:
         message = f"{type(error).__name__}: {' '.join(line.strip() for line in message.splitlines())}"
     report = traceback.TracebackException.from_exception(error, limit=-TRACEBACK_FRAMES)
     _hide_library_frames(report, error)
-    says_more = report.stack or report.__cause__ or getattr(error, "__notes__", None)
-    trace = "".join(report.format()) if says_more else ""
+    trace = ""
+    if report.stack or report.__cause__ or hasattr(error, "__notes__"):
+        trace = "".join(report.format())
     return ErrorText(
         _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
         _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),

@@ -24,14 +24,11 @@ def load_name(package: str, modules: Mapping[str, Sequence[str]], name: str) -> 
                 value = getattr(import_module(f"{package}.{module}"), original)
                 setattr(sys.modules[package], name, value)
                 return value
-    if package != "palestra" and hasattr(import_module("palestra"), name):
-        raise AttributeError(f"module {package!r} has no attribute {name!r}: it is palestra.{name}")
-    from difflib import get_close_matches  # which importing palestra does not need
-
-    by_lower = {known.lower(): known for known in public_names(modules)}
-    near = get_close_matches(name.lower().removesuffix("trainer").removesuffix("config"), by_lower, 1, 0.8)
-    meant = f": did you mean {by_lower[near[0]]}?" if near else ""
-    raise AttributeError(f"module {package!r} has no attribute {name!r}{meant}")
+    meant = name.lower().removesuffix("trainer").removesuffix("config")
+    hints = [f": did you mean {known}?" for known in public_names(modules) if known.lower() == meant]
+    if package != "palestra" and hasattr(sys.modules["palestra"], name):
+        hints = [f": it is palestra.{name}"]
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{''.join(hints)}")
 
 
 def public_names(modules: Mapping[str, Sequence[str]]) -> list[str]:

@@ -60,7 +60,7 @@ def check_callbacks(callbacks: Any) -> None:
         if not isinstance(callback, Callback) or callback is callbacks:
             raise ValueError(
                 f"callbacks must be a list of objects of subclasses of palestra.Callback, with {', '.join(hooks)}, and "
-                f"{'this is' if callback is callbacks else 'one is'} {callback!r:.60}"
+                f"one is {callback!r:.60}"
             )
         name = type(callback).__name__
         if unknown := [hook for hook in dir(callback) if hook.startswith("on_") and hook not in hooks]:

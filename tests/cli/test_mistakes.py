@@ -285,7 +285,7 @@ CALLS = [
     (lambda: start(policies={"default": "tinny"}), "did you mean tiny?"),
     (lambda: start(evals={"dev": 5}), "evals.dev: should be a mapping, not 5"),
     (lambda: start(callbacks=[print]), "callbacks must be a list of objects of subclasses of palestra.Callback"),
-    (lambda: start(callbacks=pl.Callback()), "callbacks must be a list .* and this is <"),
+    (lambda: start(callbacks=pl.Callback()), "callbacks must be a list .* and one is <"),
     # envs
     (lambda: start(env=3), "env is 3: give a name, a config"),
     (lambda: start(env=lambda: 3), "returned a int: give a name, a config"),
