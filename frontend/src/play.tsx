@@ -1,4 +1,4 @@
-// A game that a person plays: what the seat is told, what it said, the question, and in the end all that was said.
+// A game that a person plays or looks on: what the seat is told, what it said, the question, and in the end all that was said.
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { send, SILENT, url, useAnswer } from "./api";
@@ -45,17 +45,18 @@ function Game({ path, another }: { path: string; another: () => void }) {
       <p class="hint">reading…</p>
     );
   const past = game.now === "asked" ? game.line.slice(0, -1) : game.line;
+  const ongoing = { asked: `your turn ${game.turn}`, waiting: "waiting for the others", watching: "the game goes on", paused: "the game is paused", over: "the game is over" };
   return (
     <article>
       <Head game={game} />
       {past.length > 0 && <Words line={past} path="" tree={bare(game)} colouring="" columns={false} plain={false} />}
       {!live && <Failed error={SILENT} />}
       <p class="hidden" role="status">
-        {game.now === "asked" ? `your turn ${game.turn}` : game.now === "waiting" ? "waiting for the others" : "the game is over"}
+        {ongoing[game.now]}
       </p>
       {game.now === "asked" && <Question key={game.turn} game={game} path={path} />}
       {game.now === "waiting" && <p class="waits">waiting for {others(game) || "the game"}…</p>}
-      {game.end ? <End end={game.end} game={game} another={another} /> : <Leave path={path} />}
+      {game.end ? <End end={game.end} game={game} another={another} /> : game.seat ? <Leave path={path} /> : <Pause path={path} paused={game.now === "paused"} />}
     </article>
   );
 }
@@ -85,7 +86,7 @@ function Head({ game }: { game: GameState }) {
       </div>
       {(game.role || game.rules) && (
         <details open class="told">
-          <summary>the game, as your seat is told of it{game.rules ? ", and its rules" : ""}</summary>
+          <summary>{game.seat ? `the game, as your seat is told of it${game.rules ? ", and its rules" : ""}` : "the rules"}</summary>
           {game.role && <Text text={game.role} />}
           {game.rules && <p>{game.rules}</p>}
         </details>
@@ -153,6 +154,18 @@ function Leave({ path }: { path: string }) {
     <p>
       <button class="plain quiet" disabled={left} onClick={leave}>
         {left ? "given up: waiting for the others" : "give up"}
+      </button>
+    </p>
+  );
+}
+
+function Pause({ path, paused }: { path: string; paused: boolean }) {
+  const place = useRef<HTMLParagraphElement>(null);
+  useEffect(() => place.current?.scrollIntoView({ block: "nearest" }));
+  return (
+    <p ref={place}>
+      <button class="main" onClick={() => send(url(`${path}/pause`), { paused: !paused }).catch(() => undefined)}>
+        {paused ? "go on" : "pause"}
       </button>
     </p>
   );

@@ -181,7 +181,7 @@ export interface GameState {
   seat: string;
   seats: Record<string, string>;
   turn: number;
-  now: "asked" | "waiting" | "over";
+  now: "asked" | "waiting" | "watching" | "paused" | "over";
   role: string;
   rules: string;
   legal_actions: string[];

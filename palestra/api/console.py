@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.util import find_spec
+from threading import Event, Thread
 from typing import Any
 
 import typer
@@ -18,6 +20,8 @@ from palestra.core.chat import escape_control_chars
 from palestra.core.config.credentials import hide_credentials
 
 READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
+SILENCE_S = 9.0  # seconds after the last line, at which a busy console says what it does
+IMPORTS_S = 3.0  # seconds that passed in silence before the outermost context, while Python imported palestra
 NOTEBOOK_COLUMNS = 80  # that fit into a cell's output
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints
 
@@ -30,6 +34,38 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
         if self.is_jupyter:
             self.width = min(self.width, NOTEBOOK_COLUMNS)
+        self._printed_at = time.monotonic()
+        self._status: Callable[[], str] | None = None
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self._printed_at = time.monotonic()
+        super().print(*objects, **options)
+
+    @contextmanager
+    def busy(self, status: Callable[[], str]) -> Iterator[None]:
+        """Context in which a thread prints `status()`, and for how long the outermost context has lasted, after each
+        ten seconds without a line; nothing while that is "". An inner context replaces the status of an outer one."""
+        outer, self._status = self._status, status
+        done = Event()
+        thread = Thread(target=self._break_silence, args=(done,), daemon=True)
+        if outer is None:
+            self._printed_at = time.monotonic() - IMPORTS_S
+            thread.start()
+        try:
+            yield
+        finally:
+            self._status = outer
+            if outer is None:
+                done.set()
+                thread.join()
+
+    def _break_silence(self, done: Event) -> None:
+        began = time.monotonic()
+        while not done.wait(0.5):
+            status = self._status
+            is_silent = time.monotonic() - self._printed_at >= SILENCE_S
+            if status and is_silent and (text := status()):
+                self.print(f"{text}, {timedelta(seconds=round(time.monotonic() - began))}", soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control_chars(text), **options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -37,35 +41,66 @@ from palestra.runs.headline import (
 )
 from palestra.runs.loop import Callback
 
+CHART_INTERVAL_S = 5.0  # seconds between drawings of a chart after steps
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
 
-def _new_bar(*columns: ProgressColumn, console: Console) -> Progress:
-    """Returns a bar of these columns. A notebook without ipywidgets, in which Rich draws none, shows no bar."""
-    is_off = console.is_jupyter and find_spec("ipywidgets") is None
-    return Progress(*columns, console=console, refresh_per_second=4, disable=is_off)
+class _Bar:
+    """Context that shows a bar of `columns`. Where it does not move, in a file, a pipe, or a notebook without
+    ipywidgets, a line says the same in every ten seconds without another line."""
 
+    def __init__(self, *columns: ProgressColumn, console: PlainConsole, is_transient: bool = False) -> None:
+        has_none = console.is_jupyter and find_spec("ipywidgets") is None  # in which Rich draws none
+        self.moves = not has_none and (console.is_terminal or console.is_jupyter)
+        options: dict[str, Any] = {"transient": is_transient, "disable": has_none or (is_transient and not self.moves)}
+        self.bar = Progress(*columns, console=console, refresh_per_second=4, **options)
+        self._stack = ExitStack()
+        self._busy = console.busy(lambda: "" if self.moves else self.status())
 
-class _BarContext:
-    """Context that starts `bar` on the screen and stops it."""
-
-    bar: Progress
+    def status(self) -> str:
+        """Returns what the bar shows, as text."""
+        task = self.bar.tasks[0]
+        count = f"{task.completed:.0f}/{task.total:.0f}" if task.total else ""
+        return ", ".join(filter(None, [f"{task.description} {count}".rstrip(), *task.fields.values()]))
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(self._busy)
         self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
+        self._stack.close()
 
 
-class ProgressBar(_BarContext, Callback):
+class CountingBar(_Bar):
+    """A bar of something that is not a run, which vanishes at its end; on stderr, unless `console` is given."""
+
+    def __init__(self, what: str, console: PlainConsole | None = None) -> None:
+        self.console = console or PlainConsole(stderr=True)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        super().__init__(*columns, console=self.console, is_transient=True)
+        self.task = self.bar.add_task(what, total=None)
+
+    def count(self, done: int, total: int) -> None:
+        """Shows that `done` of `total` parts are done."""
+        is_first = self.bar.tasks[0].total is None
+        self.bar.update(self.task, completed=done, total=total)
+        if is_first and not self.moves:
+            self.console.print(self.status(), soft_wrap=True)
+
+    def say(self, what: str) -> None:
+        """Shows what is done now."""
+        self.bar.update(self.task, description=escape(what))
+
+
+class ProgressBar(_Bar, Callback):
     """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
     return of training, and what the step is at. Evaluations are printed above it. `config` is the resolved config of
     the run."""
 
     def __init__(
-        self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: Console | None = None
+        self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: PlainConsole | None = None
     ) -> None:
         self.console = console or PlainConsole()
         self.config = config or {}
@@ -81,8 +116,8 @@ class ProgressBar(_BarContext, Callback):
             TextColumn("left"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=False, table_column=Column(no_wrap=True)),
         )
-        self.bar = _new_bar(*columns, console=self.console)
-        empty: dict[str, Any] = {"now": "", "held_out": "", "trained": "", "failed": ""}
+        super().__init__(*columns, console=self.console)
+        empty: dict[str, Any] = {"now": "starting", "held_out": "", "trained": "", "failed": ""}
         self.task = self.bar.add_task("training", total=steps, completed=start, **empty)
         self._values: dict[str, float] = {}
         self._is_success = False  # whether `_values` are success rates, else returns
@@ -126,14 +161,44 @@ class ProgressBar(_BarContext, Callback):
             texts += [f"{',' if number else ''} {what} ", (value, "bold")]
         size = f" of {format_episodes(metrics)}"
         size += f", mean length {metrics['steps_per_episode']:.1f}" if "steps_per_episode" in metrics else ""
-        self.console.print(styled_text(*texts, size))
+        self.console.print(styled_text(*texts, size), soft_wrap=True)
 
 
-class PopulationBar(_BarContext, scheduler.PlanCallback):
+class LiveChart(Callback):
+    """The first chart of a run in the output of a notebook's cell, drawn anew after evaluations, and after steps every
+    few seconds."""
+
+    def __init__(self, path: Path) -> None:
+        from IPython.display import HTML, display  # there in every notebook
+
+        self.path = path
+        self.new_output = HTML
+        self.output: Any = display(HTML(""), display_id=True)
+        self.drawn_at = 0.0
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        if time.monotonic() - self.drawn_at >= CHART_INTERVAL_S:
+            self.draw()
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        """Draws what is logged so far."""
+        from palestra.evaluation.report.charts import figures_html
+        from palestra.evaluation.report.html import notebook_html
+        from palestra.evaluation.report.run_charts import run_charts
+        from palestra.runs.series import RunLogs
+
+        self.output.update(self.new_output(notebook_html(figures_html(islice(run_charts(RunLogs(self.path)), 1)))))
+        self.drawn_at = time.monotonic()
+
+
+class PopulationBar(_Bar, scheduler.PlanCallback):
     """Progress bar of population training. `summary` returns current metrics of the population and is called after each
     task."""
 
-    def __init__(self, summary: Callable[[], Mapping[str, float]], console: Console | None = None) -> None:
+    def __init__(self, summary: Callable[[], Mapping[str, float]], console: PlainConsole | None = None) -> None:
         self.summary = summary
         columns = (
             TextColumn("training"),
@@ -142,8 +207,8 @@ class PopulationBar(_BarContext, scheduler.PlanCallback):
             TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
         )
-        self.bar = _new_bar(*columns, console=console or PlainConsole())
-        self.task = self.bar.add_task("training", total=None, what="")
+        super().__init__(*columns, console=console or PlainConsole())
+        self.task = self.bar.add_task("training", total=None, what="the first task")
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
         metrics = self.summary()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from palestra.api.console import console, print_line, styled_text
 from palestra.api.extend import complete_message
 from palestra.api.interrupt import StopOnInterrupt
-from palestra.api.progress import PopulationBar, ProgressBar, format_summary
+from palestra.api.progress import LiveChart, PopulationBar, ProgressBar, format_summary
 from palestra.core.config import Tree
 from palestra.core.files import read_lines
 from palestra.core.types import Episode, Metrics
@@ -87,9 +87,11 @@ class TextRuns:
         from palestra.text.build.distributed import build
 
         bases = dict.fromkeys(getattr(policy, "base", None) for policy in config.policies.values())
-        if console.is_terminal and not config.engine and any(bases):  # a log file gets what it always got
-            print_line(f"loading {', '.join(filter(None, bases))}")
-        return build(config)
+        loading = "" if config.engine else ", ".join(filter(None, bases))
+        if loading:
+            print_line(f"loading {loading}")
+        with console.busy(lambda: f"loading {loading}" if loading else "starting"):
+            return build(config)
 
     def open(self, setup: TextTrainer, open_run: Callable[[], Run]) -> AbstractContextManager[Run | NullRun]:
         return run_on_rank_zero(setup.ranks, open_run)
@@ -202,8 +204,15 @@ def train_with_progress(
     elif not run.is_new:
         lost = f", {run.num_discarded_steps} steps are lost" if run.num_discarded_steps else ""
         print_line(f"no checkpoint yet: starts from the beginning{lost}")
+    charts: list[LiveChart] = []
+    if console.is_jupyter and start < trainer.steps:
+        charts.append(LiveChart(run.path))
     with ProgressBar(trainer.steps, start, tree, console) as bar, StopOnInterrupt() as interrupted:
-        return run_training(trainer, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
+        each = CallbackList([bar, *charts, *callbacks])
+        done = run_training(trainer, run, each, _stop_requested(interrupted, callbacks))
+    for chart in charts:
+        chart.draw()
+    return done
 
 
 def _stop_requested(interrupted: Callable[[], bool], callbacks: Sequence[Callback]) -> Callable[[], bool]:

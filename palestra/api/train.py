@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from palestra.evaluation.report.run_report import explain_no_update
 from palestra.runs.loop import Callback, check_callbacks
 
 
+@console.busy(lambda: "starting")
 def train(  # noqa: PLR0913 - the parts of a config, by name
     config: str | Path | Mapping[str, Any] | BaseModel | None = None,
     *,
@@ -102,6 +104,8 @@ def config_tree(
     if config is None and not changes.keys() & {"env", "envs", "data", "stages"}:
         raise ValueError('nothing to train: give a config, train("configs/demo.yaml"), or env= and policies=')
     tree: Tree = load(config) if isinstance(config, str | Path) else plain_data(config or {})
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"config is {config!r:.60}: give a YAML file, a mapping or a config object")
     plain = {key: plain_data(value) for key, value in changes.items()}
     tree |= {key: value for key, value in plain.items() if "." not in key}
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in plain.items() if "." in key])
@@ -122,6 +126,8 @@ def env_tree(env: Any) -> Tree:
 def plain_data(value: Any) -> Any:
     """Returns `value` with config objects as mappings; other objects are kept. Raises ValueError for an algorithm of a
     class that its mapping does not name."""
+    if inspect.isclass(value) and issubclass(value, BaseModel):
+        raise ValueError(f"{value.__name__} is a class: give an object of it, {value.__name__}(...)")
     if isinstance(value, BaseModel):
         for each in (value, getattr(value, "algorithm", None)):
             _check_named(each)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from palestra.api.console import console
+from palestra.api.progress import CountingBar
 from palestra.core.config import Tree, load
 from palestra.core.event_loop import call_outside_loop
 from palestra.core.files import read_lines
@@ -68,8 +70,8 @@ def evaluate(
     what = run.path if isinstance(run, TrainedRun) else run
     changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
     choice: dict[str, Any] = {"episodes": episodes, "greedy": greedy, "checkpoint": checkpoint, "seed": seed}
-    work = partial(evaluation.evaluate, what, changes, seats, **choice)
-    result = call_outside_loop(work)
+    with CountingBar(f"evaluating {what}", console) as bar:
+        result = call_outside_loop(partial(evaluation.evaluate, what, changes, seats, on_progress=bar.count, **choice))
     check_not_all_failed(result.episodes, "evaluate")
     return result
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress
 
-from palestra.api.console import console, print_line, user_errors
+from palestra.api.console import print_line, user_errors
 from palestra.cli.seat_options import (
     CheckpointOption,
     EnvOption,
@@ -60,6 +59,8 @@ def collect(  # noqa: PLR0913 - a parameter for each option
     with user_errors():
         from palestra.evaluation.target import find_target
 
+        if out.suffix not in (".parquet", ""):
+            raise ValueError(f"--out {out}: episodes are written as Parquet: name it {out.with_suffix('.parquet')}")
         if find_target(what, step=checkpoint).is_vector:
             from palestra.evaluation.vector import collect_vector_episodes as record_games
 
@@ -88,13 +89,14 @@ def collect(  # noqa: PLR0913 - a parameter for each option
 def _collect_with_progress(
     setup: TextEvalSetup, out: Path, episodes: int, seed: int, keep: EpisodeFilter
 ) -> tuple[dict[str, str], dict[str, Any]]:
+    from palestra.api.progress import CountingBar
     from palestra.evaluation.collect import collect_episodes
 
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("playing", total=episodes)
+    with CountingBar("playing") as bar:
 
         def report_progress(played: int, num_kept: int) -> None:
-            bar.update(task, completed=played, description=f"kept {num_kept}")
+            bar.count(played, episodes)
+            bar.say(f"playing, kept {num_kept}")
 
         playing = collect_episodes(setup, out, episodes=episodes, seed=seed, keep=keep, on_progress=report_progress)
         return asyncio.run(playing)

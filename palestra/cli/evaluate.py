@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from palestra.api.console import PlainConsole, console, print_line, styled_text, user_errors
+from palestra.api.console import console, print_line, styled_text, user_errors
 from palestra.cli.seat_options import (
     POLICY_HELP,
     CheckpointOption,
@@ -31,7 +29,7 @@ from palestra.text.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
     from palestra.evaluation.judged import Judge, JudgedResult
-    from palestra.evaluation.target import EvalResult, OnProgress
+    from palestra.evaluation.target import EvalResult
 
 
 def evaluate(  # noqa: PLR0913 - a parameter for each option
@@ -132,10 +130,12 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
             sides = (policies, against or "base")
             _print_judged(what, settings, *sides, Judge(judge, judge_tokens), as_json, options)
             return
+        from palestra.api.progress import CountingBar
         from palestra.evaluation import evaluate as evaluation
 
-        with _progress_bar(is_shown="human" not in policies.values()) as on_progress:
-            options["on_progress"] = on_progress
+        is_asked = "human" in policies.values()  # a person answers in the terminal, where a bar would be in the way
+        with nullcontext() if is_asked else CountingBar(f"evaluating {what}") as bar:
+            options |= {"on_progress": bar.count} if bar else {}
             if cross:
                 results = evaluation.cross_play(what, settings, members or [], **options)
             else:
@@ -182,14 +182,14 @@ def _best_responses(
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
+    from palestra.api.progress import CountingBar
     from palestra.evaluation.best_response import learn_best_responses
     from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table, nash_conv_lower_bound
     from palestra.evaluation.target import find_target
 
     target = find_target(what, env, checkpoint)
-    with PlainConsole(stderr=True).status("learning a response at each seat") as status:
-        report = lambda text: status.update(styled_text(text))  # noqa: E731
-        learned = learn_best_responses(target, env, seats, on_progress=report, **options)
+    with CountingBar("learning a response at each seat") as bar:
+        learned = learn_best_responses(target, env, seats, on_progress=bar.say, **options)
     if as_json:
         print(
             json.dumps(
@@ -210,10 +210,11 @@ def _print_judged(
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
+    from palestra.api.progress import CountingBar
     from palestra.evaluation.judged import compare_judged
 
-    with _progress_bar(is_shown=True) as on_progress:
-        judged = compare_judged(str(what), env, seats, against, judge, on_progress=on_progress, **options)
+    with CountingBar(f"evaluating {what}") as bar:
+        judged = compare_judged(str(what), env, seats, against, judge, on_progress=bar.count, **options)
     if as_json:
         names = [result.policy_names for result in judged.results]
         error = {"error": judged.error} if judged.error else {}
@@ -222,17 +223,6 @@ def _print_judged(
     console.print(_judged_table(f"{what} against {against}, judged by {judge.policy}", judged))
     if judged.error:
         console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
-
-
-@contextmanager
-def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
-    """Context with a progress bar, on stderr and only in a terminal, which vanishes at its end. Yields the function
-    that moves it."""
-    loud = PlainConsole(stderr=True)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=loud, transient=True, disable=not (is_shown and loud.is_terminal)) as bar:
-        task = bar.add_task("playing", total=None)
-        yield lambda played, of: bar.update(task, completed=played, total=of)
 
 
 def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResult]) -> None:

@@ -84,10 +84,12 @@ def _check_readable(run: Path) -> None:
 def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> None:
     _check_readable(run)
     settings = [f"backend.{key}={value}" for key, value in places if value]
-    with user_errors(), console.status("playing") as status:
+    with user_errors():
+        from palestra.api.progress import CountingBar
         from palestra.evaluation.crossplay import play_missing_cells
 
-        cells = play_missing_cells(run, games, settings, lambda done, of: status.update(f"played {done} of {of} tasks"))
+        with CountingBar("playing the missing games") as bar:
+            cells = play_missing_cells(run, games, settings, bar.count)
     console.print(f"{cells} pairs lacked games, and have {games} now" if cells else f"every pair has {games} games")
 
 
@@ -110,13 +112,14 @@ def exploit(
     """
     _check_readable(run)
     with user_errors():
+        from palestra.api.progress import CountingBar
         from palestra.evaluation.exploit import measure_exploitability as learned
         from palestra.evaluation.final_strategies import describe_mixtures
         from palestra.evaluation.report.population_data import describe_lower_bound, exploits_table
 
-        with console.status("learning") as status:
-            settings = [f"backend.type={backend}"] if backend else []
-            exploits = learned(run, steps, games, settings, lambda what: status.update(styled_text(what)))
+        settings = [f"backend.type={backend}"] if backend else []
+        with CountingBar("learning responses") as bar:
+            exploits = learned(run, steps, games, settings, bar.say)
         console.print(exploits_table(run, exploits))
         print_line(f"final strategies: {describe_mixtures(exploits[0].mixtures)}")
         if text := describe_lower_bound(exploits):

@@ -1,4 +1,5 @@
-"""`palestra play` and `render`: a person plays one seat, in the terminal or in the browser; a game as a film."""
+"""`palestra play` and `render`: a person plays one seat, in the terminal or in the browser, or looks on; a game as a
+film."""
 
 from __future__ import annotations
 
@@ -38,6 +39,9 @@ def play(  # noqa: PLR0913 - a parameter for each option
     browser: Annotated[
         bool, typer.Option("--browser", help="play in the browser, on a page served until Ctrl-C")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="look on in the browser while policies play every seat, with a pause button")
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the page; 0 takes a free one")] = 6071,
     host: Annotated[
         str, typer.Option(help="the address that the page is served at; any other than localhost requires a token")
@@ -51,20 +55,22 @@ def play(  # noqa: PLR0913 - a parameter for each option
         palestra play sudoku --env size=4
         palestra play text_tic_tac_toe --seats player_1=expert
         palestra play text_connect_four --seats player_1=expert --browser
+        palestra play text_tic_tac_toe --seats player_0=smollm2 --seats player_1=./model.gguf --watch
     """
     with user_errors():
         require_text_env(what, "palestra play")
         from palestra.core.failures import RunFailed
-        from palestra.evaluation.text import human_eval_setup, play_episode
+        from palestra.evaluation.target import find_target
+        from palestra.evaluation.text import human_eval_setup, open_text_eval, play_episode
 
-        setup, own_seat = human_eval_setup(
-            what,
-            parse_settings(env),
-            parse_seats(seats),
-            seat,
-            sampling=sampling_options(temperature),
-            checkpoint=checkpoint,
-        )
+        changes, names, sampling = parse_settings(env), parse_seats(seats), sampling_options(temperature)
+        if watch:
+            if seat:
+                raise ValueError("--watch leaves no seat for you: leave out --seat, or play with --browser")
+            target = find_target(what, changes, checkpoint)
+            watched = open_text_eval(target, changes, names, sampling=sampling, in_process=True)
+            return _in_browser(watched, "", seed, host, port)
+        setup, own_seat = human_eval_setup(what, changes, names, seat, sampling=sampling, checkpoint=checkpoint)
         if browser:
             return _in_browser(setup, own_seat, seed, host, port)
         _print_rules(setup, own_seat)
@@ -120,18 +126,21 @@ def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port:
     require_packages("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
     from palestra.dashboard.play_server import serve
     from palestra.dashboard.play_session import GameSetup, PlaySessions
-    from palestra.evaluation.text import check_single_human, play_episode
+    from palestra.evaluation.text import check_no_human, check_single_human, play_episode, watch_episode
 
     env = setup.runner.make_env()
     name = env.name or type(env).__name__
-    seats = check_single_human(setup, own_seat)
-    setting = GameSetup(name, seats, own_seat, env.rules_for(own_seat), env.picture)
-    serve(
-        PlaySessions(partial(play_episode, setup, own_seat), setting, first_instance=seed, print_line=print_line),
-        host,
-        port,
-        print_line,
+    rules = env.rules_for(own_seat or env.seats[0])
+    run_game: Any = partial(watch_episode, setup)
+    if own_seat:
+        seats = check_single_human(setup, own_seat)
+        run_game = partial(play_episode, setup, own_seat)
+    else:
+        seats = check_no_human(setup)
+    sessions = PlaySessions(
+        run_game, GameSetup(name, seats, own_seat, rules, env.picture), first_instance=seed, print_line=print_line
     )
+    serve(sessions, host, port, print_line)
 
 
 def _outcome(own_seat: str, episode: Any) -> Table:

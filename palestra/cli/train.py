@@ -102,7 +102,7 @@ def train(  # noqa: PLR0913 - a parameter for each option
 
         check_no_credentials({"--traces": traces, "--address": address, "--mirror": mirror, "--engine": engine})
         path, found_mirror = _find_run_to_resume(resume, root) if resume else (None, None)
-    with user_errors(), _interruptible(path):
+    with user_errors(), console.busy(lambda: "" if dry_run else "starting"), _interruptible(path):
         # A file that cannot be read is refused before torch is loaded.
         tree = _config_tree(config, path, changes, steps)
 
@@ -135,7 +135,7 @@ def train_tree(tree: Tree, *, name: str, root: Path) -> None:
     """Trains a new run of a config."""
     from palestra.api.run import run_request
 
-    with _interruptible(None):
+    with console.busy(lambda: "starting"), _interruptible(None):
         _train(run_request(tree, name=name, root=root))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ SEARCH_MARGIN = 50_000  # characters
 MAX_MESSAGE_CHARS = 2000  # characters
 MAX_TRACEBACK_CHARS = 8000  # characters; if it is longer, the middle is cut
 TRACEBACK_FRAMES = 16  # innermost stack frames in a traceback
+# Folders whose code is not the user's: palestra, Python and the installed packages.
+LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 # In messages of torch, the dynamic loader, oneDNN, Python's threads and C++ where memory has run out.
 MEMORY_SIGNS = (
     "can't allocate memory",
@@ -67,17 +70,45 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def describe_error(error: BaseException) -> ErrorText:
     """Returns the text of an exception, or of the first exception in an exception group; in one line, unless it is a
-    RunFailed."""
+    RunFailed. The traceback begins with the user's code, if it leads through it; it is "" for a check of palestra."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     message = str(error)
     if not isinstance(error, RunFailed):
         message = f"{type(error).__name__}: {' '.join(line.strip() for line in message.splitlines())}"
-    trace = "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES))
+    report = traceback.TracebackException.from_exception(error, limit=-TRACEBACK_FRAMES)
+    _hide_library_frames(report, error)
+    trace = ""
+    if report.stack or report.__cause__ or hasattr(error, "__notes__"):
+        trace = "".join(report.format())
     return ErrorText(
         _without_credentials(message, MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS // 2),
         _without_credentials(trace, MAX_TRACEBACK_CHARS, 1000),
     )
+
+
+def _hide_library_frames(report: traceback.TracebackException, error: BaseException | None) -> None:
+    """Removes the frames before a user's code from the report of an error and of its causes; all frames, if palestra
+    itself raised a ValueError, whose message says everything."""
+    stack = report.stack
+    if own := first_own_frame(stack):
+        del stack[: stack.index(own)]
+    elif isinstance(error, ValueError) and stack and stack[-1].filename.startswith(LIBRARIES[0]):
+        stack.clear()
+    if (cause := report.__cause__ or report.__context__) and error:
+        _hide_library_frames(cause, error.__cause__ or error.__context__)
+
+
+def first_own_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Returns the first frame that is in a user's code; None if there is none."""
+    return next((frame for frame in stack if not frame.filename.startswith((*LIBRARIES, "<"))), None)
+
+
+def describe_in_line(error: Exception) -> str:
+    """Returns an exception of a user's code as one line: its type, message, and where the code raised it."""
+    own = first_own_frame(traceback.extract_tb(error.__traceback__)[::-1])
+    where = f" ({Path(own.filename).name}, line {own.lineno})" if own else ""
+    return f"{describe_error(error).message}{where}"
 
 
 def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None:
@@ -104,7 +135,8 @@ def failure(episodes: Sequence[Episode], where: str, fix: str) -> RunFailed:
     whole = sum(episode.error is not None for episode in failed)
     error = failed[0].error or next(n.error for n in failed[0].nodes if n.is_lost and n.error != NO_REWARD)
     lost = f" and {len(failed) - whole} lost some of their branches" if len(failed) > whole else ""
-    first = f'the first (instance {failed[0].seed} of env "{failed[0].env}") with {error}'
+    of_env = f" of env {failed[0].env}" if len({episode.env for episode in episodes}) > 1 else ""
+    first = f"the first (instance {failed[0].seed}{of_env}) with {(error or '').rstrip('.')}"
     message = f"{where}: {whole} of {len(episodes)} episodes failed{lost}, {first}. {fix}"
     return RunFailed.from_traceback(message, failed[0].traceback)
 

@@ -24,7 +24,11 @@ def load_name(package: str, modules: Mapping[str, Sequence[str]], name: str) -> 
                 value = getattr(import_module(f"{package}.{module}"), original)
                 setattr(sys.modules[package], name, value)
                 return value
-    raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    meant = name.lower().removesuffix("trainer").removesuffix("config")
+    hints = [f": did you mean {known}?" for known in public_names(modules) if known.lower() == meant]
+    if package != "palestra" and hasattr(sys.modules["palestra"], name):
+        hints = [f": it is palestra.{name}"]
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{''.join(hints)}")
 
 
 def public_names(modules: Mapping[str, Sequence[str]]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from palestra.runs.headline import eval_interval
+from palestra.runs.headline import TEAM_SUCCESS, eval_interval
 
 if TYPE_CHECKING:
     from palestra.populations.ratings import Cyclicity  # imports SciPy's solvers, half a second at the end of a run
@@ -151,7 +151,10 @@ def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
 
 def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> list[Alarm]:
     """Returns the alarms of a run of language agents or networks. `team` holds the metrics of all policies together
-    (key -> [T]), `evals` those of each evaluation."""
+    (key -> [T]), `evals` those of each evaluation. Where success is by team, its mean counts."""
+    by_team = [values for key, values in team.items() if key.startswith(TEAM_SUCCESS)]
+    if by_team and "success" not in team and len({len(values) for values in by_team}) == 1:
+        team = {**team, "success": np.mean(by_team, axis=0)}
     rules = (lazy_seat, entropy_collapse, longer_for_reward, format_for_reward, one_seat_carries, no_signal, cut_off)
     found = chain.from_iterable(rule(policies, team, evals) for rule in rules)
     return [*found, *failing_episodes(team), *held_out_fall(evals)]

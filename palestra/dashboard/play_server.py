@@ -5,6 +5,7 @@
     GET  /api/games/ID/events       a server-sent event whenever the state changes
     POST /api/games/ID/answer       {"turn": 0, "text": "..."}; 409 if that turn is not open
     POST /api/games/ID/give-up
+    POST /api/games/ID/pause        {"paused": true}: of a game that is looked on (`palestra play --watch`)
 
 Errors are `{"error": TEXT}`.
 """
@@ -47,6 +48,13 @@ class MoveRequest(StrictModel):
     """The answer."""
 
 
+class PauseRequest(StrictModel):
+    """The body of POST /api/games/ID/pause."""
+
+    paused: bool
+    """Whether the game waits before its next turn."""
+
+
 def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[str] = ()) -> AsgiApp:
     """Returns the ASGI app over `sessions`."""
     routes = [
@@ -57,6 +65,7 @@ def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[st
         Route("/api/games/{game}/events", partial(stream_events, sessions), methods=["GET"]),
         Route("/api/games/{game}/answer", partial(post_answer, sessions), methods=["POST"]),
         Route("/api/games/{game}/give-up", partial(post_resign, sessions), methods=["POST"]),
+        Route("/api/games/{game}/pause", partial(post_pause, sessions), methods=["POST"]),
         Mount("/", StaticFiles(directory=STATIC)),
     ]
     handlers = {**ERROR_HANDLERS, OutOfTurn: error_handler(409)}
@@ -85,6 +94,13 @@ async def post_answer(sessions: PlaySessions, request: Request) -> Response:
 async def post_resign(sessions: PlaySessions, request: Request) -> Response:
     """POST /api/games/ID/give-up: resigns."""
     _game(sessions, request).resign()
+    return JSONResponse({})
+
+
+async def post_pause(sessions: PlaySessions, request: Request) -> Response:
+    """POST /api/games/ID/pause: holds the game, or lets it go on."""
+    game = _game(sessions, request)
+    game.pause(validate(PauseRequest, read_json(await request.body())).paused)
     return JSONResponse({})
 
 

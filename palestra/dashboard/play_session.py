@@ -1,7 +1,8 @@
-"""Games that a person plays in the browser: the person's turns, and what the page may show.
+"""Games that a person plays, or looks on, in the browser: the turns, and what the page may show.
 
-The page receives exactly the `Query` that a policy at the person's seat would receive: observations and answers of
-other seats only as far as the env shows them to this seat. After the game it receives the whole episode.
+A player's page receives exactly the `Query` that a policy at the person's seat would receive: observations and answers
+of other seats only as far as the env shows them to this seat. After the game it receives the whole episode. A page that
+looks on receives the turns of all seats as they end.
 
 Everything runs on one event loop, which plays the games and serves the pages.
 """
@@ -16,14 +17,14 @@ from typing import Any, NamedTuple
 
 from palestra.core.types import Answer, Episode, Node, Seat
 from palestra.dashboard.trees import episode_texts
-from palestra.text.policies.base import Query
-from palestra.text.policies.scripted import AskPerson
+from palestra.text.policies.base import Policy, Query
 from palestra.text.rollouts.metrics import episode_metrics, seat_returns
 
 MAX_SESSIONS = 32  # open games
+WATCH_PACE_S = 1.0  # seconds to read a turn, where a person looks on
 IDLE_TIMEOUT_S = 60.0  # seconds without a connected page after which a game ends; a page reload takes less
 
-PlayEpisode = Callable[[int, AskPerson], Awaitable[Episode]]
+PlayEpisode = Callable[[int, Any], Awaitable[Episode]]  # the instance, and `ask` or `show_turn` of a session
 
 
 class OutOfTurn(Exception):
@@ -35,8 +36,8 @@ class Resigned(Exception):
 
 
 class GameSetup(NamedTuple):
-    """Settings shared by all games of a server: the env, the policy at each seat, and the person's seat `human_seat`.
-    `rules` are shown if the env's role text of that seat does not contain them."""
+    """Settings shared by all games of a server: the env, the policy at each seat, and the person's seat `human_seat`
+    ("": the person looks on). `rules` are shown if the env's role text of that seat does not contain them."""
 
     env: str
     seats: dict[Seat, str]
@@ -56,7 +57,9 @@ class PlaySession:
         self.num_viewers = 0  # connected event streams
         self.closed = False  # closed before the episode ended
         self.idle_timer: asyncio.TimerHandle | None = None  # ends the game if no page is connected by then
-        self._turns: list[tuple[Any, str]] = []  # the person's observations and answers
+        self._turns: list[tuple[Seat, Any, Answer]] = []  # those that the page may show
+        self._running = asyncio.Event()  # not set: paused
+        self._running.set()
         self._role = ""
         self._asked: tuple[Query, asyncio.Future[str]] | None = None
         self.resigned = False
@@ -82,9 +85,26 @@ class PlaySession:
         if self._asked is None or turn > len(self._turns):
             raise OutOfTurn("it is not your turn: nothing is asked of your seat now")
         query, answer = self._asked
-        self._turns.append((query.observation, text))
+        self._turns.append((self.setup.human_seat, query.observation, Answer(text, "human")))
         self._asked = None
         answer.set_result(text)
+        self._tell()
+
+    async def show_turn(self, seat: Seat, policy: Policy, query: Query) -> list[Answer]:
+        """Returns the policy's answers after showing them, unless the game is paused: then it waits first."""
+        await self._running.wait()
+        answers = await policy.act(query)
+        self._turns.append((seat, query.observation, answers[0]))
+        self._tell()
+        await asyncio.sleep(WATCH_PACE_S)
+        return answers
+
+    def pause(self, paused: bool) -> None:
+        """Holds the game that is looked on before its next turn, or lets it go on."""
+        if paused:
+            self._running.clear()
+        else:
+            self._running.set()
         self._tell()
 
     def resign(self) -> None:
@@ -138,19 +158,26 @@ class PlaySession:
             "seats": self.setup.seats,
             "rules": "" if self.setup.rules in self._role else self.setup.rules,
             "turn": len(self._turns),
-            "now": "over" if self._episode else "asked" if self._asked else "waiting",
+            "now": self._now(),
             "role": self._role,
             "legal_actions": [str(word) for word in self._asked[0].legal_actions or []] if self._asked else [],
             "line": episode_texts(seen),
             "end": self._end(self._episode) if self._episode else None,
         }
 
+    def _now(self) -> str:
+        if self._episode:
+            return "over"
+        if not self.setup.human_seat:
+            return "watching" if self._running.is_set() else "paused"
+        return "asked" if self._asked else "waiting"
+
     def _so_far(self) -> Episode:
-        """Returns an episode of the person's own turns and the open question."""
+        """Returns an episode of the turns that may be shown and the open question."""
         seat = self.setup.human_seat
         nodes = [
-            Node(i, i - 1 if i else None, i, {seat: seen}, {seat: Answer(text, "human")})
-            for i, (seen, text) in enumerate(self._turns)
+            Node(i, i - 1 if i else None, i, {of: seen}, {of: answer})
+            for i, (of, seen, answer) in enumerate(self._turns)
         ]
         if self._asked:
             at = len(nodes)
@@ -203,7 +230,7 @@ class PlaySessions:
         return self._open[name][0] if name in self._open else None
 
     async def _run(self, game: PlaySession) -> None:
-        episode = await self._play(game.seed, game.ask)
+        episode = await self._play(game.seed, game.ask if game.setup.human_seat else game.show_turn)
         if episode.error and not game.resigned:
             self._say(f"the game of instance {game.seed} ended early: {episode.error}")
         game.finish(episode)

@@ -54,7 +54,7 @@ def model_shape(base: str) -> ModelShape:
     path = resolve_base(base)
     try:
         model = model_without_weights(path)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f'cannot read the config of the base "{base}": {error}') from error
     return shape_of(model)
 

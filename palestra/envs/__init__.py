@@ -7,8 +7,10 @@ The options of an env are the keyword arguments of its `__init__`: their names, 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -26,6 +28,7 @@ from palestra.envs.local import (
     adapt_env,
     find_local_env,
     made_class,
+    new_env,
     package_of,
 )
 from palestra.envs.vector_base import VectorEnv
@@ -42,6 +45,7 @@ __all__ = [
     "known_envs",
     "load_env_class",
     "make_env",
+    "new_env",
     "validate_env_options",
 ]
 
@@ -114,9 +118,10 @@ def check_env(make_env: Callable[..., Any], **options: Any) -> None:
         return check_vector_env(make_env, **options)
     cls = made_class(make_env)
     if package_of(cls):
-        return check_vector_env(adapt_env(make_env, cls), **options)
+        adapted = adapt_env(make_env, cls)
+        return check_vector_env(lambda num_envs: new_env(adapted, {"num_envs": num_envs}), **options)
     if not issubclass(cls, VectorEnv):
-        return check_one(make_env, **options)
+        return check_one(lambda: new_env(make_env, {}), **options)
     if not (inspect.isclass(make_env) or takes):
         raise ValueError(
             f"{cls.__name__} is a VectorEnv, and is checked with several numbers of copies: give a function of it, "
@@ -131,7 +136,7 @@ def make_env(type: str, **options: Any) -> Any:
     Raises ValueError for an unknown name or option, with the nearest spelling.
     """
     cls = load_env_class(type)
-    return cls(**validate_env_options(cls, options))
+    return new_env(cls, validate_env_options(cls, options))
 
 
 def is_vector_config(tree: Mapping[str, Any]) -> bool:
@@ -163,7 +168,12 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     path = named.get(type, type)
     if ":" not in path:
         known = sorted(named)
-        raise ValueError(f'unknown env "{type}"{nearest(type, known)}; known: {", ".join(known)}, or "module:Class"')
+        meant = nearest(type, known)
+        if re.search(r"-v\d+$", type):
+            meant = f': of Gymnasium it is env: {{type: gymnasium, id: "{type}"}}'
+        elif Path(f"{type}.py").is_file():
+            meant = f': {type}.py is a module, write "{type}:CLASS"'
+        raise ValueError(f'unknown env "{type}"{meant}; known: {", ".join(known)}, or "module:Class"')
     try:
         cls = import_object(path)
     except (ImportError, AttributeError) as error:

@@ -261,7 +261,7 @@ def require_step(result: Any, method: str) -> Step:
         return result
     hint = ", as in Gymnasium" if isinstance(result, tuple) else ""
     raise ValueError(
-        f"{method} must return a palestra.core.types.Step, and returned a {type(result).__name__}{hint}: "
+        f"{method} must return a palestra.Step, and returned a {type(result).__name__}{hint}: "
         "write return Step({seat: observation}, rewards={seat: reward})"
     )
 

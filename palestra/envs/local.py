@@ -8,11 +8,12 @@ A config that names it cannot be used by another process.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, get_type_hints
 
 from palestra.core.config.user_modules import import_path
+from palestra.core.failures import describe_in_line
 from palestra.envs.base import Env
 from palestra.envs.vector_base import VectorEnv
 
@@ -42,7 +43,7 @@ def env_config(env: Any) -> dict[str, Any]:
     name = cls.__name__
     if package:
         factory = adapt_env(env, cls)
-        cls = _factory_class(factory, type(factory(1)))
+        cls = _factory_class(factory, type(new_env(factory, {"num_envs": 1})))
     elif not inspect.isclass(env):
         cls = _factory_class(env, cls)
         if own := getattr(env, "name", ""):
@@ -56,7 +57,7 @@ def made_class(env: Any) -> type:
     if inspect.isclass(env):
         cls, what = env, f"{env!r:.60}"
     elif callable(env):
-        made = env(**({"num_envs": 1} if "num_envs" in inspect.signature(env).parameters else {}))
+        made = new_env(env, {"num_envs": 1} if "num_envs" in inspect.signature(env).parameters else {})
         cls, what = type(made), f"{env!r:.60}, which returned a {type(made).__name__}"
         close = getattr(made, "close", None)
         if close and not inspect.iscoroutinefunction(close):
@@ -71,9 +72,24 @@ def made_class(env: Any) -> type:
         raise ValueError(
             f"env is {what}: give a name, a config ({{'type': ...}}), a subclass of palestra.Env or palestra.VectorEnv "
             "or of an env of PettingZoo or Gymnasium, or a function without required arguments that returns one "
-            "(lambda: MyEnv(size=4))"
+            "(lambda: MyEnv(size=4)); of rows of prompts, palestra.Prompts(rows, reward=...)"
         )
     return cls
+
+
+def new_env(make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Returns the env that a class or function makes. Raises ValueError, with the place, if its code fails, and if an
+    env has no seats."""
+    name = getattr(make, "__name__", "")
+    try:
+        env = make(**options)
+    except (ValueError, ConnectionError, MemoryError):
+        raise
+    except Exception as error:  # of a user's code
+        raise ValueError(f"env {name} cannot be made: {describe_in_line(error)}") from error
+    if isinstance(env, Env | VectorEnv) and not getattr(env, "seats", None):
+        raise ValueError(f'env {type(env).__name__} has no seats: set seats = ("player", ...) in the class')
+    return env
 
 
 def package_of(cls: type) -> str:
@@ -92,6 +108,7 @@ def adapt_env(env: Callable[[], Any], cls: type) -> Callable[[int], VectorEnv]:
     def make(num_envs: int = 16) -> VectorEnv:
         return games_of(env, num_envs, cls.__name__)
 
+    make.__name__ = cls.__name__
     return make
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from palestra.core.config import Tree, load
+from palestra.core.config.key_hints import nearest
 from palestra.core.config.shipped import find_config, suggest_config
 from palestra.core.types import Episode, Seat
 from palestra.envs import is_vector_config, known_envs
@@ -120,7 +121,7 @@ def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: in
     run, _, policy = what.rpartition(":")
     path = find_config(Path(run or what))
     if not path.exists():
-        hint = suggest_config(path) if path.suffix else ""
+        hint = suggest_config(path) if path.suffix else nearest(what, known_envs()).replace(":", ";", 1)
         raise ValueError(
             f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs{hint}"
         )

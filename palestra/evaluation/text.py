@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from fnmatch import filter as matching_names
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from palestra.core.config import validate
 from palestra.core.files import read_json
 from palestra.core.seeding import derive_seed
-from palestra.core.types import Episode, Seat
+from palestra.core.types import Answer, Episode, Seat
 from palestra.engine.bases.names import looks_like_base
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.remote.remote_env import make_env
@@ -27,7 +27,7 @@ from palestra.text.build.build import make_episode_runner, seat_policies, with_s
 from palestra.text.build.engines import Engines
 from palestra.text.build.policy_resolver import make_policy
 from palestra.text.config import TextConfig
-from palestra.text.policies.base import Policy
+from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.text.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
 from palestra.text.policy_configs import FrozenConfig
@@ -41,6 +41,7 @@ BUILTIN_POLICIES: dict[str, Callable[[], Policy]] = {
     "random": RandomPolicy,
     "human": HumanPolicy,
 }
+ActFor = Callable[[Seat, Policy, Query], Awaitable[list[Answer]]]  # lets a policy answer
 OTHER_NAMES = "base, expert, random, human, RUN:NAME, URL#MODEL, or a base: tiny, smollm2, OWNER/NAME, ./model.gguf"
 
 
@@ -196,7 +197,7 @@ def human_eval_setup(
     taken = {seat for seat, policy in seats.items() if policy != "human"}
     human_seat = human_seat or next((seat for seat in setup.policy_names if seat not in taken), None)
     if human_seat is None:
-        raise ValueError("--seats gives every seat to a policy: leave one for you, or look on with palestra render")
+        raise ValueError("--seats gives every seat to a policy: leave one for you, or look on with --watch")
     if human_seat not in setup.policy_names:
         raise ValueError(f'no seat "{human_seat}": this env plays {", ".join(setup.policy_names)}')
     if human_seat in taken:
@@ -208,6 +209,31 @@ async def play_episode(setup: TextEvalSetup, human_seat: Seat, seed: int, ask: A
     """Plays one episode of instance `seed`; `ask` gets the person's answers at seat `human_seat`."""
     policies = setup.policies | {human_seat: HumanPolicy(ask)}
     return await setup.runner.play(EpisodeSpec(seed, policies, derive_seed(seed, "play")), Branching())
+
+
+async def watch_episode(setup: TextEvalSetup, seed: int, act: ActFor) -> Episode:
+    """Plays one episode of instance `seed` in which `act` lets each policy answer."""
+    policies = {seat: _Watched(seat, policy, act) for seat, policy in setup.policies.items()}
+    return await setup.runner.play(EpisodeSpec(seed, policies, derive_seed(seed, "play")), Branching())
+
+
+class _Watched:
+    """A policy at a seat that `act` lets answer."""
+
+    def __init__(self, seat: Seat, policy: Policy, act: ActFor) -> None:
+        self.name = policy.name
+        self._act = partial(act, seat, policy)
+
+    async def act(self, query: Query) -> list[Answer]:
+        return await self._act(query)
+
+
+def check_no_human(setup: TextEvalSetup) -> dict[Seat, str]:
+    """Loads all policies and returns their names by seat. Raises ValueError if a person plays a seat."""
+    policies = setup.policies
+    if people := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy)]:
+        raise ValueError(f"--watch shows policies: give seat {people[0]} one, or leave out --watch to play it")
+    return {seat: policy.name for seat, policy in policies.items()}
 
 
 def check_single_human(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:

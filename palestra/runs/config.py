@@ -51,6 +51,13 @@ class RunConfig(StrictModel):
         """Name of the env, for display."""
         return str(self.env["type"])
 
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_by_type(cls, env: Any) -> Any:
+        if isinstance(env, str):
+            raise ValueError(f"write a mapping, which has room for options: env: {{type: {env}}}")
+        return env
+
 
 class PolicyRunConfig(RunConfig):
     """Base config of a run that trains the policies it names.
@@ -82,6 +89,16 @@ class PolicyRunConfig(RunConfig):
     def algorithm_label(self) -> str:
         """Names of the training algorithms in order, for display."""
         return algorithm_label(self.model_dump(mode="json"))
+
+    @field_validator("policies", mode="before")
+    @classmethod
+    def _policies_by_name(cls, policies: Any) -> Any:
+        is_one = isinstance(policies, Mapping) and isinstance(policies.get("type"), str)
+        if is_one or isinstance(policies, str | list | tuple):
+            raise ValueError(
+                "each policy has a name: write policies: {default: ...} for one that plays every seat, or {SEAT: ...}"
+            )
+        return policies
 
     @field_validator("policies")
     @classmethod

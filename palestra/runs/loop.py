@@ -59,7 +59,7 @@ def check_callbacks(callbacks: Any) -> None:
     for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
         if not isinstance(callback, Callback) or callback is callbacks:
             raise ValueError(
-                f"callbacks must be a list of objects of classes of palestra.Callback, with {', '.join(hooks)}, and "
+                f"callbacks must be a list of objects of subclasses of palestra.Callback, with {', '.join(hooks)}, and "
                 f"one is {callback!r:.60}"
             )
         name = type(callback).__name__

@@ -54,7 +54,7 @@ def _policy(seat: Seat, policies: Sequence[str], plays: str, assignments: Sequen
             return name
     if len(policies) == 1:
         return policies[0]
+    named = f"names only {', '.join(policies)}" if policies else "is empty"
     raise ValueError(
-        f'seat "{seat}" has no policy: {plays}, but policies: names only {", ".join(policies)}. Add '
-        f"policies.{seat}, or set policies.default."
+        f'seat "{seat}" has no policy: {plays}, but policies: {named}. Add policies.{seat}, or set policies.default.'
     )

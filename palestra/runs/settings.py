@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.core.config import Tree, parse
+from palestra.core.config.shipped import find_config
 from palestra.core.files import (
     MAX_JSON_BYTES,
     OLDER_HINT,
@@ -29,7 +30,7 @@ def find_run(path: str | Path) -> Path:
     """Returns the folder of a run, from which files may be read after this call. Raises ValueError if `path` is not a
     run, and DamagedFile as `check_run_folder` does."""
     path = Path(path)
-    if path.is_file():
+    if find_config(path).is_file():
         raise ValueError(f"{path} is a file, not a run: `palestra train {path}` starts a run of a config")
     if path.is_dir():
         check_run_folder(path)

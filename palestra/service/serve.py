@@ -218,11 +218,8 @@ async def _wait_for_end(process: BaseProcess) -> None:
 def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
     """Returns the metadata of a base model. Raises ValueError if it cannot be read."""
     where = resolve_base(path)
-    try:
-        config = load_config(where)
-        tokenizer = load_tokenizer(where)
-    except OSError as error:
-        raise ValueError(f'cannot read the base "{name}" at {path}: {error}') from error
+    config = load_config(where)
+    tokenizer = load_tokenizer(where)
     text = config.get_text_config()
     return BaseInfo(
         name=name,

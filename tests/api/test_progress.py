@@ -1,11 +1,13 @@
 """The progress bar shows the held-out evaluation first, and labels the metrics of training."""
 
 import io
+import time
 from typing import ClassVar
 
 import palestra as pl
+from palestra.api import console
 from palestra.api.console import PlainConsole
-from palestra.api.progress import ProgressBar
+from palestra.api.progress import CountingBar, ProgressBar
 
 
 def progress_text(config, team, evaluation, width=160):
@@ -70,3 +72,22 @@ def test_returns_are_labelled_greedy_or_sampled():
     *above, bar = progress_text(config, {"return": -26.6}, evaluation)
     assert above[0].startswith("test (greedy) before training: return -12.40")
     assert "test (greedy) -12.40" in bar and "training return (sampled actions) -26.60" in bar
+
+
+def test_a_line_breaks_the_silence_where_no_bar_moves(monkeypatch):
+    monkeypatch.setattr(console, "SILENCE_S", 0.2)
+    file = io.StringIO()
+    log = PlainConsole(file=file, force_terminal=False)
+    with log.busy(lambda: "starting"), ProgressBar(20, 3, {}, log) as bar:
+        bar.on_progress("playing", 2, 8)
+        time.sleep(1.3)
+        bar.on_progress("evaluating dev", 0, 0)
+        time.sleep(1.3)
+    lines = file.getvalue().splitlines()
+    assert "training 3/20, playing 2/8, 0:00:01" in lines and not any("starting" in line for line in lines)
+    assert any(line.startswith("training 3/20, evaluating dev, 0:00:0") for line in lines)
+    screen = io.StringIO()
+    with CountingBar("evaluating demo", PlainConsole(file=screen, force_terminal=True, width=99)) as counting:
+        counting.count(3, 8)
+        time.sleep(1.3)
+    assert "3/8" in screen.getvalue() and "evaluating demo 3/8," not in screen.getvalue()  # the bar has it

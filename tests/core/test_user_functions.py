@@ -66,7 +66,7 @@ def seedful(self, seed, options=None):
 
 
 CASES = {
-    "a function": ({"callbacks": [print]}, "must be a list of objects of classes of palestra.Callback, with on_step"),
+    "a function": ({"callbacks": [print]}, "of subclasses of palestra.Callback, with on_step"),
     "no list": ({"callbacks": Short()}, "must be a list of objects"),
     "a class": ({"callbacks": [Free]}, "must be a list of objects"),
     "another class": ({"callbacks": [Free(), Stranger()]}, "must be a list of objects"),

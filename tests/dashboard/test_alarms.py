@@ -36,6 +36,14 @@ def test_alarm_on_entropy_collapse(now, fires):
     assert names({"red": {"entropy": line(1.5, -1e-8)}}) == [("entropy collapse", "red")]  # 0 up to rounding
 
 
+def test_success_by_team_counts_as_its_mean():
+    flat = {"red": {"zero_std_fraction": line(0.95, 0.95)}}
+    assert names(flat, {"success.red": line(0.1, 0.1), "success.blue": line(0.3, 0.3)}) == [
+        ("nothing to learn from", "")
+    ]
+    assert names(flat, {"success.red": line(0.1, 1.0), "success.blue": line(0.3, 0.98)}) == []  # solved
+
+
 def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
     return {"red": {"tokens": line(*tokens), "local_reward": line(*reward), "invalid": line(*invalid)}}
 

@@ -128,3 +128,25 @@ def test_lost_server_is_reported(look):
         process.wait(timeout=20)
         expect(page.get_by_text("the server does not answer")).to_be_visible()
         look.wrong.clear()  # the browser's own message about the connection
+
+
+def test_a_game_of_two_policies_is_watched_and_paused(look):
+    """The turns of both seats appear by themselves; a paused game stands still until it goes on."""
+    with playing("text_connect_four", "--watch", "--seats", "player_0=random", "--seats", "player_1=expert") as (_, at):
+        page = look(at)
+        expect(page.locator(".chip")).to_have_text(["player_0: random", "player_1: expert"])
+        turns = page.locator(".turn")
+        expect(turns.nth(1)).to_be_visible()
+        page.get_by_role("button", name="pause").click()
+        expect(page.get_by_role("button", name="go on")).to_be_visible()
+        page.wait_for_timeout(1500)  # for the turn that had begun
+        standing = turns.count()
+        page.wait_for_timeout(2500)
+        assert turns.count() == standing >= 2
+        shot(page, "play-watched")
+        page.get_by_role("button", name="go on").click()
+        expect(turns.nth(standing)).to_be_visible()
+        expect(page.get_by_role("region", name="the end")).to_contain_text("return of player_1", timeout=90_000)
+        assert page.get_by_text("(you)").count() == 0
+        shot(page, "play-watched-over")
+        page.close()  # before its server

@@ -153,9 +153,7 @@ class Broken(Countdown):
 
 
 def test_wrong_return_type_of_step_is_explained():
-    message = (
-        r"reset must return a palestra.core.types.Step, and returned a tuple, as in Gymnasium: write return Step\("
-    )
+    message = r"reset must return a palestra.Step, and returned a tuple, as in Gymnasium: write return Step\("
     with pytest.raises(ValueError, match=message):
         check_env(ReturnsTuple)
 

@@ -279,8 +279,8 @@ def test_evaluation_names_an_env_that_ignores_its_seed(tmp_path: Path) -> None:
     run = train_by_chance("ignores its seed", tmp_path, 16 * 13)
     line = 'env "helpers.odd_envs:odd-ignores-its-seed" begins other games when it is reset to the same seeds'
     shown = invoke("eval", run.path, "--episodes", 4)
-    assert line in " ".join(shown.output.split())
-    assert line in json.loads(invoke("eval", run.path, "--episodes", 4, "--json").output)["not_repeatable"]
+    assert line in " ".join(shown.stdout.split())
+    assert line in json.loads(invoke("eval", run.path, "--episodes", 4, "--json").stdout)["not_repeatable"]
 
 
 def test_population_names_an_env_that_ignores_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,8 @@ def test_env_class_by_import_path(monkeypatch):
     module = types.ModuleType("their_envs")
 
     class CustomEnv(Env):
+        seats = ("a",)
+
         def __init__(self, level: int, **more: str) -> None:
             self.level, self.more = level, more
 

@@ -77,12 +77,12 @@ def test_nash_conv_of_an_exported_policy_equals_openspiel(game: str, tmp_path: P
 
 def test_eval_prints_nash_conv_of_the_policies_at_the_seats(tmp_path: Path) -> None:
     run = train(tmp_path, "kuhn_poker")
-    played = json.loads(invoke("eval", run.path, "--episodes", 8, "--json").output)
+    played = json.loads(invoke("eval", run.path, "--episodes", 8, "--json").stdout)
     assert played["nash_conv"] == pytest.approx(export_game_policy(run.path).nash_conv, abs=1e-12)
     uniform = evaluate(run.path, seats={"*": "random"}, episodes=8).metrics["nash_conv"]
     assert uniform == pytest.approx(11 / 12)  # of uniform play in Kuhn poker
     assert "NashConv" in plain(invoke("eval", run.path, "--episodes", 8).output)
-    greedy = json.loads(invoke("eval", run.path, "--episodes", 8, "--temperature", 0, "--json").output)["nash_conv"]
+    greedy = json.loads(invoke("eval", run.path, "--episodes", 8, "--temperature", 0, "--json").stdout)["nash_conv"]
     assert greedy == pytest.approx(export_game_policy(run.path, greedy=True).nash_conv, abs=1e-12)
 
 
@@ -229,7 +229,7 @@ def test_eval_explains_a_missing_nash_conv(game: str, options: Any, why: str, tm
     run = train(tmp_path, game, **options)
     shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8, "--record", "now").output).split())
     assert why in shown and "NashConv is not computed: " in shown and "--best-response 1000000 finds a lower" in shown
-    assert why in json.loads(invoke("eval", run.path, "--episodes", 8, "--json").output)["no_nash_conv"]
+    assert why in json.loads(invoke("eval", run.path, "--episodes", 8, "--json").stdout)["no_nash_conv"]
     assert "no_nash_conv" not in run.evals.columns
 
 

@@ -63,7 +63,7 @@ def fail_stderr(*arguments):
 def test_run_with_only_failed_episodes_ends_with_the_traceback(base, tmp_path):
     said = fail_stderr("train", text_config(tmp_path, base), "--root", tmp_path)
     text = plain(said)
-    assert 'step 0: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
+    assert "step 0: 4 of 4 episodes failed, the first (instance 0) with KeyError:" in text
     assert "--resume" in text and "max_failed (now 0.5)" in text
     assert "Traceback (most recent call last)" in said and DEEPEST in said and "toys_failing.py" in said
     run = tmp_path / "failing"
@@ -287,7 +287,8 @@ def test_an_internal_error_of_playing_is_no_damage_of_the_run(tmp_path, monkeypa
     words = {"exploit": ("--steps", 64), "crossplay": ("--games", 8)}[command]
     monkeypatch.setenv("UNMADE", "1")
     done = invoke("league", command, run, *words)
-    assert isinstance(done.exception, TypeError) and "is not as palestra writes it" not in done.output, done.output
+    assert done.exit_code == 2 and "env Unmade cannot be made: TypeError: an internal error" in done.stderr, done.output
+    assert "is not as palestra writes it" not in done.output
 
 
 def test_failed_games_end_a_language_population_with_their_traceback(base, tmp_path):

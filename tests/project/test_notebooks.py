@@ -32,6 +32,13 @@ def test_notebook_runs(name: str, tmp_path: Path) -> None:
     outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
     shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
     assert "EvalResult(" in shown and 'install "ipywidgets"' not in shown
+    live = [
+        output["data"]["text/html"]
+        for output in outputs
+        if '<div class="palestra"><style>' in output.get("data", {}).get("text/html", "")[:40]
+        and "data:image/svg" in output["data"]["text/html"]
+    ]
+    assert live and all("held" in html or "return" in html for html in live)  # the chart that training updates
     assert any("image/png" in output.get("data", {}) for output in outputs)  # the curves
     results = [
         output["data"] for output in outputs if output.get("data", {}).get("text/plain", "")[:11] == "EvalResult("

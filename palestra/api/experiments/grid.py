@@ -103,7 +103,10 @@ def cell_name(task: str, algorithm: str, seed: int) -> str:
 
 def load_grid(path: Path) -> GridConfig:
     """Returns the validated grid of a YAML file. Raises ValueError if the file has a mistake."""
-    grid = validate(GridConfig, load(path))
+    tree = load(path)
+    if "policies" in tree or "population" in tree:
+        raise ValueError(f"{path} is the config of a run, not a grid of several: palestra train {path}")
+    grid = validate(GridConfig, tree)
     assert isinstance(grid, GridConfig)
     return grid
 

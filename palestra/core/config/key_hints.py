@@ -83,6 +83,9 @@ NAMES_ELSEWHERE = {
     "report_to": "sinks",
 }
 
+# Keys of a policy, which other libraries have in the config of the algorithm.
+POLICY_KEYS = ("lr", "rank", "alpha", "base", "optimizer", "max_grad_norm", "sampling", "max_tokens")
+
 # The key of an env's name, in Gymnasium, PettingZoo and OpenSpiel.
 ENV_NAME_KEYS = ("id", "env", "game")
 
@@ -100,10 +103,12 @@ def hint(path: str, key: str, known: Sequence[str], places: Callable[[str], Iter
     elsewhere = list(dict.fromkeys(places(meant[0])))
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     shown = (below or elsewhere)[:MAX_PLACES]
+    if not shown and meant[0] in POLICY_KEYS:
+        return f": {meant[0]} is a key of a policy, Lora(...) or Net(...)"
     return f": did you mean {' or '.join(shown)}?" if shown else nearest(key, known)
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ": did you mean ...?" with the nearest of the known words, or ""."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f": did you mean {near[0]}?" if near else ""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -26,6 +27,7 @@ else:
 Loc = tuple[int | str, ...]  # location of a pydantic error: field names, keys, indices and union tags
 
 MAX_ERRORS_SHOWN = 20  # errors in one message
+MAX_KEYS_SHOWN = 12  # keys that are listed although one of them, or of another place, was probably meant
 MAX_NAME_CHARS = 100  # characters of a run's or policy's name
 
 
@@ -39,10 +41,11 @@ class DocumentedType(ModelMetaclass):
 
     def __call__(cls, *args: Any, **keys: Any) -> Any:  # noqa: N805 - a metaclass
         """Returns a config made in Python. Raises ValueError with the same message as `validate`."""
-        try:
+        model: Any = cls
+        if args and model.__init__ is BaseModel.__init__:
+            raise ValueError(f"{cls.__name__} takes its keys by name: {cls.__name__}(KEY=...)")
+        with _explain(model, keys):
             return super().__call__(*args, **keys)
-        except ValidationError as error:
-            raise ValueError(_faults(cls, keys, error)) from None  # type: ignore[arg-type]
 
 
 class StrictModel(BaseModel, metaclass=DocumentedType):
@@ -56,6 +59,22 @@ class StrictModel(BaseModel, metaclass=DocumentedType):
         protected_namespaces=(),  # allows names such as `model_path`
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Returns `obj` as a config. Raises ValueError as `validate` does."""
+        with _explain(cls, obj):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Returns a config in JSON. Raises ValueError as `validate` does."""
+        with _explain(cls, {}):
+            return super().model_validate_json(json_data, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self).__name__
+        raise ValueError(f"a config does not change: make another, {cls}({name}=...), or copy it with replaced keys")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -102,14 +121,20 @@ def validate(model: type[M], tree: Tree) -> M:
 
     Raises one ValueError that lists every error with its path and, for an unknown key or type, the nearest spelling.
     """
-    try:
+    with _explain(model, tree):
         return model.model_validate(tree)
+
+
+@contextmanager
+def _explain(model: type[BaseModel], tree: Any) -> Iterator[None]:
+    """Context that replaces pydantic's error by one in the words of a config: a line, or a list of them."""
+    try:
+        yield
     except ValidationError as error:
         raise ValueError(_faults(model, tree, error)) from None
 
 
 def _faults(model: type[BaseModel], tree: Any, error: ValidationError) -> str:
-    """Returns the message of an error: a line, or a list of them."""
     lines = list(dict.fromkeys(_fault(model, tree, each) for each in error.errors(include_url=False)))
     if len(lines) == 1:
         return lines[0]
@@ -132,8 +157,9 @@ def _fault(model: type[BaseModel], tree: Any, error: Any) -> str:
         path, owner = _resolve(model, error["loc"][:-1])
         key = str(error["loc"][-1])
         known = list(_fields(owner))
-        listed = f" (keys: {', '.join(known)})" if known else ""
-        return f"unknown key {_join(path, key)}{hint(path, key, known, partial(_places, model, tree))}{listed}"
+        meant = hint(path, key, known, partial(_places, model, tree))
+        listed = f" (keys: {', '.join(known)})" if known and not (meant and len(known) > MAX_KEYS_SHOWN) else ""
+        return f"unknown key {_join(path, key)}{meant}{listed}"
     path, _ = _resolve(model, error["loc"])
     if kind == "union_tag_invalid":
         return _unknown_type(_join(path, context["discriminator"].strip("'")), context)
@@ -173,7 +199,9 @@ def _unknown_type(path: str, context: dict[str, Any]) -> str:
 
 
 def _sentence(message: str) -> str:
-    return message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    """Returns pydantic's message in the words of a config."""
+    plain = message.removeprefix("Input ").removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return re.sub(r"a valid dictionary( or (object to extract fields from|instance of \w+))?", "a mapping", plain)
 
 
 def _quote(value: Any) -> str:

@@ -45,6 +45,10 @@ def import_object(path: str) -> Any:
                 f"this command runs no module of the working folder; if {package} is yours: PYTHONPATH=. palestra ..."
             ) from error
         raise
+    except (ImportError, AttributeError, ValueError):
+        raise
+    except Exception as error:  # of the module's own code
+        raise ImportError(f"{module} fails when it is imported: {type(error).__name__}: {error}") from error
 
 
 def load_object(path: str, what: str) -> Any:

@@ -27,7 +27,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
-from palestra.core.config.shipped import SHIPPED_BASES_DIR
 from palestra.engine.bases.names import (
     expert_notes,
     model_class,
@@ -135,17 +134,11 @@ class Engine:
         dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
-        try:
-            config = load_config(path)
-            changed = {"config": use_long_factors(config, base)} if long_context else {}
-            kind = model_class(config, base)
-            model = load_model(kind, path, dtype=torch_dtype, attn_implementation="eager", **changed)
-            tokenizer = load_tokenizer(path)
-        except OSError as error:
-            shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))) or "none"
-            raise ValueError(
-                f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
-            ) from error
+        config = load_config(path)
+        changed = {"config": use_long_factors(config, base)} if long_context else {}
+        kind = model_class(config, base)
+        model = load_model(kind, path, dtype=torch_dtype, attn_implementation="eager", **changed)
+        tokenizer = load_tokenizer(path)
         if quantize:
             quantize_model(model, quantize)
         model = model.to(device).eval().requires_grad_(False)

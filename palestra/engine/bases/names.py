@@ -36,7 +36,7 @@ def model_class(config: Any, base: str) -> Any:
 
 
 def model_without_weights(base: str) -> PreTrainedModel:
-    """Returns the model of a base on the device "meta", from its config alone. Raises OSError or ValueError if
+    """Returns the model of a base on the device "meta", from its config alone. Raises ValueError if
     transformers cannot read the config or build a language model from it."""
     config = load_config(resolve_base(base))
     with torch.device("meta"):

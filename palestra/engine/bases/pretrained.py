@@ -12,9 +12,11 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from palestra.core.config.shipped import SHIPPED_BASES_DIR
+
 
 def load_config(path: str, **options: Any) -> Any:
-    """Returns the config of a model. Raises OSError if there is none, ValueError if it needs code of its own."""
+    """Returns the config of a model. Raises ValueError if there is none, or if it needs code of its own."""
     with _explain(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
 
@@ -22,7 +24,10 @@ def load_config(path: str, **options: Any) -> Any:
 def load_tokenizer(path: str, **options: Any) -> Any:
     """Returns the tokenizer of a model. Raises as `load_config` does."""
     with _explain(path):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    # no warning of a long text, which is refused where it is used
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def load_model(kind: Any, path: str, **options: Any) -> Any:
@@ -39,9 +44,15 @@ def model_from_config(kind: Any, config: Any, **options: Any) -> Any:
 
 @contextmanager
 def _explain(path: str) -> Iterator[None]:
-    """Context that replaces transformers' advice to trust the code of a model."""
+    """Context that says in a line what is wrong with a model, without transformers' advice to trust its code."""
     try:
         yield
+    except OSError as error:
+        why = next(iter(str(error).splitlines()), "").rstrip(".")
+        if "couldn't connect" in why.lower():
+            why = "the hub does not answer, and its cache here has no copy: name a local folder or a .gguf file"
+        shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json")))
+        raise ValueError(f'cannot load the base "{path}": it is not a shipped one ({shipped}); {why}') from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -243,7 +243,7 @@ def check_prompt(engine: Engine, prompt_ids: np.ndarray, new_tokens: int) -> Non
     if limit and len(prompt_ids) + new_tokens > limit:
         raise ContextLengthExceeded(
             f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's context length, "
-            f"{limit}. Shorten the observation or lower sampling.max_tokens."
+            f"{limit}: shorten the observation or lower sampling.max_tokens"
         )
     # on a GPU an index out of range makes the process unusable
     vocabulary = engine.model.config.get_text_config().vocab_size

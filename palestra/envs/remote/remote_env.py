@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from palestra.envs import Env, load_env_class, validate_env_options
+from palestra.envs import Env, load_env_class, new_env, validate_env_options
 from palestra.envs.remote.address import parse_env_servers
 
 NON_OPTION_KEYS = ("type", "at")  # keys of an env config that are not options of its class
@@ -28,7 +28,7 @@ def env_factory(env: Mapping[str, Any]) -> Callable[[], Env]:
         return remote_env_spec(env)
     cls: Any = load_env_class(kind)
     checked = validate_env_options(cls, options)
-    return lambda: cls(**checked)
+    return lambda: new_env(cls, checked)
 
 
 def make_env(**env: Any) -> Env:

@@ -1,8 +1,9 @@
-"""Reads rows of a table: JSON Lines, a JSON list, Parquet, or a folder saved by `datasets`."""
+"""Reads rows of a table: JSON Lines, a JSON list, Parquet, a folder saved by `datasets`, or a dataset by its name."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,19 +14,23 @@ import pyarrow.parquet
 from palestra.core.files import check_is_file, parse_line, read_json
 
 Row = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
+DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:.*)?")  # of the hub, or a folder; then its config and its split
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), or of a folder
-    that `datasets` saved (`save_to_disk`).
+    """Returns the rows of a .jsonl, .json or .parquet file, of all such files in a folder (by name), of a folder
+    that `datasets` saved (`save_to_disk`), or of a dataset that `datasets` loads by its name, OWNER/NAME, with the
+    names of its config and split after colons: "openai/gsm8k:main:train[:1000]". The split is "train" by default.
 
     Raises ValueError if the path does not exist, has an unknown format, or holds no rows.
     """
-    if not path.exists():
-        hub = f"datasets.load_dataset({str(path)!r}, split='train')"  # of a name such as openai/gsm8k
-        hint = f"; {hub} gets rows of the hub, .to_json('rows.jsonl') a file" if len(path.parts) == 2 else ""
-        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them{hint}")
-    rows = _folder(path) if path.is_dir() else _file(path)
+    if not path.exists() and DATASET_NAME.fullmatch(str(path)) and path.suffix not in SUFFIXES:
+        rows = _named_dataset(str(path))
+    elif not path.exists():
+        raise ValueError(f"{path} does not exist: give a .jsonl, .json or .parquet file, or a folder of them")
+    else:
+        rows = _folder(path) if path.is_dir() else _file(path)
     if not rows:
         raise ValueError(f"{path} holds no rows: give a file with at least one")
     return rows
@@ -87,15 +92,27 @@ def _folder(path: Path) -> list[Row]:
         parts = read_json(path / "dataset_dict.json", dict).get("splits")
         names = ", ".join(map(str, parts)) if isinstance(parts, list) else "its splits"
         raise ValueError(f"{path} holds several data sets; give the folder of one: {names} in {path}")
-    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     return list(chain.from_iterable(_file(file) for file in files))
 
 
-def _saved_dataset(path: Path) -> list[Row]:
+def _named_dataset(named: str) -> list[Row]:
+    """Returns the rows of "OWNER/NAME:CONFIG:SPLIT"."""
+    datasets = _datasets_package(f"{named} is no file or folder here, and datasets of the hub are read")
+    name, config, split = [*named.split(":", 2), "", ""][:3]
+    datasets.disable_progress_bars()
     try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"{path} was saved by `datasets`, which is missing: pip install 'palestra[data]'") from error
+        rows: list[Row] = datasets.load_dataset(name, config or None, split=split or "train").to_list()
+    except Exception as error:  # the package raises exceptions of any kind, of the network and of files
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{named} is no file or folder here, and no dataset that can be read as OWNER/NAME:CONFIG:SPLIT: {why}"
+        ) from error
+    return rows
+
+
+def _saved_dataset(path: Path) -> list[Row]:
+    datasets = _datasets_package(f"{path} was saved")
     for file in path.glob("*"):
         check_is_file(file)
     try:
@@ -103,3 +120,12 @@ def _saved_dataset(path: Path) -> list[Row]:
     except Exception as error:  # the package raises exceptions of any kind for a damaged folder
         raise ValueError(f"{path} is not whole, `datasets` says: {type(error).__name__}: {error}") from error
     return rows
+
+
+def _datasets_package(what: str) -> Any:
+    """Returns the package `datasets`. Raises ValueError, with `what` needs it, if it is missing."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{what} by the package `datasets`, which is missing: pip install datasets") from error
+    return datasets

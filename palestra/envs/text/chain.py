@@ -132,10 +132,13 @@ class Chain:
     """An env of several seats and turns, from rows of data, prompts and a reward function.
 
         pl.Chain(
-            rows,  # [{"topic": "tea", "words": 12}, ...], a Dataset, or a .jsonl or .parquet file
+            rows,  # [{"topic": "tea", "words": 12}, ...], a Dataset, a file, or "OWNER/NAME" of the hub
             prompts={"writer": "Write about {topic}.", "editor": "In {words} words: {writer}"},
             reward=lambda row, answers: len(answers["editor"].split()) == row["words"],
         )
+
+    A file is .jsonl, .json or .parquet; a name of the hub may have the names of a config and a split:
+    "openai/gsm8k:main:train[:1000]".
 
     `seats` is the order of turns (default: that of `prompts`); a seat may have several. A prompt is a template, whose
     names are columns of the row, seats that answered before (their last answer) and `transcript` (all answers so far);
@@ -223,7 +226,8 @@ class Prompts(Chain):
 
 
 class ChainOfFile(ChainEnv):
-    """Seats that act in turn on prompts of your own, from a file of rows (.jsonl, .json, .parquet, or a folder).
+    """Seats that act in turn on prompts of your own, from a file of rows (.jsonl, .json, .parquet, a folder, or a
+    dataset of the hub, OWNER/NAME:CONFIG:SPLIT).
 
     `prompts` has a template for each seat, whose names are columns of the rows, seats that answered before, and
     `transcript`. `seats` is the order of turns, by default that of `prompts`. `reward` names a function

@@ -18,7 +18,7 @@ from pydantic import Field, field_serializer, model_validator
 from palestra.core.config import RunName, StrictModel
 from palestra.core.files import atomic_write, to_json_line
 from palestra.core.types import TEAM, Metrics, Seat
-from palestra.envs import load_env_class, validate_env_options
+from palestra.envs import load_env_class, new_env, validate_env_options
 from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.envs.vector_base import VectorEnv
@@ -224,13 +224,13 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool, list[str]]:
     cls = load_env_class(env.get("type", ""))
     options = validate_env_options(cls, {name: value for name, value in env.items() if name != "type"})
     if issubclass(cls, VectorEnv):
-        made = cls(**(options | {"num_envs": 1}))
+        made = new_env(cls, options | {"num_envs": 1})
         seats = made.seats
         rules = rules_of_env(env) is not None
         notes = seed_notes(made)
         made.close()
         return seats, rules, notes
-    game = cls(**options)
+    game = new_env(cls, options)
     return game.seats, isinstance(game, TextGame) and game.is_tabular, []
 
 

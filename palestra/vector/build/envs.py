@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.accel.malloc import check_fits_memory
-from palestra.envs import VectorEnv, load_env_class, validate_env_options
+from palestra.envs import VectorEnv, load_env_class, new_env, validate_env_options
 from palestra.envs.vector_base import find_difference
 from palestra.vector.config import VectorConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
@@ -22,7 +22,7 @@ def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorE
     options = validate_env_options(
         cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
     )
-    built = cls(**options)
+    built = new_env(cls, options)
     assert isinstance(built, VectorEnv)
     return built
 

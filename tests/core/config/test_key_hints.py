@@ -74,21 +74,6 @@ def key_names(schema) -> set[str]:
     return set(schema.get("properties", ())).union(*map(key_names, schema.values()))
 
 
-@pytest.mark.parametrize(
-    ("make", "meant"),
-    [
-        (lambda: pl.GRPO(num_generations=4), "group_size"),
-        (lambda: pl.Lora("tiny", learning_rate=1e-3), "lr"),
-        (lambda: pl.Lora("tiny", r=4), "rank"),
-        (lambda: pl.PPO(vf_coef=0.5), "value_coef"),
-    ],
-)
-def test_a_config_made_in_python_has_the_same_message(make, meant):
-    with pytest.raises(ValueError, match=rf"^unknown key \w+: did you mean {meant}\?") as error:
-        make()
-    assert "pydantic" not in str(error.value)
-
-
 def test_two_faults_in_python_are_a_list():
     with pytest.raises(ValueError, match=r"2 faults in the config:\n  group_size: .*\n  unknown key lrr"):
         pl.GRPO(group_size=0, lrr=1)
@@ -111,10 +96,3 @@ def test_a_word_stands_for_an_algorithm_and_for_a_policy():
     )
     assert game.algorithm.critic == "central"
     assert game.policies["agent"].optimizer.type == "sgd"
-
-
-def test_a_named_variant_is_no_class_and_says_how_to_write_it():
-    with pytest.raises(AttributeError, match=r"no class MAPPO: it is ppo with critic='central'.*algorithm=\"mappo\""):
-        pl.MAPPO  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'NOTHING'"):
-        pl.NOTHING  # noqa: B018

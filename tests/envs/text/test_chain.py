@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 
 import datasets
 import pytest
@@ -154,6 +156,28 @@ def test_rows_may_be_a_dataset_or_a_file(tmp_path):
         assert {split: len(part) for split, part in read.rows.items()} == {"test": 24, "dev": 24, "train": 192}
 
 
+def test_rows_may_be_a_dataset_by_its_name(tmp_path, monkeypatch):
+    """`datasets` takes a folder of that name for the dataset of the hub, so that nothing is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own/data").mkdir(parents=True)
+    for split, rows in (("train", ROWS), ("test", ROWS[:30])):
+        Path(f"own/data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def num_rows(name):
+        return sum(map(len, chain(top_row, rows=name).rows.values()))
+
+    assert [num_rows(f"own/data:{rest}") for rest in ("", ":test", "default:train[:12]")] == [len(ROWS), 30, 12]
+    env = {"type": "chain", "rows": "own/data::test", "prompts": PROMPTS, "reward": "helpers.toys:nothing"}
+    with pytest.raises(ValueError, match="helpers.toys:nothing".replace(".", r"\.")):  # its rows are
+        pl.make_env(**env)
+    for rest, message in ((":dev", 'Unknown split "dev"'), ("x", "'x' not found. Available: .'default'.")):
+        with pytest.raises(ValueError, match=message):
+            num_rows(f"own/data:{rest}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="by the package `datasets`, which is missing: pip install datasets"):
+        num_rows("own/data::test")
+
+
 def test_rows_are_split_by_what_prompts_show():
     """Columns that no prompt shows do not move a row to another split."""
     more = chain(top_row, rows=[{**row, "number": i} for i, row in enumerate(ROWS + ROWS)])
@@ -185,7 +209,8 @@ def one_row(**row):
         ({"rows": [*ROWS, {"you": "r0 c0"}]}, "row 240 has no goal, which the prompts show"),
         ({"rows": []}, "rows: there are none"),
         ({"rows": datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))}, "row 0 is 'train', and no mapping"),
-        ({"rows": "openai/gsm8k"}, "openai/gsm8k does not exist"),
+        ({"rows": "openai/gsm8k"}, "openai/gsm8k is no file or folder here, and no dataset .*: Couldn't reach .* Hub"),
+        ({"rows": "openai/gsm8k.jsonl"}, "openai/gsm8k.jsonl does not exist: give a .jsonl"),
         ({**one_row(you=["a"], goal="x")}, r"row 0, you: \['a'\] is a list: write a text or a number"),
         ({**one_row(you="\ud800", goal="x")}, "row 0, you: the .* lone surrogate, .* no tokenizer encodes"),
         ({"reward": None}, "must be a function of .*, and is None"),

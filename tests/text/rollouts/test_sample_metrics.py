@@ -131,7 +131,7 @@ def test_eval_command_prints_sample_metrics(run):
     shown = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4"])
     assert shown.exit_code == 0 and "pass@4" in shown.output
     plain = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4", "--json"])
-    found = json.loads(plain.output)
+    found = json.loads(plain.stdout)
     assert found["samples"] == 4 and set(found["pass_at_k"]) == {"1", "2", "4"}
     report = CliRunner().invoke(app, ["report", str(run), "--out", str(run / "page.html")])
     assert report.exit_code == 0 and "pass@4" in (run / "page.html").read_text()
