@@ -145,8 +145,9 @@ def format_eval(line: Tree) -> str:
     seat."""
     if rates := success_by_name(line):
         return format_success(rates)
-    returns = returns_by_name(line)
-    return format_return(line) if "return" in returns else format_returns(returns)
+    if "return" in (returns := returns_by_name(line)):
+        return format_return(line)
+    return format_returns(returns)
 
 
 def format_success(rates: Mapping[str, float], digits: int = 1) -> str:
