@@ -2,8 +2,9 @@
 
 import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
-import { afterStep, bytes, num } from "./format";
+import { afterSteps, bytes, num } from "./format";
 import { Failed, Score } from "./parts";
+import { to } from "./route";
 import type { AgentsData, EvaluationLine, Member, Policy } from "./types";
 
 const SHOWN = 300; // members
@@ -20,7 +21,6 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
         <section>
           <h2>Policies</h2>
           <Policies policies={data.policies} base={base} leading={data.leading} />
-          <Numbering checkpoints={data.policies.flatMap((policy) => policy.checkpoints)} />
         </section>
       )}
       {data.evals.length > 0 && (
@@ -34,7 +34,7 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
         <section>
           <h2>What changed between two evaluations</h2>
           {data.evals.map((row) => (
-            <Changes key={row.name} name={row.name} lines={row.lines} />
+            <Changes key={row.name} run={run} name={row.name} lines={row.lines} />
           ))}
         </section>
       )}
@@ -47,16 +47,6 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
         </section>
       )}
     </>
-  );
-}
-
-function Numbering({ checkpoints }: { checkpoints: Policy["checkpoints"] }) {
-  if (checkpoints.length === 0) return null;
-  const newest = Math.max(...checkpoints.map((one) => one.step));
-  return (
-    <p class="hint">
-      Steps are numbered from 0, as in metrics.jsonl. The commands count finished steps: <code>--checkpoint {newest + 1}</code> is the checkpoint after step {newest}.
-    </p>
   );
 }
 
@@ -86,7 +76,7 @@ function Policies({ policies, base, leading }: { policies: Policy[]; base: strin
                 {policy.checkpoints.length === 0 && <span class="quiet">none</span>}
                 {policy.checkpoints.map((one) => (
                   <a class={one.best ? "chip best" : "chip"} download title={one.best ? `the best of these checkpoints on ${leading}` : undefined} href={`api/${base}/checkpoints/${one.step}/${encodeURIComponent(policy.name)}.zip`}>
-                    ↓ {afterStep(one.step)}
+                    ↓ {afterSteps(one.step)}
                     {one.version !== null ? `, @${one.version}` : ""} ({bytes(one.bytes)}){one.keep ? " kept" : ""}
                     {one.result && (
                       <>
@@ -137,7 +127,7 @@ function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
                   </b>
                 </td>
                 <td class="right" data-name="last played">
-                  {afterStep(last.step)}
+                  {afterSteps(last.step)}
                 </td>
                 <td class="right" data-name="episodes">
                   {num(last.episodes)}
@@ -152,13 +142,13 @@ function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
 }
 
 // Which held-out instances were solved at one evaluation and not at a later one, and the other way round.
-function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
+function Changes({ run, name, lines }: { run: string; name: string; lines: EvaluationLine[] }) {
   const known = lines.filter((line) => line.outcomes);
   const [from, setFrom] = useState<number | null>(null);
-  const [to, setTo] = useState<number | null>(null);
+  const [until, setUntil] = useState<number | null>(null);
   if (known.length < 2) return null;
   const first = known[from ?? known.length - 2];
-  const second = known[to ?? known.length - 1];
+  const second = known[until ?? known.length - 1];
   const which = (was: boolean, is: boolean) =>
     [...second.outcomes!].flatMap((mark, at) => (at < first.outcomes!.length && (first.outcomes![at] === "1") === was && (mark === "1") === is ? [at] : []));
   const choice = (label: string, chosen: number, set: (at: number) => void) => (
@@ -166,7 +156,7 @@ function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
       {label}{" "}
       <select aria-label={`${name}: ${label}`} value={String(chosen)} onChange={(event) => set(Number(event.currentTarget.value))}>
         {known.map((line, at) => (
-          <option value={String(at)}>{afterStep(line.step)}</option>
+          <option value={String(at)}>{afterSteps(line.step)}</option>
         ))}
       </select>
     </label>
@@ -182,7 +172,7 @@ function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
       <div class="bar">
         <b>{name}</b>
         {choice("from", from ?? known.length - 2, setFrom)}
-        {choice("to", to ?? known.length - 1, setTo)}
+        {choice("to", until ?? known.length - 1, setUntil)}
       </div>
       <dl class="changes">
         {sets.map(([title, instances, listed]) => (
@@ -190,11 +180,38 @@ function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
             <dt>
               {title}: <b>{instances.length}</b>
             </dt>
-            {listed && instances.length > 0 && <dd>instances {instances.slice(0, LISTED).join(", ")}{instances.length > LISTED ? ", …" : ""}</dd>}
+            {listed && instances.length > 0 && <Instances instances={instances} {...{ run, name, first, second }} />}
           </div>
         ))}
       </dl>
     </div>
+  );
+}
+
+// Instances, each with a link to its transcript in the later evaluation, from which one leads to the earlier one.
+function Instances({ run, name, first, second, instances }: { run: string; name: string; first: EvaluationLine; second: EvaluationLine; instances: number[] }) {
+  const shown = instances.slice(0, LISTED);
+  const linked = shown.filter((instance) => instance < second.recorded);
+  const keep = () => sessionStorage.setItem("episodes", JSON.stringify(linked.map((instance) => [second.step, instance])));
+  const query = { eval: name, ...(first.recorded ? { from: String(first.step) } : {}) };
+  return (
+    <dd>
+      instances{" "}
+      {shown.map((instance, at) => (
+        <>
+          {at > 0 && ", "}
+          {instance < second.recorded ? (
+            <a href={to(["run", run, "episodes", second.step!, instance], query)} onClick={keep}>
+              {instance}
+            </a>
+          ) : (
+            instance
+          )}
+        </>
+      ))}
+      {instances.length > LISTED ? ", …" : ""}
+      {linked.length < shown.length && <span class="quiet"> (without a link: not recorded)</span>}
+    </dd>
   );
 }
 

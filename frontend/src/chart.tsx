@@ -4,6 +4,7 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { DASHES, faint, hue, ink } from "./colours";
+import { savePicture, saveTable } from "./export";
 import { num } from "./format";
 import type { Num } from "./types";
 
@@ -191,7 +192,17 @@ export function Chart({ title, lines, axis, axisName, unit, range, onRange, log,
 
   return (
     <figure class="chart">
-      <figcaption>{title}</figcaption>
+      <figcaption>
+        {title}
+        <span class="exports">
+          <button class="plain" aria-label={`save the chart ${title} as a picture`} onClick={() => plot.current && savePicture(title, lines, plot.current.ctx.canvas)}>
+            PNG
+          </button>
+          <button class="plain" aria-label={`save the values of ${title} as a table`} onClick={() => saveTable(title, axisName, lines)}>
+            CSV
+          </button>
+        </span>
+      </figcaption>
       <div ref={place} class="plot" tabIndex={0} role="img" aria-label={summary(`${title}${unit ? `, ${unit}` : ""}, over ${axisName}`, lines)} onKeyDown={keys} />
       <div ref={legend} class="legend">
         {lines.map((line) => (

@@ -1,4 +1,5 @@
-// The curves of one run or of several over each other. A chart asks for its metrics when it comes into view.
+// The curves of one run or of several over each other. A chart asks for its metrics when it comes into view; those out
+// of view follow in turn, so that a print of the page is whole.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { url, useAnswer, useDebounced } from "./api";
@@ -111,6 +112,7 @@ interface DrawnProps {
 function Drawn({ panel, runs, axis, axisName, training, window, seeds, range, tick, onRange }: DrawnProps) {
   const place = useRef<HTMLDivElement>(null);
   const seen = useSeen(place);
+  const due = useTurn();
   const late = useDebounced(range, 60);
   const address = url("curves", {
     run: runs,
@@ -122,7 +124,7 @@ function Drawn({ panel, runs, axis, axisName, training, window, seeds, range, ti
     high: late?.[1],
     seeds,
   });
-  const { data, error } = useAnswer<{ curves: Curve[] }>(seen ? address : null, seen ? tick : 0);
+  const { data, error } = useAnswer<{ curves: Curve[] }>(seen || due ? address : null, seen ? tick : 0);
   const lines = useMemo(() => (data ? drawnLines(data.curves, panel, training, runs.length > 1) : []), [data]);
   return (
     <div ref={place} class="slot" data-metric={panel.metrics[0]}>
@@ -153,6 +155,32 @@ function drawnLines(curves: Curve[], panel: Panel, training: string, several: bo
       raw: curve.raw,
     };
   });
+}
+
+const turns: (() => void)[] = [];
+const FIRST_TURN = 1000; // milliseconds that charts in view have for themselves
+const NEXT_TURN = 80;
+let timer = 0;
+
+function takeTurn(): void {
+  turns.shift()?.();
+  timer = turns.length ? setTimeout(takeTurn, NEXT_TURN) : 0;
+}
+
+// Whether it is this chart's turn, or was; before a print it is everyone's.
+function useTurn(): boolean {
+  const [due, setDue] = useState(false);
+  useEffect(() => {
+    const turn = () => setDue(true);
+    turns.push(turn);
+    timer ||= setTimeout(takeTurn, FIRST_TURN);
+    window.addEventListener("beforeprint", turn);
+    return () => {
+      window.removeEventListener("beforeprint", turn);
+      if (turns.includes(turn)) turns.splice(turns.indexOf(turn), 1);
+    };
+  }, []);
+  return due;
 }
 
 // Whether an element is on the screen, or was.

@@ -2,6 +2,7 @@
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { runPath, url, useAnswer } from "./api";
+import { afterSteps, evalTitle } from "./format";
 import { Failed } from "./parts";
 import { amend, type Route, to } from "./route";
 import { Tree } from "./tree";
@@ -18,12 +19,13 @@ interface Props {
 }
 
 export function Episode({ run, step, episode, route }: Props) {
-  const path = runPath(run, `/episodes/${step}/${episode}`);
+  const evaluation = route.query.get("eval");
   const asked = route.query.get("node");
-  const opened = useMemo(() => opening(run, step, episode, asked), [run, step, episode]);
+  const address = (rest: string) => url(runPath(run, `/episodes/${step}/${episode}${rest}`), { eval: evaluation });
+  const opened = useMemo(() => opening(run, step, episode, evaluation, asked), [run, step, episode]);
   const { data: tree, error } = useAnswer<EpisodeTree>(opened);
   const chosen = useMemo(() => (tree ? (asked !== null ? Number(asked) : (tree.at ?? -1)) : null), [tree, asked]);
-  const words = useAnswer<{ line: Joint[] }>(chosen === null || chosen < 0 || chosen === tree?.at ? null : url(`${path}/words/${chosen}`));
+  const words = useAnswer<{ line: Joint[] }>(chosen === null || chosen < 0 || chosen === tree?.at ? null : address(`/words/${chosen}`));
   const line = chosen === tree?.at ? tree?.line : words.data?.line;
   const colouring = (route.query.get("tokens") ?? "") as Colouring;
   if (error) return <Failed error={error} />;
@@ -32,12 +34,11 @@ export function Episode({ run, step, episode, route }: Props) {
     <article>
       <div class="bar">
         <Beside {...{ run, step, episode, route }} />
-        <b>
-          step {step}, episode {episode}
-        </b>
+        <b>{evaluation ? `${evalTitle(evaluation)} ${afterSteps(step)}, instance ${episode}` : `step ${step}, episode ${episode}`}</b>
         <span>
-          {tree.env}, instance {tree.seed}
+          {tree.env}, {evaluation ? "seed" : "instance"} {tree.seed}
         </span>
+        <Earlier {...{ run, step, episode, route }} />
         {Object.entries(tree.seats).map(([seat, who]) => (
           <span class="chip">
             {seat}: {who}
@@ -71,14 +72,22 @@ export function Episode({ run, step, episode, route }: Props) {
         </label>
       </div>
       {words.error && <Failed error={words.error} />}
-      {line && <Words line={line} path={path} tree={tree} colouring={colouring} columns={inColumns(route, tree)} plain={route.query.get("text") === "1"} />}
+      {line && <Words line={line} tokens={(node) => address(`/tokens/${node}`)} tree={tree} colouring={colouring} columns={inColumns(route, tree)} plain={route.query.get("text") === "1"} />}
     </article>
   );
 }
 
 // Asks for the tree and, in the same answer, for the words that are shown first.
-export function opening(run: string, step: number, episode: number, node: string | null = null): string {
-  return url(runPath(run, `/episodes/${step}/${episode}`), { line: node ?? "played" });
+export function opening(run: string, step: number, episode: number, evaluation: string | null = null, node: string | null = null): string {
+  return url(runPath(run, `/episodes/${step}/${episode}`), { line: node ?? "played", eval: evaluation });
+}
+
+// The same held-out instance in the evaluation that this one was compared with.
+function Earlier({ run, step, episode, route }: Props) {
+  const from = route.query.get("from");
+  const evaluation = route.query.get("eval");
+  if (from === null || !evaluation) return null;
+  return <a href={to(["run", run, "episodes", from, episode], { eval: evaluation, from: String(step) })}>the same instance {afterSteps(Number(from))}</a>;
 }
 
 // Debates read best as columns.
@@ -98,7 +107,7 @@ function Beside({ run, step, episode, route }: Props) {
   const address = (where: [number, number]) => to(["run", run, "episodes", ...where], query);
   return (
     <span class="beside">
-      <a href={to(["run", run, "episodes"], new URLSearchParams(route.query.get("list") ?? ""))}>← list</a>
+      {query.has("eval") ? <a href={to(["run", run, "agents"])}>← evaluations</a> : <a href={to(["run", run, "episodes"], new URLSearchParams(route.query.get("list") ?? ""))}>← list</a>}
       {at > 0 && (
         <a data-before href={address(list[at - 1])} aria-label="the episode before">
           ‹

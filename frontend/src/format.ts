@@ -52,7 +52,7 @@ export function evalTitle(name: string): string {
   return name.startsWith("held") ? name.replaceAll("_", " ") : `held-out ${name}`;
 }
 
-// A step has the number that metrics.jsonl gives it, counted from 0; before training it is -1.
-export function afterStep(step: number | null | undefined): string {
-  return step === undefined || step === null || step < 0 ? "before training" : `after step ${step}`;
+// A step is the number of training steps done, as in --checkpoint.
+export function afterSteps(step: number | null | undefined): string {
+  return step ? `after ${count(step)} step${step > 1 ? "s" : ""}` : "before training";
 }

@@ -11,7 +11,8 @@ const WRITTEN = 14;
 export function Heat({ payoffs }: { payoffs: Payoffs }) {
   const [over, setOver] = useState("");
   const { rows, columns, mean, games } = payoffs;
-  const largest = useMemo(() => Math.max(1e-9, ...mean.flat().map((value) => Math.abs(value ?? 0))), [payoffs]);
+  const largest = useMemo(() => Math.max(0, ...mean.flat().map((value) => Math.abs(value ?? 0))), [payoffs]);
+  const known = mean.flat().some((value) => value !== null);
   const size = Math.max(8, Math.min(34, Math.floor(460 / Math.max(rows.length, columns.length))));
   const named = Math.max(rows.length, columns.length) <= NAMED;
   const margin = named ? 8 + 6.2 * Math.max(...rows.map((name) => Math.min(name.length, 18))) : 4;
@@ -35,7 +36,7 @@ export function Heat({ payoffs }: { payoffs: Payoffs }) {
             line.map((value, c) => (
               <g key={`${r},${c}`} onMouseEnter={() => setOver(say(r, c))}>
                 <title>{say(r, c)}</title>
-                <rect x={margin + c * size} y={top + r * size} width={size - 1} height={size - 1} class={value === null ? "unknown" : ""} style={value === null ? {} : { fill: diverging(value / largest) }} />
+                <rect x={margin + c * size} y={top + r * size} width={size - 1} height={size - 1} class={value === null ? "unknown" : ""} style={value === null ? {} : { fill: diverging(largest ? value / largest : 0) }} />
                 {value !== null && Math.max(rows.length, columns.length) <= WRITTEN && size >= 30 && (
                   <text class="value" x={margin + (c + 0.5) * size} y={top + (r + 0.5) * size} text-anchor="middle" dominant-baseline="central">
                     {(Math.abs(value) < 0.005 ? 0 : value).toFixed(2).replace("0.", ".").replace("-", "−")}
@@ -49,7 +50,12 @@ export function Heat({ payoffs }: { payoffs: Payoffs }) {
       <p class="hint">
         {over || (
           <>
-            What the row's member ({payoffs.seats[0]}) earns from the column's: <span class="swatch minus" /> −{num(largest)} to <span class="swatch plus" /> +{num(largest)}; grey: never met.
+            {largest > 0 && (
+              <>
+                What the row's member ({payoffs.seats[0]}) earns from the column's: <span class="swatch minus" /> −{num(largest)} to <span class="swatch plus" /> +{num(largest)}; grey: never met.
+              </>
+            )}
+            {largest === 0 && (known ? "Every known payoff is 0." : "No member has met another yet.")}
             {payoffs.of[0] > rows.length ? ` The newest ${rows.length} of ${payoffs.of[0]}.` : ""}
           </>
         )}
@@ -89,9 +95,11 @@ export function Mixtures({ mixture }: { mixture: PopulationData["mixtures"][numb
           <text x={margin} y={names.length * high + 13}>
             1
           </text>
-          <text x={margin + shares.length * wide} y={names.length * high + 13} text-anchor="end">
-            {shares.length}
-          </text>
+          {shares.length > 1 && (
+            <text x={margin + shares.length * wide} y={names.length * high + 13} text-anchor="end">
+              {shares.length}
+            </text>
+          )}
         </svg>
       </div>
     </>

@@ -103,7 +103,7 @@ function Run({ name, route }: { name: string; route: Route }) {
   if (!data) return <main aria-busy="true" />;
   const tab = asked ?? homePage(data);
   const pages: Record<string, () => preact.JSX.Element> = {
-    episodes: () => (episode !== undefined ? <Episode key={`${step}/${episode}`} run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
+    episodes: () => (episode !== undefined ? <Episode key={`${step}/${episode}/${route.query.get("eval")}`} run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
     replays: () => <Replays run={name} route={route} tick={tick} />,
     curves: () => <CurvesPage run={data} route={route} tick={tick} />,
     population: () => <Population run={data} route={route} tick={tick} />,
@@ -147,10 +147,20 @@ function Theme() {
       document.documentElement.dataset.theme = theme === "auto" ? (media.matches ? "dark" : "light") : theme;
       window.dispatchEvent(new Event("themed"));
     };
+    const print = () => {
+      document.documentElement.dataset.theme = "light"; // paper is white
+      window.dispatchEvent(new Event("themed"));
+    };
     apply();
     localStorage.setItem("theme", theme);
     media.addEventListener("change", apply);
-    return () => media.removeEventListener("change", apply);
+    window.addEventListener("beforeprint", print);
+    window.addEventListener("afterprint", apply);
+    return () => {
+      media.removeEventListener("change", apply);
+      window.removeEventListener("beforeprint", print);
+      window.removeEventListener("afterprint", apply);
+    };
   }, [theme]);
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   return (

@@ -27,7 +27,7 @@ export function sections(catalog: MetricCatalog, logs: Logs[], phases: string[])
     if (there.length) found.push([panel, { title, unit, metrics: there }]);
     there.forEach((metric) => used.add(metric));
   }
-  if (phases.length) found.push(["Speed", { title: "time of a step, by phase", unit: "seconds", metrics: phases.map((key) => `timings/${key}`), team: true }]);
+  if (phases.length) found.push(["Speed", { title: "time per step, by phase", unit: "seconds", metrics: phases.map((key) => `timings/${key}`), team: true }]);
   phases.forEach((key) => used.add(`timings/${key}`));
   for (const metric of [...known].sort()) {
     const key = metric.slice(metric.indexOf("/") + 1);
@@ -41,7 +41,7 @@ export function sections(catalog: MetricCatalog, logs: Logs[], phases: string[])
 
 function other(metric: string, key: string): [string, Panel] {
   if (metric.startsWith("evals/returns/")) return ["Rewards by part", { title: `held-out return of ${key.slice(8)}`, unit: "reward per episode", metrics: [metric] }];
-  if (metric.startsWith("metrics/reward/")) return ["Rewards by part", { title: `own reward of an answer: ${key.slice(7)}`, unit: "reward", metrics: [metric] }];
+  if (metric.startsWith("metrics/reward/")) return ["Rewards by part", { title: `reward term: ${key.slice(7).replaceAll("_", " ")}`, unit: "reward", metrics: [metric] }];
   const unit = key.endsWith("_per_s") ? "per second" : key.endsWith("_s") ? "seconds" : key.endsWith("_fraction") ? "share" : "";
   const title = key.replace(/_(per_s|s|fraction)$/, "").replaceAll("_", " ");
   return ["Other metrics", { title: `${title}${LOGS[metric.split("/")[0]] ?? ""}`, unit, metrics: [metric] }];

@@ -49,7 +49,7 @@ function Game({ path, another }: { path: string; another: () => void }) {
   return (
     <article>
       <Head game={game} />
-      {past.length > 0 && <Words line={past} path="" tree={bare(game)} colouring="" columns={false} plain={false} />}
+      {past.length > 0 && <Words line={past} tokens={() => ""} tree={bare(game)} colouring="" columns={false} plain={false} />}
       {!live && <Failed error={SILENT} />}
       <p class="hidden" role="status">
         {ongoing[game.now]}

@@ -20,7 +20,9 @@ export function Population({ run, route, tick }: { run: RunDetail; route: Route;
   return (
     <>
       <div class="bar">
-        <span class="hint">{data.members} members</span>
+        <span class="hint">
+          {data.members} member{data.members === 1 ? "" : "s"}
+        </span>
         <label>
           of them at most{" "}
           <select value={last} onChange={(event) => amend(route, { last: event.currentTarget.value })}>
@@ -84,7 +86,8 @@ export function Population({ run, route, tick }: { run: RunDetail; route: Route;
 function Distance({ points }: { points: Record<string, number>[] }) {
   const [range, setRange] = useState<Range>(null);
   const axis = "env_steps" in points.at(-1)! && new Set(points.map((point) => point.env_steps)).size > 1 ? "env_steps" : "number";
-  const positive = points.every((point) => point.nash_conv > 1e-9);
+  const values = points.map((point) => point.nash_conv);
+  const wide = Math.min(...values) > 1e-9 && Math.max(...values) > 10 * Math.min(...values);
   const line: Line = {
     label: "NashConv",
     colour: 0,
@@ -96,7 +99,7 @@ function Distance({ points }: { points: Record<string, number>[] }) {
   return (
     <section>
       <h2>Exploitability</h2>
-      <Chart title={`NashConv: what all players together could gain by best responses; 0 at an equilibrium`} unit="reward" axisName={axis === "number" ? "assessments" : "env steps"} lines={[line]} axis={axis} range={range} onRange={setRange} log={positive} height={260} />
+      <Chart title={`NashConv: what all players together could gain by best responses; 0 at an equilibrium`} unit="reward" axisName={axis === "number" ? "assessments" : "env steps"} lines={[line]} axis={axis} range={range} onRange={setRange} log={wide} height={260} />
     </section>
   );
 }

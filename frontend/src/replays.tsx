@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { runPath, url, useAnswer } from "./api";
-import { evalTitle, num, signed } from "./format";
+import { afterSteps, evalTitle, num, signed } from "./format";
 import { Failed, Outcome } from "./parts";
 import { amend, type Route } from "./route";
 import type { ReplayFile, ReplayFrame } from "./types";
@@ -34,7 +34,7 @@ export function Replays({ run, route, tick }: { run: string; route: Route; tick:
           played{" "}
           <select value={step} onChange={(event) => amend(route, { step: event.currentTarget.value })}>
             {chosen.steps.map((one) => (
-              <option value={one}>{one < 0 ? "before training" : `after step ${one}`}</option>
+              <option value={one}>{afterSteps(one)}</option>
             ))}
           </select>
         </label>

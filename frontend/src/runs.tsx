@@ -1,4 +1,4 @@
-// All runs: a table to sort, to filter and to choose from, and two or more beside each other.
+// All runs: a table to sort, to filter, to group by seed and to choose from, and two or more beside each other.
 
 import { useMemo, useState } from "preact/hooks";
 import { url, useAnswer, useLive } from "./api";
@@ -24,15 +24,28 @@ const COLUMNS: Column[] = [
   ["created", "created (UTC)", (run) => run.created],
 ];
 
+interface RunList {
+  root: string;
+  runs: RunLine[];
+  of: number;
+  groups: { experiment: string; runs: string[]; result: string }[]; // runs that differ only in the seed
+  keys: string[]; // settings in which runs differ, where they were asked for
+}
+
 export function Runs({ route }: { route: Route }) {
   const { tick } = useLive();
-  const { data, error, loading } = useAnswer<{ root: string; runs: RunLine[]; of: number }>(url("runs"), tick);
+  const settings = route.query.get("columns")?.split(",").filter(Boolean) ?? [];
+  const [choosing, setChoosing] = useState(false);
+  const { data, error, loading } = useAnswer<RunList>(url("runs", { column: settings, keys: choosing }), tick);
   const [chosen, setChosen] = useState<string[]>([]);
   const text = route.query.get("q") ?? "";
   const sort = route.query.get("sort") ?? "-created";
-  const rows = useMemo(() => sorted(fitting(data?.runs ?? [], text), sort), [data, text, sort]);
+  const bySeed = route.query.get("seeds") === "1";
+  const columns = COLUMNS.flatMap((column) => (column[0] === "done" ? [column, ...settings.map(settingColumn)] : [column]));
+  const rows = useMemo(() => sorted(grouped(fitting(data?.runs ?? [], text), bySeed), columns, sort), [data, text, sort, bySeed]);
   if (error && !data) return <Failed error={error} />;
-  const toggle = (name: string) => setChosen((old) => (old.includes(name) ? old.filter((one) => one !== name) : [...old, name]));
+  const toggle = (names: string[]) => setChosen((old) => (names.every((name) => old.includes(name)) ? old.filter((one) => !names.includes(one)) : [...new Set([...old, ...names])]));
+  const show = (keys: string[]) => amend(route, { columns: keys.join(",") });
   return (
     <main>
       <h1>Runs {data && <small>in {data.root}/</small>}</h1>
@@ -42,6 +55,15 @@ export function Runs({ route }: { route: Route }) {
           compare {chosen.length >= 2 ? `${chosen.length} runs` : "runs"}
         </button>
         {chosen.length > 0 && <button onClick={() => setChosen([])}>choose none</button>}
+        <label>
+          <input type="checkbox" checked={bySeed} onChange={(event) => amend(route, { seeds: event.currentTarget.checked ? "1" : null })} /> group by seed
+        </label>
+        <input list="settings" class="column" placeholder="+ column: lr, rank…" aria-label="add a column of a setting" onFocus={() => setChoosing(true)} onChange={(event) => add(event.currentTarget, settings, show)} />
+        <datalist id="settings">
+          {data?.keys.map((key) => (
+            <option value={key} />
+          ))}
+        </datalist>
         <span class="hint" role="status">
           {loading && !data ? "looking…" : `${rows.length} of ${data?.of ?? 0} runs`}
         </span>
@@ -54,12 +76,17 @@ export function Runs({ route }: { route: Route }) {
               <th>
                 <span class="hidden">choose</span>
               </th>
-              {COLUMNS.map(([key, title, , right]) => (
-                <th class={right ? "right" : ""} aria-sort={sort === key ? "ascending" : sort === `-${key}` ? "descending" : "none"}>
+              {columns.map(([key, title, , right]) => (
+                <th class={`${right ? "right" : ""} ${settings.includes(key) ? "setting" : ""}`} aria-sort={sort === key ? "ascending" : sort === `-${key}` ? "descending" : "none"}>
                   {title && (
                     <button class="plain" onClick={() => amend(route, { sort: sort === `-${key}` ? key : `-${key}` })}>
                       {title}
                       {sort === key ? " ↑" : sort === `-${key}` ? " ↓" : ""}
+                    </button>
+                  )}
+                  {settings.includes(key) && (
+                    <button class="plain remove" aria-label={`remove the column ${key}`} onClick={() => show(settings.filter((one) => one !== key))}>
+                      ×
                     </button>
                   )}
                 </th>
@@ -67,9 +94,12 @@ export function Runs({ route }: { route: Route }) {
             </tr>
           </thead>
           <tbody>
-            {rows.slice(0, SHOWN).map((run) => (
-              <Row key={run.name} run={run} chosen={chosen.includes(run.name)} toggle={toggle} />
-            ))}
+            {rows.slice(0, SHOWN).map(([run, ...others]) => {
+              const names = [run, ...others].map((one) => one.name);
+              const group = data?.groups.find((one) => one.experiment === run.experiment && one.runs.length === names.length);
+              const shown = others.length ? { ...run, success: null, return: null, seed: null, headline: group?.result ?? "" } : run;
+              return <Row key={run.name} run={shown} statuses={[...new Set([run, ...others].map((one) => one.status))]} {...{ names, settings, toggle }} chosen={names.every((name) => chosen.includes(name))} />;
+            })}
           </tbody>
         </table>
       </div>
@@ -78,20 +108,41 @@ export function Runs({ route }: { route: Route }) {
   );
 }
 
-function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (name: string) => void }) {
+interface RowProps {
+  run: RunLine;
+  names: string[]; // of the runs that differ only in the seed, in one row
+  statuses: string[];
+  settings: string[];
+  chosen: boolean;
+  toggle: (names: string[]) => void;
+}
+
+function Row({ run, names, statuses, settings, chosen, toggle }: RowProps) {
   const [, ...search] = run.success_label.match(/^search success \((.*)\)$/) ?? [];
+  const several = names.length > 1;
   return (
     <tr class={chosen ? "chosen" : ""}>
       <td>
-        <input type="checkbox" aria-label={`choose ${run.name}`} checked={chosen} onChange={() => toggle(run.name)} />
+        <input type="checkbox" aria-label={`choose ${several ? `${names.length} runs of ` : ""}${run.name}`} checked={chosen} onChange={() => toggle(names)} />
       </td>
       <td class="long name">
-        <a class="row" href={to(["run", run.name])}>
+        <a class="row" href={several ? compareAddress(names, true) : to(["run", run.name])}>
           {run.name}
         </a>
+        {run.tags.length > 0 && (
+          <div>
+            {run.tags.map((tag) => (
+              <span class="tag">{tag}</span>
+            ))}
+          </div>
+        )}
       </td>
-      <td>
-        <Status status={run.status} error={run.error} />
+      <td class="wraps">
+        {statuses.map((status) => (
+          <>
+            <Status status={status} error={run.error} />{" "}
+          </>
+        ))}
       </td>
       <td class="long" data-name="env">
         {run.env}
@@ -99,13 +150,18 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td class="long" data-name="algorithm">
         {run.algorithm}
       </td>
-      <td class={`right ${run.seed == null ? "none" : ""}`} data-name="seed">
-        {run.seed ?? "–"}
+      <td class={`right ${run.seed == null && !several ? "none" : ""}`} data-name="seed">
+        {several ? `${names.length} runs` : (run.seed ?? "–")}
       </td>
       <td class="right" data-name="done">
         {run.total ? percent(Math.min(1, run.done / run.total)) : run.steps}
       </td>
-      <td class={`long ${run.headline ? "" : "none"}`} data-name="result">
+      {settings.map((key) => (
+        <td class={`right setting ${run.settings[key] ? "" : "none"}`} data-name={key}>
+          {run.settings[key] || "–"}
+        </td>
+      ))}
+      <td class={`long result ${run.headline ? "" : "none"}`} data-name="result" title={several ? "mean over the seeds, with its 95 % interval (Student's t)" : undefined}>
         <b>{run.headline || "–"}</b>
       </td>
       <td data-name="alarms" class={run.alarms?.length ? "" : "none"}>
@@ -121,25 +177,50 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td class={`right ${run.return == null ? "none" : ""}`} data-name="return in training">
         {num(run.return)}
       </td>
-      <td data-name="created">{when(run.created)}</td>
+      <td class="wraps" data-name="created">
+        {when(run.created).replaceAll("-", "\u2011")}
+      </td>
     </tr>
   );
 }
 
+function settingColumn(key: string): Column {
+  const value = (run: RunLine) => (run.settings[key] && !Number.isNaN(Number(run.settings[key])) ? Number(run.settings[key]) : (run.settings[key] ?? ""));
+  return [key, key, value, true];
+}
+
+function add(field: HTMLInputElement, settings: string[], show: (keys: string[]) => void): void {
+  const key = field.value.trim().replaceAll(",", "");
+  if (key && !settings.includes(key)) show([...settings, key]);
+  field.value = "";
+}
+
 function fitting(runs: RunLine[], text: string): RunLine[] {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const hay = (run: RunLine) => [run.name, run.env, run.algorithm, run.status, run.kind, `seed=${run.seed}`, ...run.policies].join(" ").toLowerCase();
+  const hay = (run: RunLine) => [run.name, run.env, run.algorithm, run.status, run.kind, `seed=${run.seed}`, ...run.policies, ...run.tags].join(" ").toLowerCase();
   return runs.filter((run) => words.every((word) => hay(run).includes(word)));
 }
 
-function sorted(runs: RunLine[], sort: string): RunLine[] {
-  const way = sort.startsWith("-") ? -1 : 1;
-  const key = COLUMNS.find(([name]) => name === sort.replace("-", ""))?.[2] ?? COLUMNS[0][2];
-  return [...runs].sort((a, b) => (key(a) < key(b) ? -way : key(a) > key(b) ? way : 0));
+// A row for each run, or for those that differ only in the seed.
+function grouped(runs: RunLine[], bySeed: boolean): RunLine[][] {
+  const groups = new Map<string, RunLine[]>();
+  for (const run of runs) {
+    const key = bySeed && run.experiment ? run.experiment : run.name;
+    groups.set(key, [...(groups.get(key) ?? []), run]);
+  }
+  return [...groups.values()];
 }
 
-function compareAddress(names: string[]): string {
-  return to(["compare"], new URLSearchParams(names.map((name) => ["run", name])));
+function sorted(rows: RunLine[][], columns: Column[], sort: string): RunLine[][] {
+  const way = sort.startsWith("-") ? -1 : 1;
+  const value = columns.find(([name]) => name === sort.replace(/^-/, ""))?.[2] ?? COLUMNS[0][2];
+  const key = ([run]: RunLine[]) => value(run);
+  return [...rows].sort((a, b) => (key(a) < key(b) ? -way : key(a) > key(b) ? way : 0));
+}
+
+function compareAddress(names: string[], bySeed = false): string {
+  const query = names.map((name) => ["run", name]);
+  return to(["compare"], new URLSearchParams(bySeed ? [...query, ["seeds", "1"]] : query));
 }
 
 // ---- several beside each other
@@ -153,15 +234,45 @@ export function Compare({ route }: { route: Route }) {
       <h1>
         {names.length} runs <small>beside each other</small>
       </h1>
-      {error && <Failed error={error} />}
-      <details open={names.length <= 4}>
-        <summary>What their configs differ in ({difference?.rows.length ?? "…"})</summary>
-        {difference && <Difference {...difference} />}
-      </details>
+      {difference && (
+        <p class="hint">
+          {difference.rows.length} {difference.rows.length === 1 ? "setting differs" : "settings differ"}: <a href="#" onClick={(event) => (event.preventDefault(), document.getElementById("difference")?.scrollIntoView())}>below</a>
+        </p>
+      )}
       <Details names={names} found={[]}>
         {(details) => <Curves details={details} route={route} tick={tick} />}
       </Details>
+      {error && <Failed error={error} />}
+      {difference && difference.rows.length > 0 && (
+        <section id="difference">
+          <h2>Settings that differ</h2>
+          <Differences {...difference} />
+        </section>
+      )}
     </main>
+  );
+}
+
+// Settings that all runs have; below, folded, those that some lack, by who has them.
+function Differences({ runs, rows }: { runs: string[]; rows: [string, unknown[]][] }) {
+  const owners = ([, values]: [string, unknown[]]) => runs.filter((_, at) => values[at] !== null);
+  const partial = rows.filter((row) => owners(row).length < runs.length);
+  const shared = rows.filter((row) => !partial.includes(row));
+  return (
+    <>
+      {shared.length > 0 && <Difference runs={runs} rows={shared} />}
+      {[...new Set(partial.map((row) => owners(row).join(", ")))].map((who) => {
+        const own = partial.filter((row) => owners(row).join(", ") === who);
+        return (
+          <details key={who}>
+            <summary>
+              {own.length} setting{own.length > 1 ? "s" : ""} of {who} only
+            </summary>
+            <Difference runs={runs} rows={own} />
+          </details>
+        );
+      })}
+    </>
   );
 }
 
@@ -184,7 +295,9 @@ function Difference({ runs, rows }: { runs: string[]; rows: [string, unknown[]][
             <tr>
               <td>{key}</td>
               {values.map((value) => (
-                <td>{value === null ? <i class="quiet">–</i> : typeof value === "string" ? value : JSON.stringify(value)}</td>
+                <td>
+                  <Setting value={value} />
+                </td>
               ))}
             </tr>
           ))}
@@ -192,6 +305,32 @@ function Difference({ runs, rows }: { runs: string[]; rows: [string, unknown[]][
       </table>
     </div>
   );
+}
+
+function isTree(value: unknown): value is object {
+  return typeof value === "object" && value !== null && !Array.isArray(value) && Object.keys(value).length > 0;
+}
+
+function Setting({ value }: { value: unknown }) {
+  if (value === null) return <i class="quiet">–</i>;
+  if (!isTree(value)) return <>{typeof value === "string" ? value : JSON.stringify(value)}</>;
+  const lines = settings(value);
+  return (
+    <details>
+      <summary>
+        {lines.length} setting{lines.length > 1 ? "s" : ""}
+      </summary>
+      {lines.map(([key, own]) => (
+        <div>
+          {key}: <Setting value={own} />
+        </div>
+      ))}
+    </details>
+  );
+}
+
+function settings(tree: object): [string, unknown][] {
+  return Object.entries(tree).flatMap(([key, value]): [string, unknown][] => (isTree(value) ? settings(value).map(([rest, own]) => [`${key}.${rest}`, own]) : [[key, value]]));
 }
 
 // The details of several runs, asked one after another; hooks cannot stand in a loop, components can.

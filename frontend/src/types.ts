@@ -15,6 +15,7 @@ export interface Evaluation {
 // `outcomes` has a letter for each held-out instance: 1 solved, 0 not, x failed.
 export interface EvaluationLine extends Evaluation {
   outcomes?: string;
+  recorded: number; // the episodes of so many instances are in the run
 }
 
 export interface RunLine {
@@ -25,6 +26,9 @@ export interface RunLine {
   algorithm: string;
   policies: string[];
   seed: number | null;
+  tags: string[];
+  experiment: string; // the same for runs that differ only in the seed
+  settings: Record<string, string>; // the columns of the list that were asked for
   steps: number;
   done: number;
   total: number;
@@ -60,7 +64,6 @@ export type Logs = Record<"metrics" | "timings" | "evals", Record<string, string
 export interface RunDetail extends Omit<RunLine, "alarms"> {
   left: Num;
   metrics: Logs;
-  last: Record<string, Record<string, Record<string, unknown>>>;
   phases: string[];
   has_episodes: boolean;
   has_replays: boolean;

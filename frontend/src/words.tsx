@@ -1,7 +1,7 @@
 // What was seen and said along a line of play. Everything here was written by models: it is text, never markup.
 
 import { useMemo, useRef } from "preact/hooks";
-import { url, useAnswer } from "./api";
+import { useAnswer } from "./api";
 import { diverging, surprise } from "./colours";
 import { useSeen } from "./curves";
 import type { Colouring } from "./episode";
@@ -12,14 +12,14 @@ import type { EpisodeTree, Form, Joint, Message, Said, Seen, Turn } from "./type
 
 interface Props {
   line: Joint[];
-  path: string;
+  tokens: (node: number) => string; // where the tokens of a node are
   tree: EpisodeTree;
   colouring: Colouring;
   columns: boolean;
   plain: boolean;
 }
 
-export function Words({ line, path, tree, colouring, columns, plain }: Props) {
+export function Words({ line, tokens, tree, colouring, columns, plain }: Props) {
   const seats = Object.keys(tree.seats);
   const largest = useMemo(() => Math.max(1e-9, ...tree.nodes.flatMap((node) => Object.values(node.seats).map((seat) => Math.abs(seat.advantage ?? 0)))), [tree]);
   return (
@@ -33,7 +33,7 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
           <div class={columns ? `columns of${Math.min(4, seats.length)}` : ""}>
             {(columns ? seats.map((seat) => joint.turns.find((turn) => turn.seat === seat)) : joint.turns).map((turn, at) =>
               turn ? (
-                <Card key={turn.seat} turn={turn} form={tree.picture} colour={seats.indexOf(turn.seat)} {...{ path, colouring, plain, largest }} node={joint.node} before={said(line, number, turn.seat)} />
+                <Card key={turn.seat} turn={turn} form={tree.picture} colour={seats.indexOf(turn.seat)} {...{ tokens, colouring, plain, largest }} node={joint.node} before={said(line, number, turn.seat)} />
               ) : (
                 <div key={at} class="turn none" />
               ),
@@ -59,7 +59,7 @@ interface CardProps {
   turn: Turn;
   form: Form;
   colour: number;
-  path: string;
+  tokens: (node: number) => string; // where the tokens of a node are
   node: number;
   colouring: Colouring;
   plain: boolean;
@@ -67,7 +67,7 @@ interface CardProps {
   before: Seen;
 }
 
-function Card({ turn, form, colour, path, node, colouring, plain, largest, before }: CardProps) {
+function Card({ turn, form, colour, tokens, node, colouring, plain, largest, before }: CardProps) {
   return (
     <section class={`turn hue${colour % 7}`}>
       <header>
@@ -82,7 +82,7 @@ function Card({ turn, form, colour, path, node, colouring, plain, largest, befor
       {turn.answer !== undefined && (
         <div class="answer">
           <span class="label">answer{turn.stop === "length" ? " (cut off)" : ""}</span>
-          {colouring ? <Tokens {...{ path, node, colouring, largest }} seat={turn.seat} text={turn.answer} /> : <Text text={turn.answer} />}
+          {colouring ? <Tokens {...{ tokens, node, colouring, largest }} seat={turn.seat} text={turn.answer} /> : <Text text={turn.answer} />}
           {turn.invalid && (
             <p class="invalid">
               <span aria-hidden="true">✕</span> invalid{turn.why_invalid ? `: ${turn.why_invalid}` : ""}
@@ -122,7 +122,7 @@ function Chat({ messages, tools }: { messages: Message[]; tools: unknown[] }) {
 }
 
 interface TokensProps {
-  path: string;
+  tokens: (node: number) => string; // where the tokens of a node are
   node: number;
   seat: string;
   text: string;
@@ -131,10 +131,10 @@ interface TokensProps {
 }
 
 // The tokens of one answer, asked for when they come into view.
-function Tokens({ path, node, seat, text, colouring, largest }: TokensProps) {
+function Tokens({ tokens, node, seat, text, colouring, largest }: TokensProps) {
   const place = useRef<HTMLDivElement>(null);
   const seen = useSeen(place);
-  const { data } = useAnswer<{ said: Said[] }>(seen ? url(`${path}/tokens/${node}`) : null);
+  const { data } = useAnswer<{ said: Said[] }>(seen ? tokens(node) : null);
   const own = data?.said.find((one) => one.seat === seat);
   return (
     <div ref={place} class="text tokens">

@@ -21,10 +21,7 @@ def report(
     step: Annotated[
         int | None,
         typer.Option(
-            help=(
-                "training step of the sample episodes, counted from 0 as in metrics.jsonl (default: the "
-                "newest recorded)"
-            )
+            help="training step of the sample episodes: 1 is the first of the run (default: the newest recorded)"
         ),
     ] = None,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from palestra.core.files import DamagedFile, file_size, read_json, read_lines
 from palestra.dashboard.catalog import CatalogRun, NotFound, read_object
 from palestra.dashboard.run_status import eval_summary
 from palestra.runs import Checkpoint, list_checkpoints
+from palestra.runs.eval_files import EVAL_EPISODES_FOLDER, MAX_EVAL_EPISODES, list_eval_files
 from palestra.runs.headline import headline_eval
 
 STATE_FILES = ("optimizer.safetensors", "training.safetensors")  # training state: left out of downloads and sizes
@@ -25,9 +26,8 @@ def agents_view(run: CatalogRun) -> dict[str, Any]:
     """Returns policies with their checkpoints, members with their lineage, and evaluations, ready for JSON."""
     evals = eval_rows(run)
     leading = headline_eval([row["name"] for row in evals])
-    results = {
-        line["step"]: eval_summary(line) for line in read_lines(run.file("evals.jsonl")) if line.get("name") == leading
-    }
+    summaries = [eval_summary(line) for line in read_lines(run.file("evals.jsonl")) if line.get("name") == leading]
+    results = {summary["step"]: summary for summary in summaries}
     return {
         "policies": [mark_best(row, results) for row in policy_rows(run)],
         "members": member_rows(run),
@@ -74,7 +74,7 @@ def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
 
 def _checkpoint_row(run: CatalogRun, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     return {
-        "step": checkpoint.step,
+        "step": checkpoint.step + 1,
         "keep": bool(checkpoint.entry.get("keep")),
         "bytes": _bytes(_file(run, checkpoint, name)),
         "version": read_object(_file(run, checkpoint, name, "member.json")).get("version"),
@@ -95,34 +95,40 @@ def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
 
 def eval_rows(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns each evaluation with its seat assignment, so that results in other seats can be compared, and the main
-    metrics and outcomes by instance of its first line and its newest `MAX_LINES`."""
+    metrics and outcomes by instance of its first line and its newest `MAX_LINES`; the run has the episodes of the
+    first `recorded` instances of a line."""
     configs = run.config.get("evals") or {}
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.file("evals.jsonl")):
         lines.setdefault(str(line.get("name")), []).append(line)
+    recorded = list_eval_files(run.file(EVAL_EPISODES_FOLDER))
     return [
         {
             "name": name,
             "seats": lines[name][-1].get("seats") or (configs.get(name) or {}).get("seats") or {},
-            "lines": list(map(_eval_line, lines[name][:1] + lines[name][1:][-MAX_LINES:])),
+            "lines": _eval_lines(lines[name][:1] + lines[name][1:][-MAX_LINES:], recorded.get(name, [])),
             "count": len(lines[name]),
         }
         for name in lines
     ]
 
 
-def _eval_line(line: dict[str, Any]) -> dict[str, Any]:
-    outcomes = line.get("outcomes")
-    return eval_summary(line) | ({"outcomes": outcomes[:MAX_OUTCOMES]} if isinstance(outcomes, str) else {})
+def _eval_lines(lines: Sequence[dict[str, Any]], recorded: Sequence[int]) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines:
+        row = eval_summary(line) | {"recorded": MAX_EVAL_EPISODES * (line.get("step") in recorded)}
+        if isinstance(outcomes := line.get("outcomes"), str):
+            row["outcomes"] = outcomes[:MAX_OUTCOMES]
+        rows.append(row)
+    return rows
 
 
 def policy_folder(run: CatalogRun, step: int, policy: str) -> Path:
-    """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises NotFound if no checkpoint has
-    it."""
+    """Returns the folder of a policy in the checkpoint after `step` steps. Raises NotFound if no checkpoint has it."""
     for checkpoint in list_checkpoints(run.path):
-        if checkpoint.step == step and policy in checkpoint.names:
+        if checkpoint.step + 1 == step and policy in checkpoint.names:
             return _file(run, checkpoint, policy)
-    raise NotFound(f"no checkpoint after step {step} holds {policy}")
+    raise NotFound(f"no checkpoint after {step} steps holds {policy}")
 
 
 def _file(run: CatalogRun, checkpoint: Checkpoint, policy: str, name: str = "") -> Path:

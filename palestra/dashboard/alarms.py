@@ -253,7 +253,7 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
         yield Alarm(
             "nothing to learn from",
             "",
-            f"{min(shares):.0%} of the groups of every policy are without differences, at a success of {success:.0%}",
+            f"{min(shares):.0%} of the groups of every policy have zero advantage, at a success of {success:.0%}",
         )
 
 

@@ -1,5 +1,7 @@
 """The dashboard's JSON API: each public method of `DashboardApi` answers one address.
 
+A step is the number of training steps done, as in `--checkpoint`: 0 is before training. Files of a run count from 0,
+so that step 80 is in step-000079.parquet.
 Responses carry an ETag, so that a client that polls gets 304 while nothing changed. Errors are `{"error": TEXT}`: 400
 for an invalid query, 404 for what does not exist.
 """
@@ -18,13 +20,14 @@ from starlette.responses import Response, StreamingResponse
 from palestra.core.config import hide_credentials, validate
 from palestra.core.files import to_json_types
 from palestra.dashboard import agents as agents_of
-from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, trees
+from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, run_table, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, UNREADABLE, CatalogRun, NotFound, RunCatalog
 from palestra.evaluation.report.population_data import PopulationRecord
 from palestra.populations.ratings import cyclicity
+from palestra.runs.checkpoints import step_name
+from palestra.runs.eval_files import EVAL_EPISODES_FOLDER, REPLAYS_FOLDER, eval_file
 from palestra.runs.metric_catalog import METRICS, UNCHARTED
-from palestra.runs.replays import REPLAYS_FOLDER
 from palestra.runs.system_metrics import held_locks
 
 ALARM_BUDGET_S = 0.05  # seconds of one request for the list that go into reading logs for alarms
@@ -37,20 +40,34 @@ class DashboardApi:
 
     def __init__(self, library: RunCatalog) -> None:
         self.library = library
-        self._lines: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._lines: dict[str, tuple[tuple[int, ...], dict[str, Any], run_table.Settings]] = {}
         self._listed_alarms: dict[str, tuple[float, list[str]]] = {}  # by run: when its logs changed, names of alarms
         self._records: dict[str, tuple[tuple[int, ...], PopulationRecord]] = {}
 
     # ---- all runs
 
     def runs(self, request: Request) -> Response:
-        """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`."""
+        """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`, and the groups of seeds among them. With
+        `column=KEY`, as often as wanted, each run has the settings at these keys; with `keys=true` the answer has the
+        keys in which runs differ."""
+        query = request.query_params
         locks = held_locks()
         lines = [line for name in self.library.names() if (line := self._entry_or_error(name, locks))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         deadline = time.monotonic() + ALARM_BUDGET_S
-        shown = [line | {"alarms": self._alarm_names(line, deadline)} for line in lines[:MAX_LISTED_RUNS]]
-        return json_response(request, {"root": self.library.root.name, "runs": shown, "of": len(lines)})
+        shown = []
+        for line in lines[:MAX_LISTED_RUNS]:
+            own = self._settings(line["name"])
+            settings = {column: run_table.setting(own, column) for column in query.getlist("column")}
+            shown.append(line | {"alarms": self._alarm_names(line, deadline), "settings": settings})
+        keys = run_table.varying_keys([self._settings(line["name"]) for line in shown]) if query.get("keys") else []
+        groups = run_table.seed_groups(shown)
+        answer = {"root": self.library.root.name, "runs": shown, "of": len(lines), "groups": groups, "keys": keys}
+        return json_response(request, answer)
+
+    def _settings(self, name: str) -> run_table.Settings:
+        """Returns the settings of a listed run; {} of one that cannot be read."""
+        return self._lines.get(name, ((), {}, {}))[2]
 
     def _alarm_names(self, line: dict[str, Any], deadline: float) -> list[str] | None:
         """Returns the names of a listed run's alarms. After `deadline` (of `time.monotonic`) no more logs are read: it
@@ -81,10 +98,10 @@ class DashboardApi:
         """Returns a run's list entry; cached while its logs are unchanged."""
         run = self.library.run(name)
         stamp = run_status.file_stamp(run.path)
-        known, line = self._lines.get(name, ((), {}))
+        known, line, _ = self._lines.get(name, ((), {}, {}))
         if known != stamp:
             line = run_status.list_entry(run, locks)
-            self._lines[name] = (stamp, line)
+            self._lines[name] = (stamp, line, run_status.experiment_config(run.config))
         return line | {"status": run_status.status(run, line["done"], line["total"], locks)}
 
     def metrics(self, request: Request) -> Response:
@@ -100,9 +117,9 @@ class DashboardApi:
         return json_response(request, {"curves": curve_queries.curves(runs, asked)})
 
     def difference(self, request: Request) -> Response:
-        """Returns the settings in which the configs of runs differ."""
+        """Returns the settings in which the configs of runs differ; see `run_status.config_differences`."""
         names = request.query_params.getlist("run")
-        rows = run_status.config_differences({name: self.library.run(name).config for name in names})
+        rows = run_status.config_differences([self.library.run(name).config for name in names])
         return json_response(request, {"runs": names, "rows": rows})
 
     # ---- one run
@@ -118,7 +135,6 @@ class DashboardApi:
             | {
                 "left": run_status.time_left(run, line["done"], line["total"]),
                 "metrics": {name: log.metric_keys() for name, log in logs.items()},
-                "last": {name: dict(log.last_by_name()) for name, log in logs.items()},
                 "phases": run_status.phase_keys(run.timings),
                 "has_episodes": run.file("episodes").is_dir(),
                 "has_replays": run.file(REPLAYS_FOLDER).is_dir(),
@@ -188,15 +204,19 @@ class DashboardApi:
         return json_response(request, {"evals": replays.replay_list(self.library.run(request.path_params["run"]))})
 
     def replay(self, request: Request) -> Response:
-        """Returns the recorded games of an evaluation after `step` (-1: before training)."""
+        """Returns the recorded games of an evaluation after `step` steps."""
         path = request.path_params
-        step = int(request.query_params.get("step", -1))
+        step = int(request.query_params.get("step", 0))
         return json_response(request, replays.replay_view(self.library.run(path["run"]), path["name"], step))
 
     def _episode(self, request: Request) -> tuple[CatalogRun, str, int]:
+        """Returns run, file and number of an episode of training, or with `?eval=NAME` of that evaluation."""
         run = self.library.run(request.path_params["run"])
-        step: int = request.path_params["step"]
-        return run, f"episodes/step-{step:06d}.parquet", request.path_params["episode"]
+        step: int = request.path_params["step"] - 1
+        file = f"episodes/{step_name(step)}.parquet"
+        if evaluation := request.query_params.get("eval"):
+            file = eval_file(EVAL_EPISODES_FOLDER, evaluation, step)
+        return run, file, request.path_params["episode"]
 
     # ---- populations and agents
 

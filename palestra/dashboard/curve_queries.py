@@ -13,6 +13,7 @@ from palestra.core.config import StrictModel
 from palestra.core.types import TEAM
 from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.run_status import experiment_config, step_seconds
+from palestra.dashboard.run_table import experiment_id
 from palestra.runs.metric_log import MetricLog
 from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
 
@@ -63,7 +64,7 @@ def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
         return [[run] for run in runs]
     groups: dict[str, list[CatalogRun]] = {}
     for run in runs:
-        groups.setdefault(repr(sorted(experiment_config(run.config).items())), []).append(run)
+        groups.setdefault(experiment_id(experiment_config(run.config)), []).append(run)
     return list(groups.values())
 
 

@@ -43,9 +43,9 @@ class EpisodeFilter(StrictModel):
     turns_to: int | None = None
     """Upper bound of the joint steps of the longest trajectory."""
     step_from: int | None = None
-    """First training step, counted from 0."""
+    """First training step: 1 is the first of the run."""
     step_to: int | None = None
-    """Last training step, counted from 0."""
+    """Last training step."""
     invalid: bool = False
     """Only episodes with an invalid answer."""
     text: str = Field("", max_length=200)
@@ -71,7 +71,7 @@ def matching_rows(columns: EpisodeColumns, query: EpisodeFilter) -> np.ndarray:
         *_outcome(columns, query.outcome),
         *_bounds(columns.seat_return(query.seat), query.least, query.most),
         *_bounds(columns.numeric("turns"), query.turns_from, query.turns_to),
-        *_bounds(columns.numeric("step"), query.step_from, query.step_to),
+        *_bounds(columns.numeric("step") + 1, query.step_from, query.step_to),
         *([columns.text_equals("env", query.env)] if query.env else []),
         *([columns.numeric("invalid") > 0] if query.invalid else []),
         *([columns.seats_contain(_seat_substring(query))] if query.seat or query.policy else []),
@@ -112,7 +112,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     returns = {key.removeprefix(RETURN_PREFIX): value for key, value in row.items() if key.startswith(RETURN_PREFIX)}
     rest = {key: value for key, value in row.items() if not key.startswith(RETURN_PREFIX)}
     paid = {seat: value for seat, value in returns.items() if value is not None}
-    return rest | {"seats": json.loads(row["seats"]), "returns": paid}
+    return rest | {"step": row["step"] + 1, "seats": json.loads(row["seats"]), "returns": paid}
 
 
 def return_histogram(columns: EpisodeColumns, rows: np.ndarray, bins: int = 24) -> dict[str, Any]:

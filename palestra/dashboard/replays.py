@@ -7,28 +7,30 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from palestra.dashboard.catalog import CatalogRun, NotFound
-from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, list_replays, read_replays, replay_file
+from palestra.runs.eval_files import REPLAYS_FOLDER, eval_file, list_eval_files
+from palestra.runs.replays import GameReplay, read_replays
 
 MAX_FILE_BYTES = 2**25  # of a file that is read; palestra writes some 0.1 to 2 MB
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
-    """Returns the evaluations that have replays, each with the steps after which it was played."""
-    steps_by_name = list_replays(run.path) if run.file(REPLAYS_FOLDER).is_dir() else {}
-    return [{"name": name, "steps": steps} for name, steps in steps_by_name.items()]
+    """Returns the evaluations that have replays, each with the numbers of steps after which it was played."""
+    files = list_eval_files(run.file(REPLAYS_FOLDER))
+    return [{"name": name, "steps": (np.array(steps) + 1).tolist()} for name, steps in files.items()]
 
 
 def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
-    """Returns the games of `evaluation` after `step`. Raises NotFound if there are none, ValueError if the file holds
-    no replays or is too large."""
-    name = replay_file(evaluation, step)
+    """Returns the games of `evaluation` after `step` steps. Raises NotFound if there are none, ValueError if the file
+    holds no replays or is too large."""
+    name = eval_file(REPLAYS_FOLDER, evaluation, step - 1)
     path = run.file(name)
     if not path.is_file():
-        raise NotFound(f"{run.name} has no replays of {evaluation} after step {step}")
+        raise NotFound(f"{run.name} has no replays of {evaluation} after {step} steps")
     if run.file_size(name) > MAX_FILE_BYTES:
         raise ValueError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
     try:

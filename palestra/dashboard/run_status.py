@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from palestra.core.files import file_size
 from palestra.core.types import TEAM
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
+from palestra.dashboard.run_table import experiment_id, main_score
 from palestra.runs.headline import (
     algorithm_label,
     eval_interval,
@@ -36,7 +37,7 @@ from palestra.runs.system_metrics import descendant_pids, machine_info, process_
 
 RECENT_S = 30.0  # seconds since the last write in which a run counts as running, where the system does not list locks
 PACE_STEPS = 20  # newest steps whose mean duration predicts the time left
-SEED_KEYS = ("name", "seed")  # last parts of the config keys in which runs of one experiment may differ
+SEED_KEYS = ("name", "seed", "tags")  # last parts of the config keys in which runs of one experiment may differ
 LOGS = ("metrics.jsonl", "timings.jsonl", "evals.jsonl", "tasks.jsonl", "workers.jsonl")
 STAMPED_FILES = (*LOGS, "config.yaml", ERROR_FILE)
 
@@ -78,6 +79,7 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
         "algorithm": str(population.get("type") or algorithm_label(config)),
         "policies": [str(name) for name in (config.get("policies") or {})],
         "seed": config.get("seed"),
+        "tags": [str(tag) for tag in config.get("tags") or []],
         "steps": int(max((row.get("step", -1) for row in metrics.values()), default=-1)) + 1,
         "done": done,
         "total": total,
@@ -88,6 +90,8 @@ def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
         "nash_conv": team.get("nash_conv"),
         "success_label": training_success_label(config),
         "headline": headline(evals, team),
+        "score": main_score(evals, team),
+        "experiment": experiment_id(experiment_config(config)) if config else "",
         "evals": {name: eval_summary(line) for name, line in evals.items()},
         "changed": max(file_stamp(run.path)[::2]) / 1e9,
     }
@@ -101,21 +105,11 @@ def _main_return(line: Mapping[str, Any]) -> float | None:
 def unreadable_entry(name: str, error: Exception) -> Tree:
     """Returns the list entry of a run whose files are not as palestra writes them, with the reason under `env`."""
     why = f"cannot be read: {error!r}"[:200]
-    empty: Tree = {"created": "", "kind": "language", "env": why, "algorithm": "", "policies": [], "seed": None}
-    counts = {"steps": 0, "done": 0.0, "total": 0.0, "changed": 0.0}
-    return {
-        **empty,
-        **counts,
-        "name": name,
-        "status": "unreadable",
-        "error": "",
-        "success": None,
-        "return": None,
-        "nash_conv": None,
-        "success_label": "training success",
-        "headline": "",
-        "evals": {},
-    }
+    texts = dict.fromkeys(("created", "algorithm", "error", "headline", "experiment"), "")
+    counts = dict.fromkeys(("steps", "done", "total", "changed"), 0.0)
+    unknown = dict.fromkeys(("seed", "success", "return", "nash_conv", "score"))
+    known = {"name": name, "kind": "language", "env": why, "status": "unreadable", "success_label": "training success"}
+    return {**texts, **counts, **unknown, **known, "policies": [], "tags": [], "evals": {}}
 
 
 def headline(evals: Mapping[str, Mapping[str, Any]], team: Mapping[str, Any]) -> str:
@@ -149,9 +143,9 @@ def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
 
 
 def eval_summary(result: Mapping[str, Any]) -> Tree:
-    """Returns an evaluation's main metrics, with the 95 % interval of the leading one."""
-    keys = ("step", "success", "return", "returns", "episodes", "instances")
-    summary = {key: result[key] for key in keys if key in result}
+    """Returns an evaluation's main metrics and the steps done, with the 95 % interval of the leading one."""
+    keys = ("success", "return", "returns", "episodes", "instances")
+    summary = {key: result[key] for key in keys if key in result} | {"step": result.get("step", -1) + 1}
     if "returns" in summary:
         summary["returns"] = {seat: summary["returns"][seat] for seat in paid_seats(result)}
     rates = success_by_name(result)
@@ -239,15 +233,17 @@ def experiment_config(config: Tree) -> dict[str, Any]:
     return {k: v for k, v in flatten_tree(config).items() if k.split(".")[-1] not in SEED_KEYS}
 
 
-def config_differences(configs: Mapping[str, Tree]) -> list[tuple[str, list[Any]]]:
-    """Returns the keys in which configs differ, each with its value in every config (None if absent)."""
-    flats = [flatten_tree(config) for config in configs.values()]
-    keys = dict.fromkeys(chain.from_iterable(flats))
+def config_differences(trees: Sequence[Tree], at: str = "") -> list[tuple[str, list[Any]]]:
+    """Returns the settings in which configs differ, each with its value in every config: None if absent, "null" if
+    null. A group that a config lacks, or that has another `type` in it, is one setting, whose values are trees."""
     rows = []
-    for key in keys:
-        first, *others = values = [tree.get(key) for tree in flats]
-        if any(value != first for value in others):
-            rows.append((key, values))
+    for name in dict.fromkeys(chain.from_iterable(trees)):
+        values: list[Any] = ["null" if tree.get(name, "") is None else tree.get(name) for tree in trees]
+        path = f"{at}.{name}" if at else str(name)
+        if all(isinstance(value, dict) and value.get("type") == values[0].get("type") for value in values):
+            rows += config_differences(values, path)
+        elif any(value != values[0] for value in values):
+            rows.append((path, values))
     return rows
 
 
@@ -280,7 +276,7 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         "phases": phase_keys(run.timings),
         "failures": failure_counts(table),
         "unread": missing,
-        "broken": {str(step): why for step, why in run.episodes.unreadable.items()},
+        "broken": {str(step + 1): why for step, why in run.episodes.unreadable.items()},
         "torn": {
             log.path.name: log.num_unparsed
             for log in (run.metrics, run.timings, run.evals, run.workers)
@@ -318,6 +314,6 @@ def failure_counts(table: Any) -> list[dict[str, Any]]:
     counts = Counter(row["error"] for row in failed)
     newest = {row["error"]: row for row in failed}
     return [
-        {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
+        {"error": error[:2000], "count": count, "step": newest[error]["step"] + 1, "episode": newest[error]["episode"]}
         for error, count in counts.most_common(MAX_ERRORS)
     ]

@@ -7,6 +7,7 @@
     workers.jsonl           counters per worker outside the run's process: tasks, sessions, losses; kept on resume
     evals.jsonl             scores on held-out instances
     episodes/step-000012.parquet
+    eval_episodes/dev/step-000012.parquet   episodes of evaluations of language agents, the first of each instance
     replays/held_out/step-000012.parquet    games of evaluations in vectorised envs
     checkpoints/step-000012/
     checkpoints.jsonl       one line per complete checkpoint, with checksums of its files and of the logs up to then

@@ -40,6 +40,8 @@ class RunConfig(StrictModel):
     env: dict[str, Any]
     """The env to train in: `type` and its options; for a vectorised env also `num_envs`, the number of parallel
     copies."""
+    tags: list[str] = []
+    """Words by which the run is found in the list of runs; a W&B run gets them too."""
     sinks: SinkConfigs = []
     """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
     mirror: OptionalMirror = None

@@ -141,8 +141,13 @@ def _by_team(line: Tree, start: str) -> dict[str, float]:
 
 
 def format_eval(line: Tree) -> str:
-    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the success or return of each team or seat."""
-    return format_success(success_by_name(line)) or format_returns(returns_by_name(line))
+    """Formats the main metric of an evaluation: "85.0%", "-12.40 ± 1.10", or the success or return of each team or
+    seat."""
+    if rates := success_by_name(line):
+        return format_success(rates)
+    if "return" in (returns := returns_by_name(line)):
+        return format_return(line)
+    return format_returns(returns)
 
 
 def format_success(rates: Mapping[str, float], digits: int = 1) -> str:

@@ -43,7 +43,7 @@ class NullRun:
     def log_metrics(self, *_: Any) -> None:
         """Does nothing."""
 
-    log_timings = log_eval = write_episodes = write_replays = log_workers = log_metrics
+    log_timings = log_eval = log_workers = write_episodes = write_eval_episodes = write_replays = log_metrics
 
     def sync(self) -> None:
         """Does nothing."""

@@ -1,27 +1,21 @@
 """Replays: games of evaluations in vectorised envs, as Parquet files: one row per joint step, with a picture or a text.
 
-    replays/EVALUATION/before.parquet, step-000012.parquet
-
 The schema's metadata says what all rows share: env, seats, players, names of actions and colours of seats.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from palestra.core.types import Seat
 
-REPLAYS_FOLDER = "replays"
-BEFORE_TRAINING = "before"  # stem of the file of the evaluation before training
 METADATA_KEY = b"palestra"
 SCHEMA = pa.schema(
     [
@@ -80,23 +74,6 @@ def replay_table(header: ReplayHeader, replays: Sequence[GameReplay]) -> pa.Tabl
     ends = [{"end": replay.end, "success": replay.success} for replay in replays]
     facts = json.dumps(asdict(header) | {"episodes": ends})
     return pa.Table.from_pylist(rows, SCHEMA.with_metadata({METADATA_KEY: facts.encode()}))
-
-
-def replay_file(evaluation: str, step: int) -> str:
-    """Returns the path, in a run, of the replays of `evaluation` after `step` (-1: before training). Characters of the
-    name with a meaning in paths are percent-encoded."""
-    stem = BEFORE_TRAINING if step < 0 else f"step-{step:06d}"
-    return f"{REPLAYS_FOLDER}/{quote(evaluation, safe=' ')}/{stem}.parquet"
-
-
-def list_replays(run: Path) -> dict[str, list[int]]:
-    """Returns the steps after which a run has replays, in order, by evaluation; -1 is before training."""
-    found: dict[str, list[int]] = {}
-    for file in run.glob(f"{REPLAYS_FOLDER}/*/*.parquet"):
-        step = re.fullmatch(r"step-(\d{6,12})", file.stem)
-        if step or file.stem == BEFORE_TRAINING:
-            found.setdefault(unquote(file.parent.name), []).append(int(step[1]) if step else -1)
-    return {name: sorted(steps) for name, steps in sorted(found.items())}
 
 
 def read_replays(path: Path) -> tuple[ReplayHeader, list[GameReplay]]:

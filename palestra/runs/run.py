@@ -55,7 +55,8 @@ from palestra.runs.checkpoints import (
     step_name,
 )
 from palestra.runs.episodes import to_table
-from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
+from palestra.runs.eval_files import EVAL_EPISODES_FOLDER, REPLAYS_FOLDER, eval_file
+from palestra.runs.replays import GameReplay, ReplayHeader, replay_table
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, check_run_folder, find_run, read_meta
 from palestra.runs.system_metrics import ResourceMeter
 
@@ -216,7 +217,12 @@ class Run:
     def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay]) -> Path:
         """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
         call replaces the file."""
-        return self._write_table(replay_file(name, step), replay_table(header, replays))
+        return self._write_table(eval_file(REPLAYS_FOLDER, name, step), replay_table(header, replays))
+
+    def write_eval_episodes(self, step: int, name: str, episodes: list[Episode]) -> Path:
+        """Writes the episodes of evaluation `name` after `step` (-1: before training) and returns their path. A second
+        call replaces the file."""
+        return self._write_table(eval_file(EVAL_EPISODES_FOLDER, name, step), to_table(step, episodes))
 
     def _write_table(self, name: str, table: pa.Table) -> Path:
         path = path_inside(self.path, name)
@@ -363,12 +369,10 @@ def _version(distribution: str) -> str | None:
 
 def _remove_after(run: Path, step: int) -> None:
     """Removes the episodes, replays and checkpoints after `step`."""
-    for file in [*(run / "episodes").glob("step-*.parquet"), *(run / REPLAYS_FOLDER).glob("*/step-*.parquet")]:
-        if is_after(file, step):
-            remove_path(file)
-    for folder in (run / CHECKPOINTS_FOLDER).glob("step-*"):
-        if is_after(folder, step):
-            remove_path(folder)
+    patterns = ("episodes/", f"{EVAL_EPISODES_FOLDER}/*/", f"{REPLAYS_FOLDER}/*/", f"{CHECKPOINTS_FOLDER}/")
+    for path in list(chain.from_iterable(run.glob(f"{pattern}step-*") for pattern in patterns)):
+        if is_after(path, step):
+            remove_path(path)
 
 
 def _remove_temporary(run: Path) -> None:

@@ -147,7 +147,8 @@ class TextConfig(PolicyRunConfig):
     """Changes to the sampling of language model policies in evaluations, for instance `temperature: 0`."""
     checkpoint_every: int = Field(10, ge=1)
     save_episodes_every: int = Field(1, ge=0)
-    """Write the episodes of every so many training steps to the run's `episodes` folder. 0: write none."""
+    """Write the episodes of every so many training steps to the run's `episodes` folder. 0: write none, also none of
+    evaluations (`eval_episodes`)."""
     staleness: int = Field(0, ge=0, le=10_000)
     """Maximum number of training steps that the rollout weights lag behind the trained weights. 0: play and training
     alternate. Above 0: episodes are played ahead during training, so neither waits for the other; the algorithm trains

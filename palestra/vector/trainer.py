@@ -259,7 +259,7 @@ class VectorTrainer:
         kept = self.run.next_step
         checkpoint = f"the last good checkpoint is after {kept} steps" if kept else "there is no checkpoint yet"
         return (
-            f"step {step}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
+            f"step {step + 1}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
             f"{nonfinite_loss_advice(self.rollout.env, batch)}"
         )
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from palestra.cli.main import app as palestra
 from palestra.core.failures import write_error_file
-from palestra.core.types import Episode
+from palestra.core.types import Episode, Node
 from palestra.dashboard.app import build_dashboard
 from palestra.envs import make_env
 from palestra.populations.payoffs import PayoffCell
@@ -74,7 +74,7 @@ def test_failed_episode_has_its_traceback(tmp_path):
     episode = Episode("guess", 3, {"a": "a@0"}, [], error="KeyError: 'boom'", traceback="Traceback ...\n  in step")
     with Run.create(tmp_path, "steps: 1\n", "broken") as run:
         run.write_episodes(0, [episode])
-    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/broken/episodes/0/0")
+    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/broken/episodes/1/0")
     assert shown["error"] == "KeyError: 'boom'" and shown["traceback"] == "Traceback ...\n  in step"
 
 
@@ -90,6 +90,22 @@ def test_locked_run_is_shown_as_running(client, root):
 def test_config_diff_lists_differing_keys(client):
     rows = dict(get(client, "difference", run=["seed-0", "more"])["rows"])
     assert rows == {"name": ["seed-0", "more"], "steps": [24, 60]}
+
+
+def test_config_diff_names_a_group_once_that_a_config_lacks_or_has_of_another_type(tmp_path):
+    one = "lr: 1\nmirror: null\noptimizer: {type: muon, betas: {a: 0.9}}\nalgorithm: {type: ppo, clip: 0.2}\n"
+    two = "lr: 2\nmirror: s3://b\nalgorithm: {type: grpo, clip: 0.1}\n"
+    one, two = f"{one}net: {{width: 8}}\n", f"{two}net: {{width: 9}}\n"
+    for name, text in {"one": one, "two": two}.items():
+        Run.create(tmp_path, text, name).close()
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
+    assert dict(get(client, "difference", run=["one", "two"])["rows"]) == {
+        "lr": [1, 2],
+        "mirror": ["null", "s3://b"],
+        "optimizer": [{"type": "muon", "betas": {"a": 0.9}}, None],
+        "net.width": [8, 9],
+        "algorithm": [{"type": "ppo", "clip": 0.2}, {"type": "grpo", "clip": 0.1}],
+    }
 
 
 # ---- curves
@@ -163,7 +179,7 @@ def test_episodes_are_filtered_sorted_and_paged(client):
     assert steps(outcome="error") == []
     assert sorted(steps(least=1.0, most=1.5)) == those(lambda row: 1 <= row["total"] <= 1.5)
     assert sorted(steps(seat="planner", least=0.5)) == those(lambda row: row["returns"]["planner"] >= 0.5)
-    assert sorted(steps(policy="planner@7")) == those(lambda row: row["step"] == 7)
+    assert sorted(steps(policy="planner@7")) == those(lambda row: row["step"] == 8)
     assert sorted(steps(seat="executor", policy="planner")) == []
     assert sorted(steps(step_from=3, step_to=4)) == those(lambda row: 3 <= row["step"] <= 4)
     assert steps(turns_from=3) == [] and len(steps(turns_to=2)) == 96
@@ -175,7 +191,7 @@ def test_episodes_are_filtered_sorted_and_paged(client):
 def test_text_search_finds_episodes(client, root):
     path = "runs/more/episodes"
     wait_for_index(client, path)
-    assert get(client, path, text="R3 C0", count=10)["rows"][0]["step"] == 29  # case does not matter
+    assert get(client, path, text="R3 C0", count=10)["rows"][0]["step"] == 30  # case does not matter
     none = get(client, path, text="nobody said this")
     assert none["rows"] == [] and none["searched"] == none["fit"] == 60
     more = get(client, path, text="r3 c0", count=7)
@@ -184,7 +200,7 @@ def test_text_search_finds_episodes(client, root):
 
 
 def test_episode_tree_with_texts_and_tokens(client):
-    path = "runs/seed-0/episodes/5/2"
+    path = "runs/seed-0/episodes/6/2"
     tree = get(client, path)
     assert tree["seats"] == {"planner": "planner@5", "executor": "executor@5"}
     assert [(n["id"], n["parent"], n["chosen"]) for n in tree["nodes"]] == [
@@ -260,8 +276,8 @@ def test_checkpoint_download_omits_training_state(tmp_path):
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     (red,) = [policy for policy in get(client, "runs/kept/agents")["policies"] if policy["checkpoints"]]
     assert red["name"] == "red" and red["checkpoints"][0]["version"] == 12
-    answer = client.get("/api/runs/kept/checkpoints/0/red.zip")
-    assert answer.headers["content-disposition"] == 'attachment; filename="red-step-0.zip"'
+    answer = client.get("/api/runs/kept/checkpoints/1/red.zip")
+    assert answer.headers["content-disposition"] == 'attachment; filename="red-step-1.zip"'
     archive = zipfile.ZipFile(io.BytesIO(answer.content))
     assert archive.namelist() == ["red/adapter_model.safetensors", "red/member.json"] and archive.testzip() is None
 
@@ -378,9 +394,11 @@ def test_agents_have_the_outcome_of_each_held_out_instance_and_the_best_checkpoi
     found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/learned/agents")
     (evaluation,) = found["evals"]
     assert [line["outcomes"] for line in evaluation["lines"]] == ["1000", "1101", "1010"]
+    assert [line["step"] for line in evaluation["lines"]] == [0, 1, 2]  # steps done
     low, high = evaluation["lines"][1]["interval"]
     assert 0.3 < low < 0.75 < high < 0.96  # Wilson's interval of 3 of 4
     newest, older = found["policies"][0]["checkpoints"]
+    assert (older["step"], newest["step"]) == (1, 2)
     assert (older["best"], older["result"]["success"]) == (True, 0.75) and found["leading"] == "test"
     assert (newest["best"], newest["result"]["success"]) == (False, 0.5)
 
@@ -440,7 +458,7 @@ def test_episode_names_its_renderer_and_the_reason_of_an_invalid_answer(tmp_path
     episode = asyncio.run(runner.play(spec, Branching()))
     with Run.create(tmp_path, "steps: 1\n", "walls") as run:
         assert load_episodes(run.write_episodes(0, [episode]))[0].picture == "grid"
-    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/walls/episodes/0/0", line="played")
+    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/walls/episodes/1/0", line="played")
     assert shown["picture"] == "grid"
     (planned,) = shown["line"][0]["turns"]
     assert planned["invalid"] is True and planned["why_invalid"].startswith("it could not be read. A plan is")
@@ -456,3 +474,48 @@ def test_metrics_of_runs_have_titles_and_units(client):
         for keys in get(client, f"runs/{run['name']}")["metrics"]["metrics"].values():
             assert {"success", "entropy"} & set(keys) <= {name for _, name in named}
             assert not {name for log, name in named if log == "metrics"} & set(catalog["uncharted"])
+
+
+def test_held_out_episodes_are_shown_by_instance_and_steps_done(tmp_path):
+    episodes = [
+        Episode("guess", seed, {"a": "a@1"}, [Node(0, None, 0, {"a": "what?"}, {}, {"a": 1.0}, done=True)])
+        for seed in (5, 6)
+    ]
+    with Run.create(tmp_path, "steps: 4\nevals: {dev/1: {episodes: 2}}\n", "kept") as run:
+        for step in (-1, 3):
+            run.log_eval(step, "dev/1", {"success": 0.5, "episodes": 2.0, "outcomes": "10"})
+        run.write_eval_episodes(-1, "dev/1", episodes)
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
+    (evaluation,) = get(client, "runs/kept/agents")["evals"]
+    assert [bool(line["recorded"]) for line in evaluation["lines"]] == [True, False]
+    assert get(client, "runs/kept/episodes/0/1", eval="dev/1", line="played")["seed"] == 6
+    assert get(client, "runs/kept/episodes/0/1/words/0", eval="dev/1")["line"][0]["turns"][0]["observation"] == "what?"
+    for path in ("4/1?eval=dev/1", "0/2?eval=dev/1", "0/1?eval=..", "0/1"):
+        assert client.get(f"/api/runs/kept/episodes/{path}").status_code == 404
+
+
+# ---- the list: settings as columns, seeds as groups
+
+
+def test_settings_are_columns_of_the_list(tmp_path):
+    for name, rates in {"one": (0.1, 0.2), "two": (0.1, 0.1)}.items():
+        policies = ", ".join(f"{seat}: {{lr: {rate}, rank: 8}}" for seat, rate in zip("ab", rates, strict=True))
+        Run.create(tmp_path, f"name: {name}\nsteps: 1\npolicies: {{{policies}}}\n", name).close()
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
+    asked = get(client, "runs", column=["lr", "b.lr", "rank", "clip"], keys="true")
+    settings = {line["name"]: line["settings"] for line in asked["runs"]}
+    assert settings["one"] == {"lr": "0.1, 0.2", "b.lr": "0.2", "rank": "8", "clip": ""}
+    assert settings["two"] == {"lr": "0.1", "b.lr": "0.1", "rank": "8", "clip": ""}
+    assert asked["keys"] == ["policies.b.lr"] and get(client, "runs")["keys"] == []
+
+
+def test_seeds_are_a_group_with_mean_and_interval(tmp_path):
+    for name, lr, seed, success in (("a", 1, 0, 0.5), ("b", 1, 1, 0.7), ("c", 2, 0, 0.9)):
+        config = f"name: {name}\nsteps: 1\nlr: {lr}\nseed: {seed}\ntags: [{name}]\n"
+        with Run.create(tmp_path, config, name) as run:
+            run.log_eval(0, "test", {"success": success, "episodes": 10.0})
+    found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs")
+    (group,) = found["groups"]
+    assert sorted(group["runs"]) == ["a", "b"]
+    assert group["result"] == "test 60.0% [0.0%, 100.0%]"  # 0.6 ± 12.7 x 0.1 (Student's t of one degree of freedom)
+    assert {line["name"]: line["tags"] for line in found["runs"]} == {"a": ["a"], "b": ["b"], "c": ["c"]}

@@ -84,7 +84,7 @@ def test_invalid_run_names_are_not_found(root):
         library.run("good").file("../half/config.yaml")
 
 
-@pytest.mark.parametrize("rest", ["", "/config", "/episodes", "/agents", "/system", "/checkpoints/0/x.zip"])
+@pytest.mark.parametrize("rest", ["", "/config", "/episodes", "/agents", "/system", "/checkpoints/1/x.zip"])
 def test_path_traversal_is_refused(client, rest):
     for name in TRICKS:
         answer = client.get(f"/api/runs/{name}{rest}")
@@ -99,13 +99,13 @@ def test_files_outside_the_page_are_not_served(client):
 
 def test_symlinks_in_a_run_are_not_followed(client):
     assert client.get("/api/runs/spoilt").status_code == 404
-    assert client.get("/api/runs/half/episodes/1/0").status_code == 404
+    assert client.get("/api/runs/half/episodes/2/0").status_code == 404
     assert client.get("/api/runs/half/episodes").json()["of"] == 3
 
 
 def test_weights_outside_the_run_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
-    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 422
+    assert client.get("/api/runs/good/checkpoints/1/red.zip").status_code == 422
     agents = client.get("/api/runs/good/agents")
     assert agents.status_code == 422 and "do not resume a run that you do not trust" in agents.text
 
@@ -120,7 +120,7 @@ def test_checkpoint_paths_outside_the_run_are_refused(tmp_path, name):
     (folder / "link").symlink_to(outside)
     (run / "checkpoints.jsonl").write_bytes(checkpoint_line("checkpoints/step-000000", name))
     client = TestClient(build_dashboard(tmp_path / "runs"), base_url=HERE)
-    for page in ("agents", "checkpoints/0/red.zip"):
+    for page in ("agents", "checkpoints/1/red.zip"):
         answer = client.get(f"/api/runs/sly/{page}")
         assert answer.status_code == 422 and "bytes" not in answer.text
 

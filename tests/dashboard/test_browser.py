@@ -7,6 +7,7 @@ request to anywhere but the dashboard.
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.long_runs import write_long_run
 from helpers.warm_processes import PALESTRA
+from PIL import Image
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -54,6 +56,7 @@ def evil(where: str) -> str:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     demo = ["--set", "steps=4", "--set", "episodes=12", "--set", "evals={dev: {episodes: 20, every: 2}}"]
+    demo += ["--set", "tags=[baseline]"]
     duel = ["--set", "steps=2", "--set", "episodes=8", "--set", "save_episodes_every=1"]
     wide = ["--set", "env_steps=40000", "--set", "evals={held_out: {episodes: 40, every: 20000}}"]
     for config, settings in (
@@ -74,6 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_long_run(root, "steady", steps=300, episodes=4, total=400)
     write_alarming(root)
     write_games(root)
+    write_beginning(root)
     return root
 
 
@@ -179,6 +183,17 @@ def write_hostile(root: Path) -> None:
         run.append_line("exploits.jsonl", {"player": evil("player"), "response_return": 1.0, "mixtures": {}})
 
 
+def write_beginning(root: Path) -> None:
+    """A population after its first task: the games of the only member with itself."""
+    path = root / "beginning"
+    shutil.copytree(root / "kuhn_psro_exact", path)
+    for name in ("tasks.jsonl", "metrics.jsonl", "timings.jsonl"):
+        lines = (path / name).read_bytes().splitlines(keepends=True)
+        (path / name).write_bytes(lines[0])
+    members = json.loads((path / "population.json").read_text())
+    (path / "population.json").write_text(json.dumps([one for one in members if one["name"] == "uniform"]))
+
+
 def write_alarming(root: Path) -> None:
     with Run.create(
         root, "name: alarming\nsteps: 40\nenv: {type: relay}\nalgorithm: {type: grpo}\n", "alarming"
@@ -249,7 +264,7 @@ def look(chromium: Any, site: str) -> Iterator[Look]:
 
 def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     page = look()
-    expect(page.locator("tbody tr")).to_have_count(11)
+    expect(page.locator("tbody tr")).to_have_count(12)
     row = page.locator("tbody tr", has_text="spread_mappo")
     expect(row.locator("[data-name=done]")).to_have_text("100%")  # 41,600 of 40,000 env steps
     assert row.locator("a.row").evaluate("e => e.getClientRects().length") == 1  # on one line, beside long names
@@ -264,7 +279,7 @@ def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     names = page.locator("a.row").all_inner_texts()
     assert names == sorted(names)
     page.locator("h1").click()
-    page.get_by_label("filter runs").fill("kuhn")
+    page.get_by_label("filter runs").fill("kuhn_psro")
     page.get_by_label("filter runs").blur()
     page.keyboard.press("j")
     page.keyboard.press("Enter")
@@ -275,7 +290,7 @@ def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.keyboard.press("r")
-    expect(page.locator("tbody tr")).to_have_count(11)
+    expect(page.locator("tbody tr")).to_have_count(12)
 
 
 def test_runs_are_compared(look):
@@ -286,12 +301,46 @@ def test_runs_are_compared(look):
     expect(page.locator("table.diff tbody tr")).to_have_count(1)
     expect(page.locator("table.diff tbody tr")).to_contain_text("seed")
     first = page.locator("figure.chart").first
+    expect(first).to_be_visible()
+    assert first.bounding_box()["y"] < page.locator("table.diff").bounding_box()["y"]  # curves come first
     expect(first.locator(".legend > span")).to_have_count(4)  # training and the evaluation, of two runs
     shot(page, "compare")
     page.get_by_label("seeds as bands").check()
     expect(first.locator(".legend > span")).to_have_count(2)
     expect(first.locator(".legend")).to_contain_text("1 more seed")
     shot(page, "compare-seeds")
+
+
+def test_settings_that_a_run_lacks_are_folded(look):
+    page = look("#/compare?run=demo&run=spread_mappo")
+    shared = page.locator("table.diff").first
+    expect(shared.locator("tr", has_text="algorithm")).to_have_count(1)  # of another type: one row
+    folded = page.locator("#difference > details")
+    expect(folded.first.locator("> summary")).to_have_text(re.compile("settings of demo only"))
+    expect(folded.first.locator("> .wide")).not_to_be_visible()
+    folded.first.locator("> summary").click()
+    expect(folded.first.locator("tr", has_text="policies.planner")).to_be_visible()
+
+
+def test_runs_have_columns_of_settings_tags_and_groups_of_seeds(look):
+    page = look()
+    page.get_by_label("filter runs").fill("baseline")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    expect(page.locator("tbody .tag").first).to_have_text("baseline")
+    column = page.get_by_label("add a column of a setting")
+    column.fill("rank")
+    column.blur()
+    expect(page.locator("tbody td[data-name=rank]").first).to_have_text("8")
+    page.get_by_label("group by seed").check()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody td[data-name=seed]")).to_have_text("2 runs")
+    expect(page.locator("tbody td[data-name=result]")).to_have_text(re.compile(r"dev [\d.]+% \[[\d.]+%, [\d.]+%\]"))
+    shot(page, "runs-grouped")
+    page.get_by_label("remove the column rank").click()
+    expect(page.locator("tbody td[data-name=rank]")).to_have_count(0)
+    page.locator("tbody a.row").click()
+    expect(page.locator("h1")).to_contain_text("2 runs")
+    expect(page.get_by_label("seeds as bands")).to_be_checked()
 
 
 # ---- curves
@@ -332,7 +381,7 @@ def test_curves_show_values_zoom_and_smoothing(look):
     shot(page, "run-entropy")
 
 
-def test_hidden_panels_are_not_loaded(look):
+def test_visible_panels_are_loaded_first_and_all_before_a_print(look):
     asked: list[str] = []
     page = look("#/")
     page.on("request", lambda request: asked.append(request.url))
@@ -342,9 +391,20 @@ def test_hidden_panels_are_not_loaded(look):
     curves = [url for url in asked if "api/curves" in url]
     assert 0 < len(curves) < page.locator(".slot").count()
     assert not [url for url in asked if "/episodes" in url or "/population" in url]
-    page.mouse.wheel(0, 4000)
-    settled(page)
-    assert len([url for url in asked if "api/curves" in url]) > len(curves)
+    expect(page.locator(".slot canvas")).to_have_count(page.locator(".slot").count())  # without scrolling
+
+
+def test_a_chart_is_saved_as_picture_and_as_table(look):
+    page = look("#/run/demo")
+    with page.expect_download() as picture:
+        page.get_by_label("save the chart entropy as a picture").click()
+    assert picture.value.suggested_filename == "entropy.png"
+    with Image.open(picture.value.path()) as image:
+        assert image.width > 500 and len(image.getcolors(2**20)) > 20  # title, axes, two curves, a legend
+    with page.expect_download() as table:
+        page.get_by_label("save the values of entropy as a table").click()
+    head, *rows = table.value.path().read_text().splitlines()
+    assert head.startswith("training steps done,planner,planner (not smoothed)") and len(rows) == 4
 
 
 def test_run_is_overlaid_on_another(look):
@@ -491,7 +551,7 @@ def test_episode_page_shows_tree_texts_and_tokens(look):
 
 
 def test_debates_are_shown_in_columns(look):
-    page = look("#/run/duel/episodes/1/0")
+    page = look("#/run/duel/episodes/2/0")
     expect(page.locator(".columns.of2").first).to_be_visible()
     pro, con = page.locator(".columns").first.locator(".turn").all()[:2]
     assert (
@@ -513,7 +573,7 @@ def test_debates_are_shown_in_columns(look):
     ],
 )
 def test_envs_have_their_own_renderings(look, number, picture):
-    page = look(f"#/run/pictures/episodes/0/{number}")
+    page = look(f"#/run/pictures/episodes/1/{number}")
     expect(page.locator(f".turn details {picture}").first).to_be_visible()
     expect(page.locator(".answer pre.code")).to_contain_text("print(n)")
     expect(page.locator("table.info")).to_contain_text("75% of the tests")
@@ -523,7 +583,7 @@ def test_envs_have_their_own_renderings(look, number, picture):
 
 
 def test_an_env_that_declares_no_picture_keeps_its_text(look):
-    page = look("#/run/pictures/episodes/0/7")
+    page = look("#/run/pictures/episodes/1/7")
     expect(page.locator(".turn details")).to_contain_text("size 4 you r0 c0 goal r3 c3 and the secret word is heron")
     expect(page.locator("svg.cells")).to_have_count(0)
 
@@ -587,16 +647,48 @@ def test_population_page(look):
 def test_agents_can_be_downloaded(look):
     page = look("#/run/demo/agents")
     with page.expect_download() as waiting:
-        page.get_by_role("link", name="after step 3").first.click()
-    assert waiting.value.suggested_filename == "planner-step-3.zip"
+        page.get_by_role("link", name="after 4 steps").first.click()
+    assert waiting.value.suggested_filename == "planner-step-4.zip"
     assert waiting.value.path().stat().st_size > 100_000
     steps = page.get_by_label("dev: to").locator("option").all_inner_texts()
-    assert steps == ["before training", "after step 1", "after step 3"]  # numbered as in metrics.jsonl
-    expect(page.get_by_text("--checkpoint 4 is the checkpoint after step 3")).to_be_visible()
+    assert steps == ["before training", "after 2 steps", "after 4 steps"]  # numbered as in --checkpoint
     shot(page, "agents")
     page = look("#/run/rps_league/agents")
     expect(page.get_by_text("main_exploiter_0-").first).to_be_visible()
     shot(page, "agents-league")
+
+
+def test_a_changed_held_out_instance_leads_to_both_transcripts(look):
+    page = look("#/run/demo/agents")
+    for first, second in ((0, 1), (0, 2), (1, 2)):  # of a run so short some evaluations may be equal
+        page.get_by_label("dev: from").select_option(str(first))
+        page.get_by_label("dev: to").select_option(str(second))
+        if page.locator(".changes dd a").count():
+            break
+    group = page.locator(".changes > div", has=page.locator("dd a")).first
+    marks = "✓○" if group.locator("dt").inner_text().startswith("newly") else "○✓"  # after, then before
+    instance = group.locator("dd a").first.inner_text()
+    group.locator("dd a").first.click()
+    for mark in marks:
+        expect(page.locator("article b").first).to_contain_text(f"instance {instance}")
+        expect(page.locator(".tree .node").last).to_contain_text(mark)
+        expect(page.locator("ol.words .answer").first).to_be_visible()
+        page.get_by_role("link", name="the same instance").click()
+    page.get_by_label("tokens coloured by").select_option("logprob")
+    expect(page.locator(".token").first).to_be_visible()
+    shot(page, "episode-held-out")
+    page.get_by_text("← evaluations").click()
+    expect(page.get_by_role("heading", name="What changed between two evaluations")).to_be_visible()
+
+
+def test_a_population_at_its_beginning(look):
+    page = look("#/run/beginning")
+    expect(page.get_by_text("1 member", exact=True)).to_be_visible()
+    expect(page.get_by_role("heading", name="Payoffs")).to_be_visible()
+    expect(page.get_by_text("Every known payoff is 0.")).to_be_visible()
+    expect(page.locator("canvas")).to_have_count(0)  # NashConv was not measured yet
+    assert "e-9" not in page.locator("main").inner_text()
+    shot(page, "population-beginning")
 
 
 def test_system_and_alarm_pages(look, runs):
@@ -617,7 +709,7 @@ def test_system_and_alarm_pages(look, runs):
     expect(page.locator(".alarms li").first).to_contain_text("policy lazy")
     expect(page.locator(".alarms li").first).to_contain_text("97% of its groups")
     assert page.get_by_text("The rule:").count() == page.get_by_text("To try:").count() == 4
-    expect(page.locator("table.rules tbody tr")).to_have_count(5)  # the rules that do not fire
+    expect(page.locator("table.rules tbody tr")).to_have_count(6)  # the rules that do not fire
     shot(page, "alarms")
     page = look("#/run/kuhn_psro_exact/alarms")
     expect(page.locator("table.rules")).to_contain_text("cyclic population")
@@ -627,15 +719,19 @@ def test_system_and_alarm_pages(look, runs):
 
 PAGES = {
     "runs": "#/",
+    "runs-grouped": "#/?seeds=1&columns=lr,rank",
     "compare": "#/compare?run=demo&run=demo-2",
+    "compare-kinds": "#/compare?run=demo&run=spread_mappo",
     "curves": "#/run/demo",
     "curves-games": "#/run/spread_mappo",
     "replays": "#/run/spread_mappo/replays",
     "replays-text": "#/run/games/replays?eval=kuhn_poker",
     "episodes": "#/run/demo/episodes",
-    "episode": "#/run/demo/episodes/3/1",
-    "debate": "#/run/duel/episodes/1/0",
+    "episode": "#/run/demo/episodes/4/1",
+    "debate": "#/run/duel/episodes/2/0",
+    "held-out": "#/run/demo/episodes/4/1?eval=dev&from=0",
     "population": "#/run/kuhn_psro_exact",
+    "beginning": "#/run/beginning",
     "league": "#/run/rps_league",
     "agents": "#/run/demo/agents",
     "members": "#/run/rps_league/agents",
@@ -671,7 +767,7 @@ def test_timeline_is_legible_on_a_phone(look):
 
 
 def test_info_of_the_env_and_of_seats_are_apart(look):
-    page = look("#/run/demo/episodes/3/1")
+    page = look("#/run/demo/episodes/4/1")
     rows = page.locator("table.info").first.locator("tr")
     expect(rows.first).to_contain_text("success")  # of all seats: above the names of seats
     names = page.locator("table.info").first.locator("tr", has_text="of seat")
@@ -707,8 +803,8 @@ def test_model_text_is_never_executed(look):
     from urllib.parse import quote
 
     run = f"#/run/{quote(EVIL_NAME, safe='')}"
-    pages = ["#/", run, f"{run}/episodes", f"{run}/episodes/0/0?tokens=logprob", f"{run}/episodes/0/0?columns=1",
-             f"{run}/episodes/0/1", f"{run}/population", f"{run}/agents", f"{run}/system", f"{run}/alarms",
+    pages = ["#/", run, f"{run}/episodes", f"{run}/episodes/1/0?tokens=logprob", f"{run}/episodes/1/0?columns=1",
+             f"{run}/episodes/1/1", f"{run}/population", f"{run}/agents", f"{run}/system", f"{run}/alarms",
              f"{run}/config", f"#/compare?run=demo&run={quote(EVIL_NAME, safe='')}"]  # fmt: skip
     for number, path in enumerate(pages):
         page = look(path)

@@ -119,8 +119,8 @@ def rewrite(path: Path, **columns: object) -> None:
 
 def test_cyclic_parents_terminate(client: TestClient, root: Path) -> None:
     rewrite(root / "bad" / "episodes" / "step-000000.parquet", node=0, parent=0)
-    assert client.get("/api/runs/bad/episodes/0/0", params={"line": "0"}).status_code == 400
-    assert "ancestors" in client.get("/api/runs/bad/episodes/0/0/words/0").json()["error"]
+    assert client.get("/api/runs/bad/episodes/1/0", params={"line": "0"}).status_code == 400
+    assert "ancestors" in client.get("/api/runs/bad/episodes/1/0/words/0").json()["error"]
 
 
 @pytest.mark.parametrize("columns", [{"depth": 2**31 - 1}, {"parent": 10**6}, {"node": 2**31 - 1}, {"episode": -1}])

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 from palestra.dashboard import replays
 from palestra.dashboard.app import build_dashboard
 from palestra.runs import Run
-from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader, replay_file
+from palestra.runs.eval_files import eval_file
+from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader
 
 HEADER = ReplayHeader(
     env="toy", seats=["a", "b"], players=["net", "script"], action_names=["stay", "go"], seat_colours=[(1, 2, 3)]
@@ -43,13 +44,13 @@ def client(root: Path) -> TestClient:
 
 
 def test_evaluations_and_steps_are_listed(client: TestClient):
-    assert client.get("/api/runs/a/replays").json() == {"evals": [{"name": "held out/50 %", "steps": [-1, 3, 11]}]}
+    assert client.get("/api/runs/a/replays").json() == {"evals": [{"name": "held out/50 %", "steps": [0, 4, 12]}]}
     assert client.get("/api/runs/b/replays").json() == {"evals": []}
     assert [client.get(f"/api/runs/{name}").json()["has_replays"] for name in "ab"] == [True, False]
 
 
 def test_games_have_pictures_texts_and_actions(client: TestClient):
-    found = client.get("/api/runs/a/replays/held%20out%2F50%20%25", params={"step": 3}).json()
+    found = client.get("/api/runs/a/replays/held%20out%2F50%20%25", params={"step": 4}).json()
     assert found["seats"] == ["a", "b"] and found["players"] == ["net", "script"]
     assert found["seat_colours"] == [[1, 2, 3]] and found["action_names"] == ["stay", "go"]
     first, second = found["episodes"]
@@ -63,14 +64,17 @@ def test_games_have_pictures_texts_and_actions(client: TestClient):
 
 
 @pytest.mark.parametrize(
-    "name, step", [("held out", 3), ("held out%2F50 %25", 4), ("%2E%2E", -1), ("%2E%2E%2F%2E%2E", 3)]
+    "name, step", [("held out", 4), ("held out%2F50 %25", 3), ("%2E%2E", 0), ("%2E%2E%2F%2E%2E", 4)]
 )
 def test_missing_replays_are_404(client: TestClient, name: str, step: int):
     assert client.get(f"/api/runs/a/replays/{name}", params={"step": step}).status_code == 404
 
 
 def test_files_that_are_not_replays_are_explained(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch):
-    path, address = root / "a" / replay_file("held out/50 %", 3), "/api/runs/a/replays/held%20out%2F50%20%25?step=3"
+    path, address = (
+        root / "a" / eval_file("replays", "held out/50 %", 3),
+        "/api/runs/a/replays/held%20out%2F50%20%25?step=4",
+    )
     path.write_bytes(b"nothing")
     answer = client.get(address)
     assert answer.status_code == 400 and "is not a file of replays" in answer.json()["error"]

@@ -63,7 +63,7 @@ def fail_stderr(*arguments):
 def test_run_with_only_failed_episodes_ends_with_the_traceback(base, tmp_path):
     said = fail_stderr("train", text_config(tmp_path, base), "--root", tmp_path)
     text = plain(said)
-    assert "step 0: 4 of 4 episodes failed, the first (instance 0) with KeyError:" in text
+    assert "step 1: 4 of 4 episodes failed, the first (instance 0) with KeyError:" in text
     assert "--resume" in text and "max_failed (now 0.5)" in text
     assert "Traceback (most recent call last)" in said and DEEPEST in said and "toys_failing.py" in said
     run = tmp_path / "failing"
@@ -110,11 +110,11 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
     assert invoke("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
     assert invoke("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
     mended.unlink()
-    assert "step 2: 4 of 4 episodes failed" in plain(
+    assert "step 3: 4 of 4 episodes failed" in plain(
         fail_stderr("train", "--resume", tmp_path / "cut", "--set", "steps=4")
     )
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
-    assert "cut failed: step 2: 4 of 4" in plain(invoke("runs", "--root", tmp_path).output)
+    assert "cut failed: step 3: 4 of 4" in plain(invoke("runs", "--root", tmp_path).output)
     mended.touch()
     done = invoke("train", "--resume", tmp_path / "cut")
     assert done.exit_code == 0, done.output
@@ -140,7 +140,7 @@ def test_failure_between_checkpoints_saves_finished_steps(base, tmp_path):
         said = fail_stderr("train", config, "--root", tmp_path)
     finally:
         sys.path.remove(str(tmp_path))
-    assert "step 3: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
+    assert "step 4: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
     assert [c.step for c in list_checkpoints(tmp_path / "failing")] == [2]
 
 
@@ -155,7 +155,7 @@ def test_failed_evaluation_ends_the_run_without_a_score(base, tmp_path):
 @pytest.mark.slow
 def test_failures_on_workers_end_the_run_with_their_traceback(base, tmp_path):
     said = fail_stderr("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
-    assert "step 0: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
+    assert "step 1: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
 
 
 def test_run_without_updates_fails_with_the_reason(base, tmp_path):

@@ -11,9 +11,11 @@ import pytest
 import yaml
 from helpers.processes import finish, start
 
-from palestra.runs import list_checkpoints, read_lines
+from palestra.runs import list_checkpoints, load_episodes, read_lines
+from palestra.runs.eval_files import eval_file
 
 LOGS = ("metrics.jsonl", "evals.jsonl")
+PARTS = ("checkpoints", "episodes", "eval_episodes")
 STEPS = 12
 
 
@@ -105,7 +107,7 @@ def assert_same(run, uninterrupted):
 
 def contents(run):
     """Weights, optimizers, recorded episodes, and any other files."""
-    return [file for part in ("checkpoints", "episodes") for file in (run / part).rglob("*") if file.is_file()]
+    return [file for part in PARTS for file in (run / part).rglob("*") if file.is_file()]
 
 
 def test_uninterrupted_run_has_all_compared_files(uninterrupted):
@@ -118,6 +120,14 @@ def test_uninterrupted_run_has_all_compared_files(uninterrupted):
             assert f"checkpoints/step-000011/{name}/{file}" in names
     updates = [line["updates"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "walker"]
     assert max(updates) > 1  # several optimizer steps in a training step
+
+
+def test_each_evaluation_has_its_episodes_in_the_order_of_its_outcomes(uninterrupted):
+    run = uninterrupted(STEPS)
+    for line in read_lines(run / "evals.jsonl"):
+        episodes = load_episodes(run / eval_file("eval_episodes", "dev", line["step"]))
+        assert "".join(str(int(episode.success >= 0.5)) for episode in episodes) == line["outcomes"]
+        assert all(episode.seats["guide"] == f"guide@{line['step'] + 1}" for episode in episodes)
 
 
 def test_resume_after_a_kill_is_bit_identical(base, uninterrupted, tmp_path):

@@ -24,7 +24,14 @@ from palestra.api.experiments.statistics import (
     profile_bounds,
 )
 from palestra.core.files import atomic_write, replacing_file
-from palestra.evaluation.report.charts import curve_style, drawing, new_figure
+from palestra.evaluation.report.charts import (
+    LEGEND_BELOW,
+    LEGEND_ROW_IN,
+    columns_of_legend,
+    curve_style,
+    drawing,
+    new_figure,
+)
 from palestra.runs.checkpoints import TASKS_FILE
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import Line, RunLogs, series_of
@@ -35,6 +42,7 @@ FIGURE_FILE = "results.svg"
 FEW_SEEDS = 5  # with fewer, percentile intervals of a bootstrap contain the true mean in about 85 % of cases or less
 METRICS = ("success", "return")
 LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "optimality gap (less is better)"}
+PROFILE_LEGEND_CHARS = 56  # letters in a row of the legend of performance profiles
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,8 @@ def format_values(values: Sequence[float]) -> str:
 def draw_results(scores: Mapping[str, Scores], path: Path) -> None:
     """Writes an SVG of the aggregates with their intervals, and of the performance profiles."""
     with drawing():
-        figure = new_figure(9.2, 1.9 + 0.28 * len(scores), layout="constrained")
+        rows = -(-len(scores) // columns_of_legend(list(scores), PROFILE_LEGEND_CHARS))
+        figure = new_figure(9.2, 1.9 + 0.28 * len(scores) + LEGEND_ROW_IN * rows, layout="constrained")
         axes = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
         _draw_estimates(axes[0], "iqm", scores)
         _draw_estimates(axes[1], "optimality_gap", scores, with_names=False)
@@ -272,7 +281,7 @@ def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
     axis.set_ylabel("share of runs above \N{GREEK SMALL LETTER TAU}")
     axis.set_title("performance profiles")
     axis.grid()
-    axis.legend()
+    axis.legend(ncols=columns_of_legend(list(scores), PROFILE_LEGEND_CHARS), **LEGEND_BELOW)
 
 
 def describe_cell(cell: GridCell, root: Path, grid: GridConfig) -> str:

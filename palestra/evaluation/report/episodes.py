@@ -70,7 +70,7 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
     if others:
         rows = "".join(f"<li>{_sibling_html(other)}</li>" for other in others[:MAX_SIBLINGS])
         left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
-        blocks.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
+        blocks.append(details(f"{len(others)} sibling{'s' * (len(others) > 1)}", f"<ul>{rows}</ul>{left}"))
     if node.done:
         end = "the end, cut off" if node.truncated else "the end"
         blocks.append(

@@ -31,7 +31,7 @@ NOTHING_RECORDED = "Nothing is recorded yet: the run has finished neither a trai
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
     """Writes the report on the run at `run` (default: report.html in it) and returns its path.
 
-    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (numbered as in metrics.jsonl).
+    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (1 is the first of the run).
     """
     out = out or run / "report.html"
     page = report_html(run, episodes=episodes, step=step)
@@ -123,7 +123,8 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
 def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
     """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
     was not recorded."""
-    paths = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
+    files = sorted((run / "episodes").glob("step-*.parquet"))
+    paths = {int(path.stem.removeprefix("step-")) + 1: path for path in files}
     if step is not None and step not in paths:
         have = ", ".join(map(str, paths)) or "none"
         raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")

@@ -38,7 +38,7 @@ from palestra.runs.settings import find_run, flatten_tree
 CHARS_PER_IN = 17  # letters of a legend
 FILE_TYPES = (".svg", ".pdf", ".png")
 # Keys in which runs of one experiment may differ.
-IGNORED_KEYS = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
+IGNORED_KEYS = ("seed", "name", "tags", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
 Tree = dict[str, Any]
 
 

@@ -118,13 +118,13 @@ def _with_interval(logs: RunLogs, name: str, lines: Sequence[Line], key: str) ->
 
 
 def _rewards(logs: RunLogs) -> Chart:
-    """Returns the chart of each policy's reward per answer, team and own parts together."""
+    """Returns the chart of each policy's reward per answer, team and local rewards together."""
     curves = []
     for name, lines in logs.policies.items():
         paid = [line for line in lines if "team_reward" in line and "local_reward" in line]
         team, local = (logs.series(paid, key) for key in ("team_reward", "local_reward"))
         curves.append(ChartCurve(name, Series(team.x, smooth(team.y + local.y))))
-    return Chart("reward of an answer (team + own)", curves, logs.x_title)
+    return Chart("reward per answer (team + local)", curves, logs.x_title)
 
 
 def _of_policies(logs: RunLogs, key: str, title: str) -> Chart:
@@ -134,8 +134,9 @@ def _of_policies(logs: RunLogs, key: str, title: str) -> Chart:
 
 def _speed(logs: RunLogs) -> Chart:
     team = [line for line in logs.timings if line.get("policy") == TEAM]
-    curves = [ChartCurve(key.removesuffix("_per_s").replace("_", " "), logs.series(team, key)) for key in SPEEDS]
-    return Chart("done in a second", curves, logs.x_title, low=0.0)
+    curves = [ChartCurve(metric_label(key, "timings"), logs.series(team, key)) for key in SPEEDS]
+    known = [curve for curve in curves if len(curve.series.x)]
+    return Chart(known[0].name if len(known) == 1 else "throughput", known, logs.x_title, low=0.0)
 
 
 def _smoothed_curves(name: str, raw: Series) -> list[ChartCurve]:

@@ -62,8 +62,6 @@ class WandbConfig(StrictModel):
     """W&B user or team. Null: the default entity of the account."""
     group: str | None = None
     """W&B group of the run, for example one group for all seeds of an experiment."""
-    tags: list[str] = []
-    """W&B tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to sinks/wandb in the run's folder, for a later `wandb sync`."""
 

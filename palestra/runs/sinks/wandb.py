@@ -18,17 +18,18 @@ class WandbSink(Sink):
     sinks/wandb/wandb of the run."""
 
     def __init__(self, config: WandbConfig, run: Path, folder: Path) -> None:
+        tree = load(run / "config.yaml")
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,
             group=config.group,
-            tags=config.tags,
+            tags=tree.get("tags"),
             mode=config.mode,
             name=run.name,
             id=stored_id(folder, lambda: secrets.token_hex(4)),
             resume="allow",
             dir=str(folder),
-            config=load(run / "config.yaml"),
+            config=tree,
             settings=wandb.Settings(silent=True, console="off", init_timeout=30, login_timeout=10),
         )
         self.run.define_metric(STEP_METRIC, hidden=True)

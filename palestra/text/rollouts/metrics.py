@@ -182,13 +182,18 @@ def _standard_error(values: Sequence[float], groups: Sequence[int]) -> float:
     return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(sums**2))) / len(values)
 
 
+def first_of_each_instance(episodes: Sequence[Episode]) -> list[Episode]:
+    """Returns the first episode of each different instance, in order."""
+    numbers = number_instances(episodes)
+    return [episode for i, episode in enumerate(episodes) if numbers.index(numbers[i]) == i]
+
+
 def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
     """Returns `outcomes`, a letter for each different instance in order, by its first episode: "1" for a success, "0"
     for none, "x" for an episode that failed or got no reward; {} if the env reports no success."""
     if not reporting_envs(episodes):
         return {}
-    numbers = number_instances(episodes)
-    first = [episode for i, episode in enumerate(episodes) if numbers.index(numbers[i]) == i]
+    first = first_of_each_instance(episodes)
     letters = ["x" if e.error is not None or not e.leaves() else str(int((e.success or 0.0) >= 0.5)) for e in first]
     return {"outcomes": "".join(letters)}
 

@@ -19,10 +19,18 @@ from palestra.core.tracing import span
 from palestra.core.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.runs import Checkpoint
+from palestra.runs.eval_files import MAX_EVAL_EPISODES
 from palestra.runs.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
 from palestra.text.learners.base import Learner
 from palestra.text.policies.base import Policy
-from palestra.text.rollouts.metrics import answers_of, episode_metrics, instance_outcomes, policy_metrics, seat_returns
+from palestra.text.rollouts.metrics import (
+    answers_of,
+    episode_metrics,
+    first_of_each_instance,
+    instance_outcomes,
+    policy_metrics,
+    seat_returns,
+)
 from palestra.text.rollouts.refill import play_refilled
 from palestra.text.rollouts.sample_metrics import sample_metrics
 from palestra.text.rollouts.sources import STAGE_START_KEY, EpisodeSource
@@ -339,11 +347,15 @@ class TextTrainer:
         on_episode = self._count_episodes(f"evaluating {evaluation.name}", len(evaluation.numbers))
         episodes = self.run_async(evaluation.play(self.seed, on_episode))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
+        outcomes = instance_outcomes(episodes[:: evaluation.samples])
+        if outcomes and self.record_every:
+            first = first_of_each_instance(episodes[:: evaluation.samples])
+            self.run.write_eval_episodes(step, evaluation.name, first[:MAX_EVAL_EPISODES])
         return {
             **episode_metrics(episodes),
             **seat_returns(episodes),
             **sample_metrics(episodes, evaluation.samples),
-            **instance_outcomes(episodes[:: evaluation.samples]),
+            **outcomes,
         }
 
     def save(self, step: int, folder: Path) -> None:
@@ -363,7 +375,7 @@ class TextTrainer:
         """Raises RunFailed if too many episodes of the step failed; writes them and a checkpoint of the previous step
         first."""
         try:
-            check_failures(episodes, self.max_failed, f"step {step}")
+            check_failures(episodes, self.max_failed, f"step {step + 1}")
         except RunFailed:
             if self.run.next_step < step:
                 save_checkpoint(self, self.run, step - 1, keep=False)

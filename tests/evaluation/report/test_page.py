@@ -113,7 +113,7 @@ def test_page_shows_the_contents_of_the_run(run):
         assert expected in words
     assert re.search(r"rollout\D*26\.075%", words), "3 of 4 seconds, and no CPU seconds, were rollout"
     assert "the best: maze, instance 7" in words and "one that failed: maze, instance 8" in words
-    assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words
+    assert "reward +0.5" in words and "advantage +0.25" in words and "1 sibling" in words and "cut off" in words
 
 
 def test_page_of_a_run_with_stages_and_failed_evaluation_episodes(tmp_path):
@@ -131,7 +131,7 @@ def test_command_writes_one_file(run, tmp_path):
     palestra("report", run, "--out", tmp_path / "new" / "page.html", "--episodes", 0)
     page = (tmp_path / "new" / "page.html").read_text()
     assert "Sample episodes" not in page and DRAWN in page
-    assert "it has those of: 1" in refused("report", run, "--step", 7)
+    assert "it has those of: 2" in refused("report", run, "--step", 7)
     assert "is not a run" in refused("report", tmp_path)
 
 
@@ -179,8 +179,8 @@ def test_all_trajectories_of_a_tree_are_shown():
     assert "step 0 · a@0" in html and "step 1 · a@0" in html and "another trajectory, from step 1 on" in html
 
 
-def test_step_numbers_equal_the_log(run):
-    assert "3 of the 3 of step 1, as they were sampled" in Page(report_html(run, step=1)).words
+def test_steps_are_counted_as_done(run):
+    assert "3 of the 3 of step 2, as they were sampled" in Page(report_html(run, step=2)).words  # of step-000001
 
 
 def test_policy_table_names_its_log_lines(run):

@@ -129,7 +129,7 @@ def test_command_line_selects_the_backend(base: Path, tmp_path: Path) -> None:
 
 def test_episode_that_cannot_be_sent_fails_with_the_name_of_its_env(base: Path, tmp_path: Path) -> None:
     asked = config(base, env={"type": "helpers.toys_mortal:Odd"}, evals={}, policies={"default": {"type": "random"}})
-    with pytest.raises(ValueError, match=r'step 0: 6 of 6 .*env "whisper" puts a function into info'):
+    with pytest.raises(ValueError, match=r'step 1: 6 of 6 .*env "whisper" puts a function into info'):
         run_of(build(asked, inline_backend), tmp_path, asked)
 
 

@@ -22,7 +22,8 @@ from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleSpread, SimpleTag
 from palestra.envs.vector_base import VectorEnv
 from palestra.runs import Run
-from palestra.runs.replays import GameReplay, list_replays, read_replays, replay_file
+from palestra.runs.eval_files import eval_file, list_eval_files
+from palestra.runs.replays import GameReplay, read_replays
 from palestra.vector.policies.base import UniformVectorPolicy
 from palestra.vector.rollouts import replay_recorder
 from palestra.vector.rollouts.replay_recorder import ReplayRecorder
@@ -138,7 +139,7 @@ def test_files_restore_replays(tmp_path: Path):
     restored, replays = read_replays(path)
     assert replays == recorder.replays() and list(restored.players) == ["unit"] * 3
     assert restored.action_names[6] == "attack enemy 0" and path.parent.parent == tmp_path / "a" / "replays"
-    assert list_replays(tmp_path / "a") == {"held out/1": [7]}
+    assert list_eval_files(tmp_path / "a" / "replays") == {"held out/1": [7]}
 
 
 def test_evaluations_of_a_run_are_recorded_and_a_resume_removes_later_ones(tmp_path: Path):
@@ -152,14 +153,14 @@ def test_evaluations_of_a_run_are_recorded_and_a_resume_removes_later_ones(tmp_p
         app, ["train", "configs/games/kuhn_ppo.yaml", "--root", str(tmp_path), "--name", "a", *args]
     )
     assert done.exit_code == 0, done.output
-    steps = list_replays(tmp_path / "a")["held_out"]
-    assert list_replays(tmp_path / "a").keys() == {"held_out"} and steps[0] == -1 and len(steps) >= 3
-    _, replays = read_replays(tmp_path / "a" / replay_file("held_out", steps[-1]))
+    steps = list_eval_files(tmp_path / "a" / "replays")["held_out"]
+    assert list_eval_files(tmp_path / "a" / "replays").keys() == {"held_out"} and steps[0] == -1 and len(steps) >= 3
+    _, replays = read_replays(tmp_path / "a" / eval_file("replays", "held_out", steps[-1]))
     assert len(replays) == 3 and all(isinstance(one, GameReplay) and one.end == "terminated" for one in replays)
     with Run.open(tmp_path / "a") as run:
         newest = run.resume()
         late = run.write_replays(
-            newest.step + 1, "held_out", read_replays(tmp_path / "a" / replay_file("held_out", -1))[0], replays
+            newest.step + 1, "held_out", read_replays(tmp_path / "a" / eval_file("replays", "held_out", -1))[0], replays
         )
         run.resume()
-    assert not late.exists() and list_replays(tmp_path / "a")["held_out"] == steps
+    assert not late.exists() and list_eval_files(tmp_path / "a" / "replays")["held_out"] == steps
