@@ -93,10 +93,15 @@ def _hide_library_frames(report: traceback.TracebackException, error: BaseExcept
     stack = report.stack
     if own := first_own_frame(stack):
         del stack[: stack.index(own)]
-    elif isinstance(error, ValueError) and stack and stack[-1].filename.startswith(LIBRARIES[0]):
+    elif isinstance(error, ValueError) and stack and _raises_here(stack[-1]):
         stack.clear()
     if (cause := report.__cause__ or report.__context__) and error:
         _hide_library_frames(cause, error.__cause__ or error.__context__)
+
+
+def _raises_here(frame: traceback.FrameSummary) -> bool:
+    """Returns whether palestra's own code raised the error there, rather than met it (`int("x")`)."""
+    return frame.filename.startswith(LIBRARIES[0]) and (frame.line or "").startswith("raise ")
 
 
 def first_own_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
