@@ -81,7 +81,7 @@ def test_run_of_a_gpu_is_evaluated_and_resumes_without_one(config: Path) -> None
     run = trained(config, "half")
     pretend_run_of_a_gpu(run)
     played = palestra("eval", run, "--episodes", 32, "--json")
-    assert json.loads(played)["episodes"] == 32
+    assert json.loads(played.splitlines()[-1])["episodes"] == 32
     assert "device: cuda is not there" in refused("train", "--resume", run, "--set", "env_steps=1024")
     palestra("train", "--resume", run, "--set", "env_steps=1024", "--set", "device=cpu")
     assert load(run / "config.yaml")["device"] == "cpu"

@@ -220,7 +220,7 @@ def test_a_run_whose_episodes_fail_says_why_and_shows_the_users_lines_only(env):
     done = invoke("train", "mine.yaml", "--set", f"env.type=mistaken_envs:{env}", "--root", env)
     error, *trace = done.stderr.strip().splitlines()
     assert done.exit_code == 1 and matches(message, error), error
-    assert error.startswith("error: step 0: 2 of 2 episodes failed, the first (instance 0) with ")
+    assert error.startswith("error: step 1: 2 of 2 episodes failed, the first (instance 0) with ")
     files = {line.split('"')[1] for line in trace if line.lstrip().startswith("File ")}
     assert {Path(file).name for file in files} == ({"mistaken_envs.py"} if frame else set())
     assert frame in done.stderr

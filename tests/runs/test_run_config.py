@@ -71,7 +71,7 @@ def test_a_population_has_the_keys_of_every_run() -> None:
     config = validate(PopulationConfig, tree)
     assert isinstance(config, RunConfig) and (config.name, config.seed, config.env_label) == ("population", 0, "matrix")
     shared = {key.key: key.text for key in describe_keys(RunConfig)}
-    assert set(shared) == {"name", "seed", "env", "sinks", "mirror"}
+    assert set(shared) == {"name", "seed", "tags", "env", "sinks", "mirror"}
     assert shared.items() <= {key.key: key.text for key in describe_keys(PopulationConfig)}.items()
     with pytest.raises(ValueError, match="cannot be the name of a run"):
         validate(PopulationConfig, tree | {"name": "a/b"})

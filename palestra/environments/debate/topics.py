@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from palestra.core.config import StrictModel
 from palestra.environments.debate.arguments import SIDES, Fact, Side, Topic
@@ -97,12 +97,10 @@ def _read(path: Path) -> list[TopicEntry]:
 def _parse_topic(path: Path, number: int, text: str) -> TopicEntry:
     try:
         return TopicEntry.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+    except ValueError as error:
         raise ValueError(
-            f"{path}, line {number}{f', {where}' if where else ''}: {first['msg']}. A topic is one JSON object with "
-            "topic (text), pro and con (lists of texts) and, if known, truth (pro or con)"
+            f"{path}, line {number}: {error}. A topic is one JSON object with topic (text), pro and con (lists of "
+            "texts) and, if known, truth (pro or con)"
         ) from None
 
 

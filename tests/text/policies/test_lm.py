@@ -267,7 +267,7 @@ def test_too_long_prompt_fails_its_episode_only():
     episodes = asyncio.run(
         EpisodeRunner(Long, "long").play_all([EpisodeSpec(i, team, i) for i in range(3)], Branching())
     )
-    assert "context length, 512" in episodes[1].error and "Shorten the observation" in episodes[1].error
+    assert "context length, 512" in episodes[1].error and "shorten the observation" in episodes[1].error
     assert episodes[0].error is episodes[2].error is None
 
 
