@@ -100,3 +100,37 @@ def test_recorded_evaluations_that_fell_are_found():
 def test_the_fall_of_a_collapsed_run_is_named(length):
     rng = np.random.default_rng(length)
     assert {alarm.name for alarm in failed_run("entropy", length, rng)} == {"entropy collapse"}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The alarms of twenty good and twenty failed runs of the demo's game, by kind, as record_alarm_curves.py made
+    them."""
+    found = {}
+    for line in json.loads(Path(__file__).with_name("alarm_curves.json").read_text()):
+        logs = {}
+        for kind in ("metrics", "evals"):
+            logs[kind] = {
+                name: {key: np.array(values) for key, values in columns.items()} for name, columns in line[kind].items()
+            }
+        team = logs["metrics"].pop("team", {})
+        alarms = find_alarms(logs["metrics"], team, logs["evals"])
+        found.setdefault(line["kind"], []).append({alarm.name for alarm in alarms})
+    return found
+
+
+def test_recorded_good_runs_raise_no_alarm(recorded):
+    assert recorded["good"] == [set()] * 20
+
+
+def test_recorded_failed_runs_are_found(recorded):
+    """But for a temperature of 0.01 in the longest run, and an env that pays for nonsense, which does not fall yet."""
+    expected = {
+        "a learning rate of 0.3": ("nothing to learn from", 4),
+        "a temperature of 0.01": ("nothing to learn from", 3),
+        "max_tokens: 1": ("answers are cut off", 4),
+        "an env that fails on some instances": ("episodes fail", 4),
+    }
+    found = {kind: sum(alarm in alarms for alarms in recorded[kind]) for kind, (alarm, _) in expected.items()}
+    assert found == {kind: count for kind, (_, count) in expected.items()}
+    assert recorded["an env that pays for nonsense"] == [set()] * 4
