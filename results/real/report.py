@@ -231,7 +231,7 @@ def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
     tasks = [task for task in TITLES if any(r["task"] == task for r in results)]
     if not tasks:
         return False
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4.2), constrained_layout=True, squeeze=False)
     styles = {method: curve_style(number) for number, method in enumerate(sorted({r["method"] for r in results}))}
     for task, axis in zip(tasks, axes[0], strict=True):
         own = [r for r in results if r["task"] == task]
@@ -242,9 +242,9 @@ def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
             label = f"{method} ({len(curves)} seed{'s' * (len(curves) > 1)})"
             axis.plot(steps, np.mean(values, 0), line, color=colour, label=label)
             axis.fill_between(steps, np.min(values, 0), np.max(values, 0), color=colour, alpha=0.2)
-        axis.set(title=task, xlabel="training step", ylabel=title, ylim=(0, 1))
+        axis.set(title=task, xlabel="training step", ylabel=title, ylim=(0, 1.02))
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
     figure.savefig(target, dpi=120)
     plt.close(figure)
     return True
