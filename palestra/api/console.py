@@ -20,7 +20,7 @@ from palestra.core.chat import escape_control_chars
 from palestra.core.config.credentials import hide_credentials
 
 READ_ERRORS = (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, SafetensorError)
-SILENCE_S = 9.0  # seconds after the last line, at which a busy console says what it does
+SILENCE_S = 9.0  # seconds without a line until a busy console prints its status
 IMPORTS_S = 3.0  # seconds that passed in silence before the outermost context, while Python imported palestra
 NOTEBOOK_COLUMNS = 80  # that fit into a cell's output
 RANK = int(os.environ.get("RANK", "0"))  # rank under torchrun: only rank 0 prints

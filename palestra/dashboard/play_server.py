@@ -52,7 +52,7 @@ class PauseRequest(StrictModel):
     """The body of POST /api/games/ID/pause."""
 
     paused: bool
-    """Whether the game waits before its next turn."""
+    """True: the game waits before its next turn; false: it goes on."""
 
 
 def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[str] = ()) -> AsgiApp:

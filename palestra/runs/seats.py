@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from palestra.core.types import Seat
@@ -22,8 +22,7 @@ def resolve_seats(
     """
     for assignment in assignments:
         for key, name in assignment.items():
-            if not any(fnmatchcase(seat, key) for seat in seats):
-                raise ValueError(f'seats names "{key}", but {plays}')
+            check_matches(key, seats, "seats", plays)
             if name not in policies:
                 raise ValueError(f'seats gives "{key}" to "{name}", but policies: names only {", ".join(policies)}')
     return {seat: _policy(seat, policies, plays, assignments) for seat in seats}
@@ -33,9 +32,14 @@ def resolve_teams(policies: Mapping[Seat, str], teams: Mapping[str, str], plays:
     """Returns the team of each seat: the one that `teams` gives it, with keys as in `resolve_seats`, else the policy
     that plays it. Raises ValueError for a key that matches no seat."""
     for key in teams:
-        if not any(fnmatchcase(seat, key) for seat in policies):
-            raise ValueError(f'teams names "{key}", but {plays}')
+        check_matches(key, policies, "teams", plays)
     return {seat: find_assigned(seat, teams) or policy for seat, policy in policies.items()}
+
+
+def check_matches(key: str, seats: Iterable[Seat], where: str, plays: str) -> None:
+    """Raises ValueError for a key of the setting `where` that matches no seat. `plays` is as in `resolve_seats`."""
+    if not any(fnmatchcase(seat, key) for seat in seats):
+        raise ValueError(f'{where} names "{key}", but {plays}')
 
 
 def find_assigned(seat: Seat, assignment: Mapping[str, str]) -> str | None:

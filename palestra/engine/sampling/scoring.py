@@ -31,9 +31,9 @@ from palestra.engine.sampling.request import check_prompt, check_top_logprobs
 class AlternativeDraws:
     """`count` tokens to draw at each position of a prompt, with replacement, at `temperature` (0: the likeliest)."""
 
-    count: int
-    temperature: float
-    seed: int
+    count: int = 0
+    temperature: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ScoreRequest:
     adapter: Snapshot | None = None
     top_logprobs: int = 0
     targets: np.ndarray | None = None
-    draws: AlternativeDraws | None = None
+    draws: AlternativeDraws = AlternativeDraws()
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _Drawn:
 
     def __init__(self, question: ScoreRequest, path: np.ndarray) -> None:
         self.path = path
-        self.draws = question.draws or AlternativeDraws(0, 1.0, 0)
+        self.draws = question.draws
         shape = (len(path), self.draws.count)
         self.uniform_PD = np.random.default_rng(self.draws.seed).random(shape)
         self.ids_PD = np.zeros(shape, np.int64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -37,7 +36,7 @@ from palestra.populations.workers.member_loader import UNIFORM_MEMBER, no_rules_
 from palestra.populations.workers.net_oracle import NetOracle, NetWorker
 from palestra.runs import Run
 from palestra.runs.config import RunConfig
-from palestra.runs.seats import find_assigned
+from palestra.runs.seats import check_matches, find_assigned
 from palestra.vector.build.envs import check_memory, seed_notes
 
 SHARED_PLAYER = "agent"  # name of the population that plays every seat
@@ -173,12 +172,11 @@ def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player,
     """Returns the player at each seat. Raises ValueError for a key of `seats` that matches none, for a single player,
     and if one population plays all seats although they have sides."""
     one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    if one and config.seats:
+        why = "symmetric: true" if config.symmetric else f"population.type {config.population.type}"
+        raise ValueError(f"{why} has one population for every seat, without sides: leave seats out, or use psro")
     for key in config.seats:
-        if one:
-            why = "symmetric: true" if config.symmetric else f"population.type {config.population.type}"
-            raise ValueError(f"{why} has one population for every seat, without sides: leave seats out, or use psro")
-        if not any(fnmatchcase(seat, key) for seat in seats):
-            raise ValueError(f'seats names "{key}", but env "{config.env.get("type")}" plays {", ".join(seats)}')
+        check_matches(key, seats, "seats", f'env "{config.env.get("type")}" plays {", ".join(seats)}')
     by_seat = tuple(SHARED_PLAYER if one else find_assigned(seat, config.seats) or seat for seat in seats)
     if config.seats and len(set(by_seat)) == 1:
         raise ValueError(
