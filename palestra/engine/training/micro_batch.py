@@ -202,6 +202,24 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return groups
 
 
+def by_prompt(samples: Sequence[Sample], *, nested: bool = False) -> list[list[Sample]]:
+    """Splits `samples` into units that compute a prompt once if they share a batch: neighbours with the same prompt or,
+    if `nested`, neighbours of which one's prompt begins with the other's (turns of one conversation). Never splits what
+    `by_group` keeps together."""
+    units: list[list[Sample]] = []
+    for group in by_group(samples):
+        if units and _shares_prompt(units[-1][-1].prompt_ids, group[0].prompt_ids, nested=nested):
+            units[-1] += group
+        else:
+            units.append(group)
+    return units
+
+
+def _shares_prompt(first: np.ndarray, second: np.ndarray, *, nested: bool) -> bool:
+    length = min(len(first), len(second))
+    return (nested or len(first) == len(second)) and bool(np.array_equal(first[:length], second[:length]))
+
+
 def _numbers(samples: Sequence[Sample]) -> np.ndarray:
     """Returns the index of each sample's group."""
     groups = by_group(samples)

@@ -74,15 +74,12 @@ async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[
     """Returns the samples with `old_logprobs`, which clipped ratios are relative to: the trainer's own before the
     update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
 
-    An update of one optimizer step uses those of its own pass ("current"). An update of several makes a forward pass
-    first, batch by batch as in training, so that rounding is the same.
+    The first batch uses those of its own pass ("current"), unless there are several epochs. A forward pass gives the
+    others theirs first, batch by batch as in training, so that rounding is the same.
     """
-    batches = learner.batches(samples)
-    if len(batches) < 2:
-        return [replace(sample, old_logprobs="current") for sample in samples]
     found: dict[int, np.ndarray] = {}
-    for batch in batches:
+    for batch in learner.batches(samples)[1:]:
         trained = [sample for sample in batch if sample.has_gradient]
         if id(trained[0]) not in found:  # a later epoch has the same batches
             found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
-    return [replace(sample, old_logprobs=found.get(id(sample))) for sample in samples]
+    return [replace(sample, old_logprobs=found.get(id(sample), "current")) for sample in samples]

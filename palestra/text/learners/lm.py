@@ -18,7 +18,7 @@ from palestra.core.types import Metrics, Sample
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
-from palestra.engine.training.micro_batch import by_group
+from palestra.engine.training.micro_batch import by_group, by_prompt
 from palestra.engine.training.peft_format import load_into
 from palestra.parallel.process_group import SINGLE_PROCESS, ProcessGroup
 from palestra.text.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
@@ -147,18 +147,26 @@ class LanguageLearner:
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
-        `config.epochs`. Groups of samples are distributed round-robin and not split, so that each batch has samples of
-        every prompt. Batches without any gradient are left out."""
+        `config.epochs`. Batches without any gradient are left out."""
+        batches = [batch for batch in self._split(samples) if any(sample.has_gradient for sample in batch)]
+        return [list(batch) for batch in batches * self.config.epochs]
+
+    def _split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Distributes conversations over batches or, where these are too few or too large, prompts, since a prompt is
+        computed in each batch that has an answer to it. They are shuffled, always in the same way: in order, a batch
+        could get one turn of every conversation. Where prompts are too few too, each batch has answers to all."""
         if not samples:
             return []
-        parts = by_group(samples)
-        count = min(len(parts), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
-        batches = []
-        for i in range(count):
-            batch = list(chain.from_iterable(parts[i::count]))
-            if any(sample.has_gradient for sample in batch):
-                batches.append(batch)
-        return [list(batch) for batch in batches * self.config.epochs]
+        size = self.config.batch_size or len(samples)
+        count = math.ceil(len(samples) / size)
+        for nested in (True, False):
+            units = by_prompt(samples, nested=nested)
+            if len(units) >= count and max(map(len, units)) <= size:
+                order = np.random.default_rng(len(units)).permutation(len(units))
+                parts = [sorted(order[i::count]) for i in range(count)]
+                return [list(chain.from_iterable(units[k] for k in part)) for part in parts]
+        groups = by_group(samples)
+        return [list(chain.from_iterable(groups[i::count])) for i in range(min(count, len(groups)))]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
         """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""

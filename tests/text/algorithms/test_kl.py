@@ -227,7 +227,7 @@ def test_penalty_alone_makes_a_step_once_the_policy_has_moved():
     """Of two batches the first has no advantages and is skipped; the second makes a step. Then rewards without
     differences make a step by the penalty alone."""
     algorithm = GRPO(branch_at="root", group_size=4, kl_coef=0.1)
-    learner, metrics = update_at_reference(algorithm, [0.5, 0.0, 0.5, 1.0], batch_size=2)
+    learner, metrics = update_at_reference(algorithm, [0.0, 0.5, 1.0, 0.5], batch_size=2)
     assert metrics["updates"] == 1 and learner.version == 1 and not learner.is_at_reference
     node = Node(0, None, 0, {}, {"a": answer([7, 8], [-1.0, -1.0])}, {"a": 1.0}, done=True)
     flat = [Episode("hand", 0, {"a": "p"}, [node])]
