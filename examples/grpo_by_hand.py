@@ -37,6 +37,7 @@ from palestra.engine.sampling.request import Completion, Request
 from palestra.engine.sampling.sampler import Sampler
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.engine.training.adapter_weights import AdapterWeights, OptimConfig
+from palestra.engine.training.micro_batch import by_prompt
 from palestra.envs.text.grid.plan_path import PlanPath
 
 SEATS = ("planner", "executor")
@@ -144,11 +145,14 @@ def grpo_loss(tokens: LossInputs, *, entropy: float) -> tuple[Tensor, dict[str, 
 
 
 def update(trainer: AdapterWeights, samples: Sequence[Sample], lr: float) -> float:
-    """Trains one agent on its samples, with an optimizer step per batch; returns the entropy per token, in nats."""
+    """Trains one agent on its samples, with an optimizer step per batch; returns the entropy per token, in nats.
+    Answers to one prompt are in one batch, which computes the prompt once."""
     count = -(-len(samples) // BATCH_SIZE)
+    prompts = by_prompt(samples)
+    order = np.random.default_rng(len(prompts)).permutation(len(prompts))
     entropies, tokens = [], []
     for i in range(count):
-        batch = samples[i::count]
+        batch = [sample for k in sorted(order[i::count]) for sample in prompts[k]]
         metrics = trainer.forward_backward(batch, grpo_loss, entropy=ENTROPY_COEF)
         trainer.optim_step(OptimConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM))
         entropies.append(metrics["entropy"])

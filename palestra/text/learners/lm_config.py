@@ -85,7 +85,8 @@ class LMLearnerConfig(LMPolicyConfig, OptimConfig):
     """Options of a language model policy in training: batches, learning-rate schedule, memory and precision."""
 
     batch_size: int | None = Field(None, ge=1)
-    """Number of samples per optimizer step. null: all samples of a training step at once."""
+    """About how many samples an optimizer step has. Turns of one conversation, or the answers to one prompt, are in one
+    step where possible, so that a prompt is computed once. null: all samples of a training step at once."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the samples of a training step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
