@@ -59,14 +59,22 @@ def _algorithms(config: Tree) -> list[Tree]:
 
 def algorithm_label(config: Tree, steps: int | None = None) -> str:
     """Returns the names of the algorithms that a run with this resolved config trains by, in order: "sft, then ppo";
-    with `steps`, of those in its first so many training steps. "" if it has none."""
+    "ppo and dqn" where policies have algorithms of their own; with `steps`, of those in its first so many training
+    steps. "" if it has none."""
     names = []
     start = 0
     for stage in config.get("stages") or [{}]:
         if steps is None or start < steps or start == 0:
-            names.append(str((stage.get("algorithm") or config.get("algorithm") or {}).get("type", "")))
+            names.append(_name_of(config, stage.get("algorithm") or config.get("algorithm") or {}))
         start += stage.get("steps") or config.get("steps") or 0
     return ", then ".join(name for name, _ in groupby(names))
+
+
+def _name_of(config: Tree, algorithm: Tree) -> str:
+    """Returns the name of a stage's algorithm, or of those by which trained networks replace it."""
+    trained = [policy for policy in (config.get("policies") or {}).values() if policy.get("type") == "net"]
+    names = [str((policy.get("algorithm") or algorithm).get("type", "")) for policy in trained]
+    return " and ".join(dict.fromkeys(names)) or str(algorithm.get("type", ""))
 
 
 def total_steps(config: Tree) -> int | None:

@@ -30,12 +30,38 @@ from palestra.vector.algorithms.sac import SAC
 from palestra.vector.learners.nets import AlgorithmConfig
 from palestra.vector.learners.policy_stack import NetPolicyConfig
 
+VectorAlgorithmConfig = Annotated[
+    PPO
+    | A2C
+    | TRPO
+    | MAT
+    | DQN
+    | PQN
+    | QMIX
+    | MAVEN
+    | NFSP
+    | COMA
+    | SAC
+    | DDPG
+    | TD3
+    | FACMAC
+    | BC
+    | GAIL
+    | IQL
+    | CQL
+    | CQLSAC,
+    Field(discriminator="type"),
+    OwnTypes("algorithm", AlgorithmConfig, presets=VECTOR_PRESETS),
+]
+
 
 class TrainedNetConfig(NetPolicyConfig):
     """A neural-network policy that is trained."""
 
     share_network: bool = True
     """True: all seats of the policy share one network. False: each seat gets its own network, named after the seat."""
+    algorithm: VectorAlgorithmConfig | None = None
+    """Training algorithm of this policy, on rollouts of the run's length. Null: the run's `algorithm`."""
 
 
 class FrozenNetConfig(StrictModel):
@@ -67,29 +93,6 @@ class ScriptConfig(StrictModel):
 
 VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
-]
-VectorAlgorithmConfig = Annotated[
-    PPO
-    | A2C
-    | TRPO
-    | MAT
-    | DQN
-    | PQN
-    | QMIX
-    | MAVEN
-    | NFSP
-    | COMA
-    | SAC
-    | DDPG
-    | TD3
-    | FACMAC
-    | BC
-    | GAIL
-    | IQL
-    | CQL
-    | CQLSAC,
-    Field(discriminator="type"),
-    OwnTypes("algorithm", AlgorithmConfig, presets=VECTOR_PRESETS),
 ]
 
 
@@ -143,6 +146,35 @@ class VectorConfig(PolicyRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _have_one_rollout(self) -> Self:
+        length = self.algorithm.rollout_length
+        for name, policy in self.policies.items():
+            if not isinstance(policy, TrainedNetConfig) or policy.algorithm is None:
+                continue
+            own = policy.algorithm
+            if "rollout_length" in own.model_fields_set and own.rollout_length != length:
+                raise ValueError(
+                    f"policies.{name}.algorithm.rollout_length: {own.rollout_length} differs from the run's {length}, "
+                    "and all policies learn from the same rollouts: set algorithm.rollout_length, and leave it out here"
+                )
+            same_length = own.model_copy(update={"rollout_length": length})
+            self.policies[name] = policy.model_copy(update={"algorithm": same_length})
+        return self
+
+    @property
+    def algorithms(self) -> list[AlgorithmConfig]:
+        """The algorithms of the trained policies, each once."""
+        found: list[AlgorithmConfig] = []
+        for name, policy in self.policies.items():
+            if isinstance(policy, TrainedNetConfig) and self.algorithm_of(name) not in found:
+                found.append(self.algorithm_of(name))
+        return found
+
+    def algorithm_of(self, name: str) -> AlgorithmConfig:
+        """Returns the algorithm of a trained policy."""
+        return getattr(self.policies[name], "algorithm", None) or self.algorithm
+
+    @model_validator(mode="after")
     def _team_names(self) -> Self:
         check_policy_names(self.teams.values(), *self.reserved_names)
         return self
@@ -151,7 +183,8 @@ class VectorConfig(PolicyRunConfig):
     def _shares(self) -> Self:
         if self.num_actors and self.num_processes > 1:
             raise ValueError("num_actors: needs a single learner process: set num_processes: 1, or num_actors: 0")
-        if self.num_actors and getattr(self.algorithm, "off_policy_correction", None) != "vtrace":
+        corrections = {getattr(algorithm, "off_policy_correction", None) for algorithm in self.algorithms}
+        if self.num_actors and corrections != {"vtrace"}:
             raise ValueError(
                 "num_actors: play with weights that are some updates old: set algorithm.off_policy_correction: vtrace "
                 "(ppo and a2c have it)"

@@ -14,6 +14,7 @@ from helpers.processes import workers_of
 from helpers.warm_processes import start_palestra
 from typer.testing import CliRunner
 
+from palestra import load_agent
 from palestra.cli.main import app
 from palestra.core.config import validate
 from palestra.runs import read_lines
@@ -157,6 +158,24 @@ def test_an_evaluation_called_dev_plays_other_games() -> None:
 
 def test_resume_after_kill_is_bit_identical(uninterrupted: Path, tmp_path: Path) -> None:
     assert contents(kill_at_random(tmp_path / "killed", config(), kills=1)) == contents(uninterrupted)
+
+
+def test_resume_after_kill_of_policies_with_algorithms_of_their_own(tmp_path: Path) -> None:
+    """Hunters by PPO, prey by DQN, whose replay buffer is a part of the checkpoint."""
+    replay = {"type": "dqn", "gradient_steps": 2, "batch_size": 32, "learning_starts": 0, "buffer_size": 1000}
+    net = {"type": "net", "hidden": [16]}
+    tree = config(
+        name="hunt",
+        env={"type": "simple_tag", "num_envs": 16, "max_cycles": 7},
+        policies={"hunter": net, "prey": net | {"algorithm": replay}},
+        seats={"adversary_*": "hunter", "agent_*": "prey"},
+    )
+    whole = train(tmp_path / "whole", tree)
+    assert contents(kill_at_random(tmp_path / "killed", tree, kills=1)) == contents(whole)
+    last = {line["policy"]: line for line in read_lines(whole / "metrics.jsonl")}
+    assert "policy_loss" in last["hunter"] and "q" in last["prey"]
+    agent = load_agent(whole, "prey")
+    assert agent.act([0.0] * 14) in range(5)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -34,9 +34,9 @@ from palestra.vector.config import (
     VectorConfig,
     VectorEvalConfig,
 )
-from palestra.vector.learners.nets import NetLearner
+from palestra.vector.learners.nets import AlgorithmConfig, NetLearner
 from palestra.vector.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
-from palestra.vector.learners.teams import TeamLearners, TeamSeats
+from palestra.vector.learners.teams import JointLearner, TeamLearners, TeamSeats
 from palestra.vector.nets.on_device import CPU, pinned_zeros
 from palestra.vector.policies.base import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.vector.rollouts.actors import ActorPool
@@ -97,8 +97,10 @@ def run_follower_rank(config: VectorConfig, ranks: ProcessGroup) -> None:
 def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
     """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
     keep_freed_memory()
-    nets = [policy for policy in config.policies.values() if isinstance(policy, TrainedNetConfig)]
-    check_memory(config.env, nets, config.algorithm)
+    nets = {name: policy for name, policy in config.policies.items() if isinstance(policy, TrainedNetConfig)}
+    for algorithm in config.algorithms:
+        own = [net for name, net in nets.items() if config.algorithm_of(name) == algorithm]
+        check_memory(config.env, own, algorithm)
     env, share = make_own_envs(config, ranks.world_size)
     device = network_device(config.device)
     learner, others = build_players(config, env, ranks, device)
@@ -140,27 +142,53 @@ def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
 
 def build_players(
     config: VectorConfig, env: VectorEnv, ranks: ProcessGroup, device: torch.device = CPU
-) -> tuple[NetLearner | TeamLearners, list[VectorPolicy]]:
+) -> tuple[NetLearner | JointLearner, list[VectorPolicy]]:
     """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
     named = seat_policies(config, env)
-    algorithm = config.algorithm
-    seats = trained_seats(config, env, named)
+    trained = trained_seats(config, env, named)
+    learners: dict[str, NetLearner | JointLearner] = {}
+    for algorithm in config.algorithms:
+        seats = {
+            name: numbers
+            for name, numbers in trained.items()
+            if config.algorithm_of(named[env.seats[numbers[0]]]) == algorithm
+        }
+        if seats:  # a policy may play no seat
+            learners[next(iter(seats))] = _build_learner(config, algorithm, env, seats, ranks, device)
+    others = make_fixed_players(config, env, named, device)
+    if len(learners) == 1:
+        return next(iter(learners.values())), others
+    return JointLearner(list(learners), list(learners.values())), others
+
+
+def _build_learner(
+    config: VectorConfig,
+    algorithm: AlgorithmConfig,
+    env: VectorEnv,
+    seats: Mapping[str, list[int]],
+    ranks: ProcessGroup,
+    device: torch.device,
+) -> NetLearner | JointLearner:
+    """Returns the learner of the policies that `algorithm` trains, from the `seats` of each network."""
+    named = seat_policies(config, env)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
-    others = make_fixed_players(config, env, named, device)
+
+    def build(names: Iterable[str]) -> Any:
+        own = {name: seats[name] for name in names}
+        return algorithm.build_learner(env, own, {name: policies[name] for name in own}, seeds, ranks, device)
+
     if algorithm.combines == "nothing":
-        return algorithm.build_learner(env, seats, policies, seeds, ranks, device), others
+        return build(seats)
     teams: list[TeamSeats] = []
     learners: list[NetLearner] = []
-    for team, names in group_trained_teams(config, env, seats).items():
-        own = {name: seats[name] for name in names}
-        settings = {name: policies[name] for name in names}
-        learners.append(algorithm.build_learner(env, own, settings, seeds, ranks, device))
+    for team, names in group_trained_teams(config, algorithm, env, seats).items():
+        learners.append(build(names))
         played: dict[str, list[int]] = {}
-        for seat in sorted(chain.from_iterable(own.values())):
+        for seat in sorted(chain.from_iterable(seats[name] for name in names)):
             played.setdefault(named[env.seats[seat]], []).append(seat)
         teams.append(TeamSeats(team, played))
-    return TeamLearners(algorithm_name(algorithm), teams, learners), others
+    return TeamLearners(algorithm_name(algorithm), teams, learners)
 
 
 def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
@@ -169,15 +197,15 @@ def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
 
 
 def group_trained_teams(
-    config: VectorConfig, env: VectorEnv, seats: Mapping[str, Sequence[int]]
+    config: VectorConfig, algorithm: AlgorithmConfig, env: VectorEnv, seats: Mapping[str, Sequence[int]]
 ) -> dict[str, list[str]]:
-    """Returns the names of the trained networks of each team, from the `seats` of each network.
+    """Returns the names of the networks of each team that `algorithm` trains, from the `seats` of each network.
 
-    Raises ValueError if a network plays seats of two teams, or if there are several networks or seats and no team has
-    more than one of what the algorithm combines.
+    Raises ValueError if a network plays seats of two teams, if another algorithm trains a part of a team, or if there
+    are several networks or seats and no team has more than one of what the algorithm combines.
     """
     team_of = team_by_seat(config, env)
-    kind = algorithm_name(config.algorithm)
+    kind = algorithm_name(algorithm)
     found = dict[str, list[str]]()
     for name, own in seats.items():
         teams = list(dict.fromkeys(team_of[env.seats[seat]] for seat in own))
@@ -187,10 +215,17 @@ def group_trained_teams(
                 "give each team a policy of its own"
             )
         found.setdefault(teams[0], []).append(name)
-    size = {"seats": lambda name: len(seats[name]), "networks": lambda name: 1}[config.algorithm.combines]
+    ours = set(chain.from_iterable(seats.values()))
+    for seat in chain.from_iterable(trained_seats(config, env, seat_policies(config, env)).values()):
+        if seat not in ours and team_of[env.seats[seat]] in found:
+            raise ValueError(
+                f"{kind} trains team {team_of[env.seats[seat]]} as a whole, and another algorithm trains its seat "
+                f"{env.seats[seat]}: give the policies of a team the same algorithm, or part them in teams:"
+            )
+    size = {"seats": lambda name: len(seats[name]), "networks": lambda name: 1}[algorithm.combines]
     if len(found) > 1 and all(sum(map(size, names)) == 1 for names in found.values()):
         raise ValueError(
-            f"{kind} combines the {config.algorithm.combines} of a team, and every team has only one here "
+            f"{kind} combines the {algorithm.combines} of a team, and every team has only one here "
             f"({', '.join(found)}): put seats that play together into one team (teams: {{SEAT: TEAM, ...}}), or use "
             "an algorithm that trains each policy on its own rewards, such as mappo or dqn"
         )
@@ -210,7 +245,7 @@ class ActorSetup:
     """Env and players of one actor process."""
 
     env: VectorEnv
-    learner: NetLearner | TeamLearners
+    learner: NetLearner | JointLearner
     fixed_players: list[VectorPolicy]
 
     def players(self, progress: float) -> list[VectorPolicy]:
@@ -229,13 +264,13 @@ def make_actor_setup(config: VectorConfig) -> ActorSetup:
     return ActorSetup(env, *build_players(config, env, SINGLE_PROCESS))
 
 
-def _actors(config: VectorConfig, learner: NetLearner | TeamLearners) -> ActorPool:
+def _actors(config: VectorConfig, learner: NetLearner | JointLearner) -> ActorPool:
     makers = [partial(make_actor_setup, config)] * config.num_actors
     return ActorPool(ActorSetup(learner.env, learner, []), makers, config.algorithm.rollout_length, config.seed)
 
 
 def _build_eval(
-    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner | TeamLearners, every: int
+    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner | JointLearner, every: int
 ) -> VectorEval:
     wanted = config.env | evaluation.env
     env = make_vector_env(wanted)
@@ -336,4 +371,4 @@ def _is_fixed(config: VectorConfig, name: str) -> bool:
 
 
 def _net(policy: Any) -> NetPolicyConfig:
-    return NetPolicyConfig(**policy.model_dump(exclude={"share_network"}))
+    return NetPolicyConfig(**policy.model_dump(exclude={"share_network", "algorithm"}))

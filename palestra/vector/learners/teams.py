@@ -1,7 +1,7 @@
-"""Learners of teams: an algorithm that combines seats trains each team by a learner of its own.
+"""Several learners as one: policies with algorithms of their own, and the teams of an algorithm that combines seats.
 
-A team's learner is that of a run which trains this team alone: it sees the other teams' seats as a part of the env. So
-opponents never share a mixer, a latent or a factor, whatever algorithm combines the seats of a team.
+Each learner is that of a run which trains its seats alone: it sees the others as a part of the env. So opponents never
+share a mixer, a latent or a factor, whatever algorithm combines the seats of a team.
 
 Shapes: `T` steps, `B` games, `N` seats, `S` seats of a team.
 """
@@ -39,15 +39,13 @@ class TeamSeats:
         return list(chain.from_iterable(self.policies.values()))
 
 
-class TeamLearners:
-    """The learners of a run's teams, by one algorithm called `algorithm`, as one learner (a `VectorLearner` of
-    palestra.vector.trainer). It refuses a team whose seats turn out to be opponents."""
+class JointLearner:
+    """Learners of one env as one (a `VectorLearner` of palestra.vector.trainer): all train on the same rollouts. Each
+    has a `folder` of its own in a checkpoint."""
 
-    def __init__(self, algorithm: str, teams: Sequence[TeamSeats], learners: Sequence[NetLearner]) -> None:
-        self.algorithm = algorithm
-        self.teams = list(teams)
+    def __init__(self, folders: Sequence[str], learners: Sequence[NetLearner | JointLearner]) -> None:
+        self.folders = list(folders)
         self.learners = list(learners)
-        self.unpaid = {team.name for team in teams}  # teams that have not been paid yet
 
     @property
     def env(self) -> VectorEnv:
@@ -70,19 +68,49 @@ class TeamLearners:
     def greedy_policies(self) -> list[VectorPolicy]:
         return self._all(lambda learner: learner.greedy_policies())
 
-    def _all(self, policies: Callable[[NetLearner], Sequence[VectorPolicy]]) -> list[VectorPolicy]:
+    def _all(self, policies: Callable[[NetLearner | JointLearner], Sequence[VectorPolicy]]) -> list[VectorPolicy]:
         return list(chain.from_iterable(policies(learner) for learner in self.learners))
 
     def acting_tensors(self) -> list[Tensor]:
         return list(chain.from_iterable(learner.acting_tensors() for learner in self.learners))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Trains every team on the rollout. Raises ValueError as `check_rewards` does."""
-        self.check_rewards(batch)
+        """Trains every learner on the rollout; returns metrics by policy."""
         metrics: dict[str, Metrics] = {}
         for learner in self.learners:
             metrics |= learner.update(batch, progress)
         return metrics
+
+    def check_finite(self) -> None:
+        for learner in self.learners:
+            learner.check_finite()
+
+    def member_writers(self) -> dict[str, Callable[[Path], None]]:
+        return dict(chain.from_iterable(learner.member_writers().items() for learner in self.learners))
+
+    def write_state(self, folder: Path) -> None:
+        for name, learner in zip(self.folders, self.learners, strict=True):
+            learner.write_state(folder / name)
+
+    def read_state(self, folder: Path) -> None:
+        for name, learner in zip(self.folders, self.learners, strict=True):
+            learner.read_state(folder / name)
+
+
+class TeamLearners(JointLearner):
+    """The learners of the teams of one algorithm called `algorithm`. It refuses a team whose seats turn out to be
+    opponents."""
+
+    def __init__(self, algorithm: str, teams: Sequence[TeamSeats], learners: Sequence[NetLearner]) -> None:
+        super().__init__([team.name for team in teams], learners)
+        self.algorithm = algorithm
+        self.teams = list(teams)
+        self.unpaid = {team.name for team in teams}  # teams that have not been paid yet
+
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Trains every team on the rollout. Raises ValueError as `check_rewards` does."""
+        self.check_rewards(batch)
+        return super().update(batch, progress)
 
     def check_rewards(self, batch: RolloutBatch) -> None:
         """Raises ValueError if two policies of a team earn different rewards in a step, or if the seats of a team only
@@ -119,21 +147,6 @@ class TeamLearners:
                 "the others lose, so that the team always earns 0: give opponents policies of their own, or use an "
                 "algorithm that trains each seat on its own reward (ppo, dqn)"
             )
-
-    def check_finite(self) -> None:
-        for learner in self.learners:
-            learner.check_finite()
-
-    def member_writers(self) -> dict[str, Callable[[Path], None]]:
-        return dict(chain.from_iterable(learner.member_writers().items() for learner in self.learners))
-
-    def write_state(self, folder: Path) -> None:
-        for team, learner in zip(self.teams, self.learners, strict=True):
-            learner.write_state(folder / team.name)
-
-    def read_state(self, folder: Path) -> None:
-        for team, learner in zip(self.teams, self.learners, strict=True):
-            learner.read_state(folder / team.name)
 
 
 def _mean_reward(rewards: np.ndarray, alive: np.ndarray, seats: Sequence[int]) -> np.ndarray:
