@@ -69,7 +69,7 @@ class Stopwatch(Callback):
     def __init__(self) -> None:
         self.start = self.end = (0.0, 0.0)
 
-    def on_eval(self, step: int, name: str, metrics: Metrics) -> None:
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         if step < 0:
             self.start = read_clocks()
 

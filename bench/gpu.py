@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from limit import layer_matrices, qwen3_06b_config, qwen3_config, random_prompts, save_random, shared_prefix_step_flops
@@ -72,10 +73,10 @@ class OnGpu:
         self.adapter, self.trainer = adapter, AdapterWeights(self.ours.engine, adapter)
         self.prompts = ids(GROUPS, PROMPT)
 
-    def sample(self, new: int = NEW) -> list[list]:
+    def sample(self, new: int = NEW) -> list[list[Any]]:
         return self.ours.sample(self.prompts, K, new, [self.adapter.snapshot()])
 
-    def train(self, groups: list[list]) -> None:
+    def train(self, groups: list[list[Any]]) -> None:
         self.ours.train(self.trainer, self.prompts, groups)
 
 
@@ -84,7 +85,7 @@ def busy_share(run: Callable[[], object]) -> float:
     rest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         seconds = clock(run, 1)
-    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
     return sum(e.time_range.elapsed_us() for e in kernels) / 1e6 / seconds
 
 
@@ -101,7 +102,7 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / clock(lambda: a @ b, 10)
 
 
-def least_sampling_seconds(config: object, rate: float) -> float:
+def least_sampling_seconds(config: Any, rate: float) -> float:
     """Seconds of sampling at `rate` bytes per second if each decoding step moves only what it must: all weights, keys
     and values of the live tokens (those of a prompt once), and the logits, written and read."""
     layer = sum(inputs * outputs for inputs, outputs in layer_matrices(config).values())
@@ -122,7 +123,7 @@ def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
     train = clock(lambda: ours.train(groups), repeats)
     step = clock(lambda: ours.train(ours.sample()), repeats)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    graphs = ours.ours.sampler.batch.graphs
+    graphs = ours.ours.sampler.batch.graphs  # type: ignore[attr-defined]
     repeated, reason = graphs.num_repeated, graphs.refusal
     busy = busy_share(lambda: ours.sample(16)), busy_share(lambda: ours.train(groups))
     graphs.refusal = "switched off"

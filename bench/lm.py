@@ -21,6 +21,7 @@ equally. Figures:
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -75,7 +76,7 @@ class Ours:
     def adapters(self, n: int) -> list[Adapter]:
         return [Adapter(self.engine.linear_layers, LoraConfig(rank=self.rank), seed=seed) for seed in range(n)]
 
-    def sample(self, prompts: Sequence[np.ndarray], k: int, new: int, snapshots: Sequence[Snapshot]) -> list[list]:
+    def sample(self, prompts: Sequence[np.ndarray], k: int, new: int, snapshots: Sequence[Snapshot]) -> list[list[Any]]:
         requests = [
             Request(prompt, k, SamplingConfig(max_tokens=new), snapshots[i % len(snapshots)], seed=i)
             for i, prompt in enumerate(prompts)
@@ -87,7 +88,7 @@ class Ours:
         assert trainer.adapter is not None
         self.train(trainer, prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]))
 
-    def train(self, trainer: AdapterWeights, prompts: Sequence[np.ndarray], groups: Sequence[list]) -> None:
+    def train(self, trainer: AdapterWeights, prompts: Sequence[np.ndarray], groups: Sequence[list[Any]]) -> None:
         """Updates the adapter from sampled `groups`. The reward of an answer is its share of even tokens, so that
         rewards differ in every group."""
         samples = []
@@ -104,14 +105,14 @@ def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
     return [np.array(prompt, np.int32) for prompt in random_prompts(count, length, seed=seed)]
 
 
-def trl_rate(path: str, folder: Path, *, quick: bool) -> dict:
+def trl_rate(path: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     """Figures of TRL's GRPOTrainer on the same model and prompts, in its own process."""
     spec = {"model": path, "K": K, "new_tokens": NEW, "prompts_per_step": 16, "rank": RANK}
     spec |= {"steps": 3, "warmup": 1, "micro_batches": [16]} if quick else {"steps": 6}
     return run_trl(spec, random_prompts(GROUPS, PROMPT), folder)
 
 
-def run_trl(spec: dict, prompts: list[list[int]], folder: Path) -> dict:
+def run_trl(spec: dict[str, Any], prompts: list[list[int]], folder: Path) -> dict[str, Any]:
     """Runs trl_grpo.py for `spec`, with `prompts` in a file of `folder`; returns the figures that it prints."""
     file = folder / "prompts.json"
     file.write_text(json.dumps(prompts))

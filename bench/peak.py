@@ -17,6 +17,7 @@ make one step, each in a process of its own. Targets are upper bounds. Figures:
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -39,7 +40,7 @@ KV_CACHE_BYTES = 2**28
 TARGETS = {"peak_vs_trl": 0.33, "peak_gib_over_base": 2.0}
 
 
-def run_ours(spec: dict) -> None:
+def run_ours(spec: dict[str, Any]) -> None:
     """Prints as JSON the peak memory of sampling and of the whole step, and the weights' size, in MiB; the number of
     preempted answers and CPU seconds."""
     import numpy as np
@@ -67,7 +68,7 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
+def peak_of(python: Path | str, script: str, *arguments: str) -> dict[str, Any]:
     """Runs a script of bench/ in a process of its own; returns the JSON of its last printed line."""
     path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

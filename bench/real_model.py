@@ -10,7 +10,7 @@ as high.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,14 +38,14 @@ class Rates(NamedTuple):
     training: float
 
 
-def limit_seconds(config: object, rates: Rates) -> tuple[float, float]:
+def limit_seconds(config: Any, rates: Rates) -> tuple[float, float]:
     """CPU seconds of the matrix products of sampling, and of a whole step."""
     flops = shared_prefix_step_flops(config, PROMPT, NEW, K, GROUPS, RANK)
     sampling = flops.prefill / rates.prefill + flops.decode / rates.decode
     return sampling, sampling + (flops.forward + flops.backward) / rates.training
 
 
-def measure_rates(config: object, product: Product) -> Rates:
+def measure_rates(config: Any, product: Product) -> Rates:
     """The rates of `product` with the number of rows of each part: prompts, answers, and both packed."""
     prompts, answers = GROUPS * PROMPT, GROUPS * K
     packed = prompts + answers * (NEW - 1)
@@ -57,7 +57,7 @@ def measure_rates(config: object, product: Product) -> Rates:
 
 
 @torch.inference_mode()
-def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: int = 3) -> float:
+def _rate(config: Any, product: Product, rows: int, head_rows: int, repeats: int = 3) -> float:
     """FLOP per CPU second of one pass of `rows` rows: as many layers as `MIN_WEIGHT_BYTES` needs, scaled to all, and
     the head."""
     shapes = list(layer_matrices(config).values())
@@ -78,13 +78,13 @@ def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: 
     return (layer_flops * times + 2 * head_rows * head.numel()) / (seconds * times + head_seconds)
 
 
-def own_rates(config: object) -> tuple[Rates, Rates]:
+def own_rates(config: Any) -> tuple[Rates, Rates]:
     """The rates of PyTorch's own product and of oneDNN's (PyTorch's again if oneDNN is not available)."""
     torch.set_num_threads(1)
     return measure_rates(config, F.linear), measure_rates(config, onednn_product() or F.linear)
 
 
-def prompts_of(tokenizer: object, count: int) -> list[list[int]]:
+def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of `count` different texts, each cut to `PROMPT` tokens."""
     texts = [
         "".join(f"The sum of {7 * i + j} and {11 * j} is {7 * i + 12 * j}. " for j in range(40)) for i in range(count)
@@ -93,7 +93,7 @@ def prompts_of(tokenizer: object, count: int) -> list[list[int]]:
 
 
 def real_model_figures(
-    engine_of: Callable[..., object], base: str, run_trl: Callable[[dict, list], dict] | None, *, quick: bool
+    engine_of: Callable[..., Any], base: str, run_trl: Callable[[Any, Any], Any] | None, *, quick: bool
 ) -> tuple[dict[str, float], list[str]]:
     """The figures on `base`, and lines of text with the measured values. `engine_of` is lm.py's class `Ours`; `run_trl`
     runs TRL on a spec and prompts (None: without TRL)."""

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from limit import random_prompts
@@ -94,7 +95,7 @@ class Client:
         self.seconds[phase] = min(self.seconds.get(phase, float("inf")), time.perf_counter() - start)
 
 
-def credited(prompts: Sequence[np.ndarray], answers: Sequence[list]) -> Iterator[Sample]:
+def credited(prompts: Sequence[np.ndarray], answers: Sequence[list[Any]]) -> Iterator[Sample]:
     """Yields samples with advantages. The reward of an answer is its share of even tokens, so that rewards differ in
     every group."""
     for prompt, siblings in zip(prompts, answers, strict=True):
@@ -120,8 +121,8 @@ def server(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).parent / "palestra", "serve", "--data", str(folder), "--port", str(port)]
-    command += options
+    palestra = str(Path(sys.executable).parent / "palestra")
+    command = [palestra, "serve", "--data", str(folder), "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

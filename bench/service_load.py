@@ -46,7 +46,7 @@ async def beside_heavy(url: str, keys: dict[str, str], requests: int, heavy_requ
     alone = [await small.sample(1, 5) for _ in range(requests)]
     load = [asyncio.create_task(heavy.sample(64, 120)) for _ in range(heavy_requests)]
     await asyncio.sleep(2.0)
-    beside = []
+    beside: list[float] = []
     while len(beside) < requests and not all(task.done() for task in load):
         beside.append(await small.sample(1, 5))
     await asyncio.gather(*load)

@@ -13,7 +13,7 @@ from pathlib import Path
 @contextmanager
 def servers(number: int, envs: str, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts servers of `envs` on free ports, each a process with its address in `address`; ends them on exit."""
-    command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", envs, "--port", "0", *options]
+    command = [str(Path(sys.executable).parent / "palestra"), "serve-envs", "--envs", envs, "--port", "0", *options]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of envs in bench/
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(number)]

@@ -18,6 +18,7 @@ eight times the CPU seconds of plain `generate` at this size. With `device` "cud
 """
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,7 +43,8 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from palestra.core.accel.malloc import keep_freed_memory
 
@@ -103,7 +105,7 @@ class TimedTrainer(GRPOTrainer):
     generation_s = 0.0
     sampled = 0
 
-    def _generate_single_turn(self, *args, **kwargs):
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         start = seconds()
         completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         self.generation_s += seconds() - start
@@ -111,14 +113,14 @@ class TimedTrainer(GRPOTrainer):
         return completion_ids, logprobs
 
 
-class StepClock(TrainerCallback):
+class StepClock(TrainerCallback):  # type: ignore[misc]  # no types
     """Records `(seconds, seconds in generation, sampled tokens)` after every optimizer step."""
 
     def __init__(self) -> None:
-        self.trainer: TimedTrainer | None = None
+        self.trainer: Any = None  # the TimedTrainer, which takes this callback
         self.readings: list[tuple[float, float, int]] = []
 
-    def on_step_end(self, *args, **kwargs) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.readings.append((seconds(), self.trainer.generation_s, self.trainer.sampled))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Any
 
 from serving_envs import servers
 from soak_parts.memory import Durations, MemoryWatch, SoakResult, process_tree
@@ -39,7 +40,7 @@ class Sessions:
                 self.failed.append(f"{type(error).__name__}: {error}")
 
     async def _episode(self, seed: int) -> None:
-        env = self.make()
+        env: Any = self.make()
         step = await env.reset(seed)
         while not step.done and time.monotonic() < self.until:
             asked = time.monotonic()

@@ -22,7 +22,7 @@ class SoakResult:
 
     figures: dict[str, float]
     heads: Sequence[str]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     curves: dict[str, Curve] = field(default_factory=dict)
 
 

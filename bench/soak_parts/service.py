@@ -71,7 +71,12 @@ class Adapter:
     async def create(self) -> None:
         lora = {"rank": 8, "seed": self.rng.getrandbits(32)}
         number = self.connection.next_number("model")
-        fields = {"session_id": self.connection.id, "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
+        fields: dict[str, Any] = {
+            "session_id": self.connection.id,
+            "model_seq_id": number,
+            "base_model": "tiny",
+            "lora_config": lora,
+        }
         self.model = (await self.connection.call("create_model", **fields)).json()["model_id"]
         await self.publish()
 
@@ -97,7 +102,12 @@ class Adapter:
         self.sampled += 1
         prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens(rng, PROMPT_TOKENS)}]}
         params = {"max_tokens": ANSWER_TOKENS, "stop": [], "seed": rng.getrandbits(32)}
-        fields = {"prompt": prompt, "num_samples": ANSWERS, "sampling_params": params, "seq_id": self.sampled}
+        fields: dict[str, Any] = {
+            "prompt": prompt,
+            "num_samples": ANSWERS,
+            "sampling_params": params,
+            "seq_id": self.sampled,
+        }
         request = self.connection.call("asample", sampling_session_id=self.sampler, **fields)
         await self.log.timed(self.key, "sample", request)
 

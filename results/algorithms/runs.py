@@ -197,7 +197,7 @@ def score(task: Task, run: Path, place: Place) -> dict[str, float]:
 
 
 def play(task: Task, what: Path, seats: dict[str, str], episodes: int) -> Any:
-    sampling = {"temperature": 0.0} if task.greedy else None
+    sampling = {"temperature": 0.0} if task.greedy else {}
     return evaluate(what, {}, seats, episodes=episodes, sampling=sampling)
 
 
