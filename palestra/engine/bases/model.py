@@ -27,13 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
-from palestra.engine.bases.names import (
-    expert_notes,
-    model_class,
-    model_without_weights,
-    plain_note,
-    resolve_base,
-)
+from palestra.engine.bases.names import expert_notes, model_class, model_without_weights, plain_note, resolve_base
 from palestra.engine.bases.pretrained import load_config, load_model, load_tokenizer
 from palestra.engine.check.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.check.self_check import choose_engine, small_verdict

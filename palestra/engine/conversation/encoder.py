@@ -24,20 +24,8 @@ from palestra.core.chat import (
     with_system,
 )
 from palestra.core.types import Answer
-from palestra.engine.conversation.answers import (
-    AnswerForm,
-    ReadAnswer,
-    after_prompt,
-    find_answer_form,
-)
-from palestra.engine.conversation.rendering import (
-    ASKED,
-    FIRST_KEY,
-    TEXT_MARK,
-    THOUGHT_MARK,
-    Renderer,
-    TemplateRefusal,
-)
+from palestra.engine.conversation.answers import AnswerForm, ReadAnswer, after_prompt, find_answer_form
+from palestra.engine.conversation.rendering import ASKED, FIRST_KEY, TEXT_MARK, THOUGHT_MARK, Renderer, TemplateRefusal
 from palestra.engine.forward.tree_attention import common_prefix
 
 HistoryThoughts = Literal["template", "keep"]

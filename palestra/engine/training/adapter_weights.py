@@ -33,12 +33,7 @@ from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.variants import Dropout
-from palestra.engine.training.checkpoints import (
-    load_training_state,
-    load_weights,
-    save_training_state,
-    save_weights,
-)
+from palestra.engine.training.checkpoints import load_training_state, load_weights, save_training_state, save_weights
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,

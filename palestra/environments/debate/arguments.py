@@ -28,10 +28,7 @@ _FILLERS = (
     "while who will with would your"
 )
 _STOP = frozenset(
-    chain(
-        (word for words in PART_KEYWORDS.values() for phrase in words for word in phrase.split()),
-        _FILLERS.split(),
-    )
+    chain((word for words in PART_KEYWORDS.values() for phrase in words for word in phrase.split()), _FILLERS.split())
 )
 
 

@@ -14,11 +14,7 @@ from palestra.environments.math.expressions import (
 )
 from palestra.environments.math.problem import Problem
 
-OPERAND_COUNTS = {
-    3: (3, 4),
-    4: (4, 5),
-    5: (5, 6),
-}  # numbers in the expression, by difficulty
+OPERAND_COUNTS = {3: (3, 4), 4: (4, 5), 5: (5, 6)}  # numbers in the expression, by difficulty
 MAX_RESULTS = {3: 10**4, 4: 10**6, 5: 10**6}  # absolute value of the result, by difficulty
 
 

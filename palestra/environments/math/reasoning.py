@@ -68,13 +68,7 @@ async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: flo
         return CORRECT
     if task in evaluated_tasks.DIRECT_SCORERS:
         return evaluated_tasks.DIRECT_SCORERS[task](answer, _entry(task, index))
-    request = {
-        "task": task,
-        "index": index,
-        "size": ENTRIES_PER_TASK,
-        "question": problem.question,
-        "answer": answer,
-    }
+    request = {"task": task, "index": index, "size": ENTRIES_PER_TASK, "question": problem.question, "answer": answer}
     return grade_from_result(await grader_client.grade("reasoning", request, cpu_limit_s))
 
 

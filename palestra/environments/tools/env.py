@@ -260,10 +260,7 @@ class Tools(Env):
         readable = late or self.task.is_readable(answer)
         self._over = True
         return self._step(
-            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}},
-            {seat: not readable},
-            success=success,
-            late=late,
+            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}}, {seat: not readable}, success=success, late=late
         )
 
     # ---- observations

@@ -15,13 +15,7 @@ from palestra.envs.vector.kuhn import clear_games, store_final
 from palestra.envs.vector_base import Discrete, empty_step
 
 MatrixName = Literal[
-    "rock_paper_scissors",
-    "matching_pennies",
-    "prisoners_dilemma",
-    "stag_hunt",
-    "coordination",
-    "climbing",
-    "penalty",
+    "rock_paper_scissors", "matching_pennies", "prisoners_dilemma", "stag_hunt", "coordination", "climbing", "penalty"
 ]
 # Rows are the actions of player_0. A single number is the payoff of both seats. The first five are OpenSpiel's
 # (prisoners cooperate, then defect; hunters hunt the stag, then the hare), the last two are from Claus and Boutilier

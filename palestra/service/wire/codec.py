@@ -212,10 +212,7 @@ def _text(chunk: pb.Chunk) -> np.ndarray:
 # Gradient results
 
 
-def encode_forward_backward(
-    outputs: Sequence[Mapping[str, np.ndarray]],
-    metrics: Mapping[str, float],
-) -> bytes:
+def encode_forward_backward(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
     """Encodes a ForwardBackwardOutput.
 
     `outputs` holds, for each datum, arrays of one or two dimensions by name (the same names for all data); integer

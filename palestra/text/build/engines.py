@@ -261,12 +261,7 @@ def build_engines(config: TextConfig) -> Engines | RemoteEngines:
     if config.engine is None:
         sharded = config.parallel == "fsdp" and ranks.world_size > 1
         return Engines(
-            config.device,
-            config.max_num_seqs,
-            config.sampler,
-            ranks,
-            sharded=sharded,
-            kv_cache_gib=config.kv_cache_gib,
+            config.device, config.max_num_seqs, config.sampler, ranks, sharded=sharded, kv_cache_gib=config.kv_cache_gib
         )
     try:
         from palestra.text.tinker.client import connect

@@ -91,12 +91,7 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
         if (
             full
             or (isinstance(policy, FrozenConfig) and policy.path)
-            or (
-                policy.base,
-                policy.dtype,
-                policy.quantize,
-            )
-            not in shared
+            or (policy.base, policy.dtype, policy.quantize) not in shared
         ):
             yield from _engine_parts(config, name, policy, shape, prompt_tokens, free)
         if not full:

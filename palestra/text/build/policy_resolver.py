@@ -62,13 +62,7 @@ class PolicyResolver:
         learner = self.learners[name]
         config = learner.config
         versioned = f"{name}@{learner.version}"
-        return LanguagePolicy(
-            versioned,
-            learner.sampler,
-            learner.encoder,
-            config.sampling,
-            **config.prompt_options,
-        )
+        return LanguagePolicy(versioned, learner.sampler, learner.encoder, config.sampling, **config.prompt_options)
 
     def _current_policy(self, name: str, teachers: Mapping[str, str]) -> Policy:
         """Policy `name` at its current weights."""

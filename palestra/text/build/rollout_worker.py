@@ -43,9 +43,7 @@ class RolloutWorker:
         episodes = asyncio.run(self._play(task))
         (out / EPISODES_FILE).write_bytes(_pickle_episodes(episodes))
         return EpisodesResult(
-            episodes=len(episodes),
-            cpu_s=time.process_time() - start,
-            worker_stats=tuple(worker_stats.take_report(0.0)),
+            episodes=len(episodes), cpu_s=time.process_time() - start, worker_stats=tuple(worker_stats.take_report(0.0))
         )
 
     def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:

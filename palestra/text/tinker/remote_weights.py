@@ -26,12 +26,7 @@ import numpy as np
 import torch
 
 from palestra.core.files import atomic_write
-from palestra.core.losses import (
-    LOSSES,
-    LossFunction,
-    actor_critic_loss,
-    correct_mismatch,
-)
+from palestra.core.losses import LOSSES, LossFunction, actor_critic_loss, correct_mismatch
 from palestra.core.optimizers import AdamW
 from palestra.core.types import Datum, Metrics, Sample
 from palestra.engine.training.adapter_weights import OptimConfig

@@ -30,10 +30,7 @@ class VectorUpdate:
 
 
 def training_metrics(
-    updates: Sequence[VectorUpdate],
-    policies: Sequence[str],
-    seats: Mapping[Seat, str],
-    teams: Mapping[Seat, str],
+    updates: Sequence[VectorUpdate], policies: Sequence[str], seats: Mapping[Seat, str], teams: Mapping[Seat, str]
 ) -> dict[str, Metrics]:
     """Returns the metrics of `updates` by policy, and those of all seats together under "team", with the return of each
     team if there are several, and success (`success_metrics`). Returns, lengths and success are left out if no episode
