@@ -135,7 +135,8 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
 
         is_asked = "human" in policies.values()  # a person answers in the terminal, where a bar would be in the way
         with nullcontext() if is_asked else CountingBar(f"evaluating {what}") as bar:
-            options |= {"on_progress": bar.count} if bar else {}
+            if bar:
+                options["on_progress"] = bar.count
             if cross:
                 results = evaluation.cross_play(what, settings, members or [], **options)
             else:

@@ -93,7 +93,6 @@ def _plain_mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
 
 
 def _key(key: Any) -> str:
-    """Returns a key as text."""
     if isinstance(key, str):
         return check_text(key)
     try:

@@ -157,7 +157,6 @@ class Run:
 
     @property
     def config(self) -> str:
-        """The resolved config, as YAML."""
         return (self.path / CONFIG_FILE).read_text(encoding="utf-8")
 
     def replace_config(self, config_yaml: str) -> None:

@@ -63,7 +63,6 @@ class ChatEncoder:
 
     @cached_property
     def form(self) -> AnswerForm:
-        """The form of the base's answers."""
         return find_answer_form(self.renderer)
 
     @property
@@ -396,5 +395,4 @@ class ChatEncoder:
 
 
 def _cache_key(messages: Sequence[Any]) -> str:
-    """Returns a hashable cache key."""
     return json.dumps(list(messages))

@@ -33,7 +33,6 @@ class PageTable(NamedTuple):
 
     @property
     def length_R(self) -> Tensor:  # noqa: N802 - the suffix is the shape
-        """Number of tokens of each row."""
         return self.prompt_R + self.answer_R
 
     def pages_of_prompts(self, page_tokens: int) -> Tensor:

@@ -34,7 +34,6 @@ class Cohort:
 
     @property
     def route(self) -> SnapshotRoute | None:
-        """The route of the rows' adapter."""
         return _route(self.rows[0].group)
 
 

@@ -54,7 +54,6 @@ class Fact:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """The content words of the text."""
         return frozenset(content_words(self.text))
 
 
@@ -88,7 +87,6 @@ class Topic:
 
     @cached_property
     def motion_words(self) -> frozenset[str]:
-        """The content words of the motion."""
         return frozenset(content_words(self.text))
 
 

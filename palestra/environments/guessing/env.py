@@ -214,11 +214,8 @@ class GuessingGame(Env):
             return " ".join(text for text in [*texts, f"left {left}"] if text)
         heard = "".join(f"\n{self.quote_question(asked)} {answer}" for asked, answer in self.history)
         lines = [self.full_context(seat), f"Asked and answered so far:{heard or ' nothing'}"]
-        lines += (
-            [f"Now you are asked: {self.quote_question(self.pending_question)}"]
-            if self.pending_question is not None
-            else []
-        )
+        if self.pending_question is not None:
+            lines.append(f"Now you are asked: {self.quote_question(self.pending_question)}")
         return "\n".join([text for text in [*lines, f"{self.question_noun} left: {left}."] if text])
 
 

@@ -92,7 +92,6 @@ class RelayStory:
 
     @property
     def text(self) -> str:
-        """The whole story."""
         return " ".join(self.parts)
 
     @property

@@ -192,7 +192,8 @@ class Sudoku(Env):
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid, "violations": twice}
-        info |= {"why_invalid": {seat: self._refused for seat in invalid}} if any(invalid.values()) else {}
+        if any(invalid.values()):
+            info["why_invalid"] = {seat: self._refused for seat in invalid}
         if self.reward == "dense":
             info |= terms_info({s: form_or("progress", reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
         if self._over:
@@ -206,13 +207,18 @@ class Sudoku(Env):
         proposed = format_cell_digits(self.size, self.proposed) if self.proposed else "none"
         if self.rendering == "compact":
             words = [f"set {names}"] if set_cells else []
-            words += [f"twice {' '.join(twice)}"] if twice else []
-            words += [f"proposed {proposed}"] if seat == "checker" else []
+            if twice:
+                words.append(f"twice {' '.join(twice)}")
+            if seat == "checker":
+                words.append(f"proposed {proposed}")
             return " ".join([compact_grid(self.size, self.board), *words])
         lines = [draw_sudoku_grid(self.size, self.board), f"Set so far, not clues: {names or 'none'}."]
-        lines += [f"These hold a digit twice: {', '.join(twice)}."] if twice else []
-        lines += [f"The last answer set nothing: {self._refused}."] if self._refused else []
-        lines += [f"The proposer proposes: {proposed}."] if seat == "checker" else []
+        if twice:
+            lines.append(f"These hold a digit twice: {', '.join(twice)}.")
+        if self._refused:
+            lines.append(f"The last answer set nothing: {self._refused}.")
+        if seat == "checker":
+            lines.append(f"The proposer proposes: {proposed}.")
         return "\n".join([*lines, f"Turn {self._turn + 1} of {self.turns}."])
 
     def _role(self, seat: Seat) -> str:

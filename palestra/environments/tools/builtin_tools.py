@@ -81,7 +81,8 @@ def tools_of_seat(seat: Seat, built_in: Sequence[Tool], user_tools: Sequence[Too
     if seat == "agent":
         return [*built_in, *user_tools]
     tools = [tool for tool in built_in if (tool.name in SEARCH_TOOLS) == (seat == "researcher")]
-    tools += user_tools if seat == "solver" else []
+    if seat == "solver":
+        tools += user_tools
     if not tools:
         raise ValueError(f"the {seat} has no tools: name some of its own in built_in:, or play team: single")
     return tools

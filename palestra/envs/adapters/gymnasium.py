@@ -389,7 +389,6 @@ class GymnasiumGame:
         return step
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
-        """Returns the rewards of all seats for one step."""
         seats = self.spec.seats
         if number(reward) is not None or np.size(reward) == 1:
             return [to_reward(reward, seats[0])] * len(seats)

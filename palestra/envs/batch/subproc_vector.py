@@ -375,7 +375,6 @@ class PackageVectorEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:
-        """Number of replaced subprocesses."""
         return self.inner.restarts if isinstance(self.inner, SubprocVectorEnv) else 0
 
     def reset(self, seeds: np.ndarray) -> VectorStep:

@@ -77,7 +77,6 @@ class LeagueConfig(SliceConfig):
         return self
 
     def roles(self) -> list[Role]:
-        """Returns the role of each learner."""
         counts = (self.main_agents, self.main_exploiters, self.league_exploiters)
         return [role for role, count in zip(get_args(Role), counts, strict=True) for _ in range(count)]
 
@@ -245,7 +244,6 @@ class LeagueLogic:
         return np.array([self.number_of[name] for name in names], np.int64)
 
     def learners_of(self, role: Role) -> list[LeagueLearner]:
-        """Returns the learners with this role."""
         return [learner for learner in self.learners.values() if learner.role == role]
 
     def past(self, learner: LeagueLearner) -> list[str]:
@@ -268,7 +266,6 @@ class LeagueLogic:
         return [main.name for main in self.learners_of("main") if main.latest] or self.initial_members
 
     def should_freeze(self, learner: LeagueLearner) -> bool:
-        """True if the learner should be frozen now."""
         if learner.slices_since_freeze < self.config.min_slices:
             return False
         strong = bool(self.judge_rates(learner).min() > self.config.strong_win_rate)

@@ -52,7 +52,6 @@ class WinRates:
             counts[theirs] = (old[0] * weight + fresh, old[1] * weight + share * fresh)
 
     def remove(self, name: str) -> None:
-        """Removes all results of `name`."""
         for other in self._counts.pop(name, {}):
             self._counts.get(other, {}).pop(name, None)
 

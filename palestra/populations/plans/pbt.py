@@ -50,7 +50,6 @@ class SearchSpace(StrictModel):
         return self.clip(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
     def clip(self, value: float) -> float:
-        """Clips `value` to the range."""
         return min(max(value, self.low), self.high)
 
 
@@ -124,7 +123,6 @@ class PBT:
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
     def initial_tasks(self) -> Sequence[Task]:
-        """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:

@@ -355,7 +355,6 @@ class NetWorker:
     # ---- games
 
     def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
-        """Plays the cells of a payoff table."""
         table = self._table(members)
         seed = derive_seed(self.seed, task.name)
         check_cells(task.cells, len(self.sides))

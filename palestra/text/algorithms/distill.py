@@ -47,7 +47,6 @@ class Distill(ImportanceSampling, TextAlgorithm):
     """
 
     type: Literal["distill"] = "distill"
-    """Selects on-policy distillation."""
     group_size: int = Field(4, ge=1, le=4096)
     """Trajectories per start."""
     teacher_seats: dict[Seat, Seat] = {}

@@ -31,7 +31,6 @@ class KTO(GroupAlgorithm):
     on if its trajectory was played to the end. For the loss see `kto_loss`."""
 
     type: Literal["kto"] = "kto"
-    """Selects KTO."""
     group_size: int = Field(4, ge=1, le=4096)
     """Siblings per group (group size)."""
     threshold: float | None = None

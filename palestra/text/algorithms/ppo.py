@@ -160,7 +160,6 @@ class PPO(ImportanceSampling, TextAlgorithm):
     """
 
     type: Literal["ppo"] = "ppo"
-    """Selects PPO with a critic."""
     group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
     team_weight: float = Field(1.0, ge=0)
@@ -263,8 +262,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
         fields |= {"clip", "clip_high", "dual_clip"} if self.surrogate == "clipped" else set()
         options = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
         if not self.has_separate_critic:
-            options |= {"surrogate": self.surrogate} if self.surrogate != "clipped" else {}
-            options |= {"value_per_answer": True} if self.action_level == "turn" else {}
+            if self.surrogate != "clipped":
+                options["surrogate"] = self.surrogate
+            if self.action_level == "turn":
+                options["value_per_answer"] = True
         return options | self.importance_options
 
     def build_samples(

@@ -24,7 +24,6 @@ class RewardModel(PairAlgorithm):
     """A reward model from pairs of siblings. With `branch_at: root` a side is scored by its last answer."""
 
     type: Literal["reward_model"] = "reward_model"
-    """Selects reward-model training."""
     center_coef: float = Field(0.0, ge=0)
     """Coefficient of the squared sum of a pair's rewards, which keeps rewards around 0 (Eisenstein et al., 2023)."""
 

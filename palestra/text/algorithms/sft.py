@@ -44,7 +44,6 @@ class SFT(TextAlgorithm):
     trajectories share count once."""
 
     type: Literal["sft"] = "sft"
-    """Selects supervised fine-tuning."""
     imitate: Literal["success", "best", "all", "none"] = "success"
     """Trajectories whose answers are imitated: those that ended in `success`; the `best` of each start, by its seat's
     return, the first of equals (best-of-n distillation); `all`; or `none` (observation prediction only, on every

@@ -164,7 +164,8 @@ class RemoteWeights(Weights):
                 data.append(to_datum(sample, weights=shared))
                 continue
             inputs = {"weights": share * ones, "advantages": sample.advantages} if weighed else {"advantages": shared}
-            inputs |= {"sequence_ratio_mask": ones} if words.name == "gspo" else {}
+            if words.name == "gspo":
+                inputs["sequence_ratio_mask"] = ones
             data.append(to_datum(sample, logprobs=sample.logprobs, **inputs))
         return data
 

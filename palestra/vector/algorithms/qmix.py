@@ -55,7 +55,6 @@ class QMIX(MixingConfig):
     """QMIX, VDN and QPLEX: Q-learning with a value mixer."""
 
     type: Literal["qmix"] = "qmix"
-    """Selects QMIX."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return QMIXLearner

@@ -118,7 +118,6 @@ class OwnBody(nn.Module):
         return torch.stack(features, 1), torch.stack(states, 1)
 
     def _call(self, p: int, obs: Tensor, *state: Tensor) -> Any:
-        """Calls the network of member p."""
         weights = {_name(key): weight[p] for key, weight in self.weights.items()}
         obs = obs if obs.dtype == torch.uint8 else obs.float()
         return functional_call(self._template[0], weights, (obs, *state))

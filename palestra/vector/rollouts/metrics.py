@@ -43,7 +43,8 @@ def training_metrics(
     for name in policies:
         policy_seats = [i for i, policy in enumerate(names) if policy == name]
         shown = {"return": float(returns[:, policy_seats].mean())} if len(returns) else {}
-        shown |= {"success": by_policy[name]} if name in by_policy else {}
+        if name in by_policy:
+            shown["success"] = by_policy[name]
         result[name] = shown | mean_metrics([update.learner_metrics.get(name, {}) for update in updates])
     lengths = np.concatenate([update.ended["lengths"] for update in updates])
     env_steps = sum(update.env_steps for update in updates)

@@ -227,7 +227,8 @@ class GridGame(Env):
         self._over = success or self._turn >= self.turns
         rewards = total_rewards(terms)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": bool(refused)} | terms_info(terms)
-        info |= {"why_invalid": refused} if refused else {}
+        if refused:
+            info["why_invalid"] = refused
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info | {"steps": self._steps})
         seat = self.seats[self._acting]

@@ -42,7 +42,6 @@ class COMA(AlgorithmConfig):
     policy."""
 
     type: Literal["coma"] = "coma"
-    """Selects COMA."""
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)

@@ -28,7 +28,6 @@ class CQLSAC(OfflineConfig, SoftConfig, ActionValueConfig):
     """CQL for continuous actions: offline soft actor-critic on recorded episodes, with conservative critics."""
 
     type: Literal["cql_sac"] = "cql_sac"
-    """Selects CQL for continuous actions."""
     conservative_coef: float = Field(5.0, ge=0)
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is soft actor-critic on the data. Scale it with the size of rewards."""

@@ -36,7 +36,6 @@ class FACMAC(DeterministicConfig):
     """FACMAC: a mixed critic of the team and deterministic policies that ascend it together."""
 
     type: Literal["facmac"] = "facmac"
-    """Selects FACMAC."""
     critic: Literal["own"] = "own"
     """Input of each seat's value: its own observation and action. The mixer adds the state."""
     mixer: Literal["qmix", "nonmonotonic", "vdn"] = "qmix"

@@ -38,7 +38,6 @@ class MAT(PPO):
     transformer, and `retention_decay` gives it a memory of earlier steps."""
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
-    """Selects MAT."""
     epochs: int = Field(4, ge=1)
     """Passes over each rollout; fewer than PPO's, since policy and values share a network."""
     minibatches: int = Field(4, ge=1)

@@ -51,7 +51,6 @@ class MAVEN(MixingConfig):
     """MAVEN: QMIX whose values and mixer depend on a latent that the team commits to for a whole game."""
 
     type: Literal["maven"] = "maven"
-    """Selects MAVEN."""
     latents: int = Field(8, ge=2, le=1024)
     """Values of the latent that is drawn for each game: strategies that the team can commit to."""
     mi_coef: float = Field(0.1, ge=0)
