@@ -22,9 +22,9 @@ from palestra.envs.batch.sync_vector import (
     MakeSingleEnv,
     SyncVectorEnv,
     VectorEnvSpec,
-    check_at_least_one,
     combine_seeds,
 )
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep
 from palestra.parallel.processes import PipeProcess, leave_signals_to_parent
 
@@ -178,8 +178,8 @@ class SubprocVectorEnv(VectorEnv):
     """
 
     def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int, *, timeout_s: float = 300.0) -> None:
-        check_at_least_one("num_envs", num_envs)
-        check_at_least_one("num_processes", num_processes)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_at_least("num_processes", num_processes, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.restarts = 0
         self._seeds = [0] * num_envs

@@ -20,16 +20,17 @@ import numpy as np
 from palestra.core.types import Seat
 from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
-from palestra.envs.vector.mpe_physics import build_world, empty_world_arrays, step_arrays
+from palestra.envs.support.options import check_at_least
+from palestra.envs.vector.mpe_physics import begin_games, build_world, empty_world_arrays, step_arrays
 from palestra.envs.vector.mpe_rules import (
     advance_adversary,
     advance_speaker_listener,
     advance_spread,
     advance_tag,
-    begin_adversary,
-    begin_speaker_listener,
-    begin_spread,
-    begin_tag,
+    observe_adversary,
+    observe_speaker_listener,
+    observe_spread,
+    observe_tag,
 )
 from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
@@ -61,8 +62,8 @@ class _Particles(NativeEnv):
     """Base class of the four games: seats, arrays, and actions in one shape."""
 
     def __init__(self, num_envs: int, spec: WorldSpec, max_cycles: int, continuous: bool) -> None:
-        _at_least("num_envs", num_envs, 1)
-        _at_least("max_cycles", max_cycles, 1)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_at_least("max_cycles", max_cycles, 1, "a game takes a step")
         self.num_envs = num_envs
         self.max_cycles = max_cycles
         self.continuous = continuous
@@ -87,6 +88,10 @@ class _Particles(NativeEnv):
         if set(spec.num_actions) == {NUM_MOVES} and not continuous:
             self.action_names = MOVES
         self._all = np.ones(num_envs, bool)
+
+    def _begin(self) -> None:
+        begin_games(self._world, self._all)
+        self._observe()
 
     def _advance(self, actions: np.ndarray) -> None:
         kind, numbers = (np.float32, NUM_MOVES) if self.continuous else (np.int32, 1)
@@ -113,6 +118,10 @@ class _Particles(NativeEnv):
         return canvas.picture()
 
     @abstractmethod
+    def _observe(self) -> None:
+        """Writes the observations of every game."""
+
+    @abstractmethod
     def _play(self, actions_BND: np.ndarray) -> None:
         """Plays one joint step in every game; a discrete action is a row of one number."""
 
@@ -137,7 +146,7 @@ class SimpleSpread(_Particles):
         max_cycles: int = 25,
         continuous_actions: bool = False,
     ) -> None:
-        _at_least("agents", agents, 1)
+        check_at_least("agents", agents, 1, "somebody must play")
         if not 0 <= local_ratio <= 1:
             raise ValueError(
                 f"local_ratio is {local_ratio}, but it is the share of an agent's own reward in what it gets: "
@@ -159,8 +168,8 @@ class SimpleSpread(_Particles):
         others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
         self.observation_entities = ((Entities.in_a_row(4, agents, 2, PLACE), Entities(4, others, PLACE)),) * agents
 
-    def _begin(self) -> None:
-        begin_spread(self._world, self._view, self._all)
+    def _observe(self) -> None:
+        observe_spread(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
         advance_spread(
@@ -181,7 +190,7 @@ class SimpleAdversary(_Particles):
     def __init__(
         self, num_envs: int = 64, *, agents: int = 2, max_cycles: int = 25, continuous_actions: bool = False
     ) -> None:
-        _at_least("agents", agents, 1)
+        check_at_least("agents", agents, 1, "somebody must play")
         spec = WorldSpec(
             seats=("adversary_0", *_seat_names("agent", agents)),
             observation_sizes=(4 * agents,) + (4 * agents + 2,) * agents,
@@ -192,8 +201,8 @@ class SimpleAdversary(_Particles):
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
-    def _begin(self) -> None:
-        begin_adversary(self._world, self._view, self._all)
+    def _observe(self) -> None:
+        observe_adversary(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
         advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
@@ -218,9 +227,9 @@ class SimpleTag(_Particles):
         max_cycles: int = 25,
         continuous_actions: bool = False,
     ) -> None:
-        _at_least("num_good", num_good, 1)
-        _at_least("num_adversaries", num_adversaries, 1)
-        _at_least("num_obstacles", num_obstacles, 0)
+        check_at_least("num_good", num_good, 1, "the adversaries chase at least one")
+        check_at_least("num_adversaries", num_adversaries, 1, "somebody must chase")
+        check_at_least("num_obstacles", num_obstacles, 0, "obstacles are counted")
         width = 4 + 2 * num_obstacles + 2 * (num_adversaries + num_good - 1)
         spec = WorldSpec(
             seats=_seat_names("adversary", num_adversaries) + _seat_names("agent", num_good),
@@ -237,8 +246,8 @@ class SimpleTag(_Particles):
         seats = [(num_adversaries - 1, num_good)] * num_adversaries + [(num_adversaries, num_good - 1)] * num_good
         self.observation_entities = tuple(_tag_entities(num_obstacles, *others) for others in seats)
 
-    def _begin(self) -> None:
-        begin_tag(self._world, self._view, self._all, self.hunters)
+    def _observe(self) -> None:
+        observe_tag(self._world, self._view, self._all, self.hunters)
 
     def _play(self, actions_BND: np.ndarray) -> None:
         advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.hunters)
@@ -267,8 +276,8 @@ class SimpleSpeakerListener(_Particles):
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
-    def _begin(self) -> None:
-        begin_speaker_listener(self._world, self._view, self._all)
+    def _observe(self) -> None:
+        observe_speaker_listener(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
         advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
@@ -292,8 +301,3 @@ def _seat_names(role: str, count: int) -> tuple[Seat, ...]:
 
 def _space(choices: int, continuous: bool) -> Space:
     return Continuous((0.0,) * choices, (1.0,) * choices) if continuous else Discrete(choices)
-
-
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{option} is {value}, but a game needs at least {least}: set {option} to {least} or more")

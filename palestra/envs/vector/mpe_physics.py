@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit, jit_inline
+from palestra.envs.batch.native import store_final
 from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
 from palestra.envs.vector_base import Arrays, VectorStep
 
@@ -251,8 +252,4 @@ def count_step(world: World, arrays: MPEStepArrays, max_cycles: int) -> None:
         world.age[b] += 1
         arrays.truncated[b] = world.age[b] >= max_cycles
         if arrays.truncated[b]:
-            for i in range(len(arrays.observation_sizes)):
-                for k in range(arrays.observation_sizes[i]):
-                    arrays.final_obs[b, i, k] = arrays.obs[b, i, k]
-            for k in range(arrays.state.shape[1]):
-                arrays.final_state[b, k] = arrays.state[b, k]
+            store_final(arrays, b)

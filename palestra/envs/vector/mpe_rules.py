@@ -1,7 +1,7 @@
 """Rewards and observations of the four MPE games, compiled; in the order of the `mpe2` package.
 
-For each game, `reward_*` writes the rewards of the step, `observe_*` the observations of the marked games, `begin_*`
-starts the marked games, `advance_*` plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
+For each game, `reward_*` writes the rewards of the step, `observe_*` the observations of the marked games, `advance_*`
+plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ from palestra.envs.vector.mpe_physics import (
 
 
 @jit
-def begin_spread(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
-    """Starts the marked games and writes their first observations."""
-    begin_games(world, new_B)
-    observe_spread(world, arrays, new_B)
-
-
-@jit
 def advance_spread(
     world: World,
     arrays: MPEStepArrays,
@@ -49,7 +42,8 @@ def advance_spread(
     reward_spread(world, arrays, local_ratio)
     observe_spread(world, arrays, all_B)
     count_step(world, arrays, max_cycles)
-    begin_spread(world, arrays, arrays.truncated)
+    begin_games(world, arrays.truncated)
+    observe_spread(world, arrays, arrays.truncated)
 
 
 @jit
@@ -92,13 +86,6 @@ def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> 
 
 
 @jit
-def begin_adversary(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
-    """Starts the marked games and writes their first observations."""
-    begin_games(world, new_B)
-    observe_adversary(world, arrays, new_B)
-
-
-@jit
 def advance_adversary(
     world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
@@ -107,7 +94,8 @@ def advance_adversary(
     reward_adversary(world, arrays)
     observe_adversary(world, arrays, all_B)
     count_step(world, arrays, max_cycles)
-    begin_adversary(world, arrays, arrays.truncated)
+    begin_games(world, arrays.truncated)
+    observe_adversary(world, arrays, arrays.truncated)
 
 
 @jit
@@ -143,13 +131,6 @@ def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) 
 
 
 @jit
-def begin_tag(world: World, arrays: MPEStepArrays, new_B: np.ndarray, hunters: int) -> None:
-    """Starts the marked games and writes their first observations."""
-    begin_games(world, new_B)
-    observe_tag(world, arrays, new_B, hunters)
-
-
-@jit
 def advance_tag(
     world: World,
     arrays: MPEStepArrays,
@@ -164,7 +145,8 @@ def advance_tag(
     reward_tag(world, arrays, hunters)
     observe_tag(world, arrays, all_B, hunters)
     count_step(world, arrays, max_cycles)
-    begin_tag(world, arrays, arrays.truncated, hunters)
+    begin_games(world, arrays.truncated)
+    observe_tag(world, arrays, arrays.truncated, hunters)
 
 
 @jit
@@ -217,13 +199,6 @@ def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunter
 
 
 @jit
-def begin_speaker_listener(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
-    """Starts the marked games and writes their first observations."""
-    begin_games(world, new_B)
-    observe_speaker_listener(world, arrays, new_B)
-
-
-@jit
 def advance_speaker_listener(
     world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
@@ -233,7 +208,8 @@ def advance_speaker_listener(
     reward_speaker_listener(world, arrays)
     observe_speaker_listener(world, arrays, all_B)
     count_step(world, arrays, max_cycles)
-    begin_speaker_listener(world, arrays, arrays.truncated)
+    begin_games(world, arrays.truncated)
+    observe_speaker_listener(world, arrays, arrays.truncated)
 
 
 @jit
