@@ -34,7 +34,9 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return check_text(value)
     if isinstance(value, int):
-        return _check_bits(value)
+        if value.bit_length() > MAX_INTEGER_BITS:
+            raise ValueError(f"an integer of {value.bit_length():,} bits")
+        return value
     if isinstance(value, np.ndarray | np.generic):
         return _plain_array(value, depth)
     if isinstance(value, TEXT_TYPES):
@@ -42,12 +44,6 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, TIME_TYPES):
         return value.isoformat()
     return _plain_container(value, depth)
-
-
-def _check_bits(value: int) -> int:
-    if value.bit_length() > MAX_INTEGER_BITS:
-        raise ValueError(f"an integer of {value.bit_length():,} bits")
-    return value
 
 
 def _plain_container(value: Any, depth: int) -> Any:

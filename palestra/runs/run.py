@@ -281,7 +281,10 @@ class Run:
         self._close_logs()
         if newest:
             finish_rename(newest)
-        _remove_temporary(self.path)
+        # unfinished files of a process that died
+        leftovers = [list(self.path.glob(f"{depth}{TEMPORARY_PREFIX}*")) for depth in ("", "*/", "*/*/")]
+        for leftover in chain.from_iterable(leftovers):
+            remove_path(leftover)
         evals = self.path / "evals.jsonl"
         filter_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
         for log in TRUNCATED_LOGS:
@@ -372,12 +375,6 @@ def _remove_after(run: Path, step: int) -> None:
     for path in list(chain.from_iterable(run.glob(f"{pattern}step-*") for pattern in patterns)):
         if is_after(path, step):
             remove_path(path)
-
-
-def _remove_temporary(run: Path) -> None:
-    """Removes unfinished files of a process that died."""
-    for leftover in list(chain.from_iterable(run.glob(f"{depth}{TEMPORARY_PREFIX}*") for depth in ("", "*/", "*/*/"))):
-        remove_path(leftover)
 
 
 def _last_step(log: Path) -> int:

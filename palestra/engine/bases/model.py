@@ -100,7 +100,8 @@ class Engine:
         if plain:
             self.plain_path = PlainPath(self)
         self._narrows = plain or self._narrow_last_layer()
-        self._let_layers_be_recomputed()
+        for layer in getattr(decoder_of(self.model), "layers", ()):
+            layer.forward = self._with_checkpointing(layer.forward)
 
     @classmethod
     def load(
@@ -200,10 +201,6 @@ class Engine:
 
         last.forward = forward
         return True
-
-    def _let_layers_be_recomputed(self) -> None:
-        for layer in getattr(decoder_of(self.model), "layers", ()):
-            layer.forward = self._with_checkpointing(layer.forward)
 
     def _with_checkpointing(self, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a layer's forward `layer_forward` with gradient checkpointing, which is active inside

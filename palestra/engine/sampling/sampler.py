@@ -214,16 +214,13 @@ class Sampler:
 
     async def _run(self) -> None:
         while self.has_requests:
-            await self._settle()
+            # All ready coroutines run first, so that their requests join the next batch
+            quiet = 0
+            seen = len(self.waiting)
+            while quiet < 6:
+                await asyncio.sleep(0)
+                quiet, seen = (quiet + 1, seen) if len(self.waiting) == seen else (0, len(self.waiting))
             self.step()
-
-    async def _settle(self) -> None:
-        """Runs all ready coroutines, so that their requests join the next batch."""
-        quiet = 0
-        seen = len(self.waiting)
-        while quiet < 6:
-            await asyncio.sleep(0)
-            quiet, seen = (quiet + 1, seen) if len(self.waiting) == seen else (0, len(self.waiting))
 
     # -- passes -----------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.
     if best < 0:
         yield tuple(board)
         return
-    digits = _digits(choices)
+    digits = [digit for digit in range(1, choices.bit_length()) if choices >> digit & 1]
     if rng:
         rng.shuffle(digits)
     units = form.units_of[best]
@@ -106,10 +106,6 @@ def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.
         for unit in units:
             masks[unit] &= ~(1 << digit)
     board[best] = 0
-
-
-def _digits(bits: int) -> list[int]:
-    return [digit for digit in range(1, bits.bit_length()) if bits >> digit & 1]
 
 
 def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:

@@ -148,7 +148,13 @@ class Toolbox:
 
     def _prepare(self, call: ToolCall, state: ToolState) -> tuple[Tool, Json]:
         """Returns the tool of a call and all its arguments. Raises ValueError if there is none, or they are invalid."""
-        tool = self._find(call)
+        if call.name not in self.tools:
+            raise ValueError(f'there is no tool "{call.name}"; there is: {", ".join(self.tools) or "none"}')
+        try:
+            json.dumps(call.arguments, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
+        tool = self.tools[call.name]
         arguments = tool.validate_arguments(call.arguments)
         return tool, arguments | ({tool.state_parameter: state} if tool.state_parameter else {})
 
@@ -163,15 +169,6 @@ class Toolbox:
         if len(text) > self.max_result_chars:
             text = f"{text[: self.max_result_chars]}\n[cut off: {len(text)} characters in all]"
         return ToolResult(text, good, scratch, failure)
-
-    def _find(self, call: ToolCall) -> Tool:
-        if call.name not in self.tools:
-            raise ValueError(f'there is no tool "{call.name}"; there is: {", ".join(self.tools) or "none"}')
-        try:
-            json.dumps(call.arguments, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError):
-            raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
-        return self.tools[call.name]
 
     def _apart(self, call: ToolCall) -> bool:
         return call.name in self.tools and self.tools[call.name].state_parameter is None

@@ -330,7 +330,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
         sequences = [[num_sampled(turn) for turn in sequence] for _, sequence in groupby(turns, lambda t: t.group)]
-        cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
+        cuts = np.cumsum([sum(action_counts(lengths, level)) for lengths in sequences])[:-1]
         pairs = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*pair, gamma=self.gamma, gae_lambda=self.gae_lambda) for pair in pairs])
         returns_M = advantages_M + values_M
@@ -370,11 +370,6 @@ def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: in
     horizon, as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return coefficient * (1 + error * min(sequences / horizon, 1.0))
-
-
-def _cuts(lengths: Sequence[int]) -> np.ndarray:
-    """Returns the indices at which `np.split` separates concatenated arrays of these lengths."""
-    return np.cumsum(lengths)[:-1]
 
 
 def _with_credit(

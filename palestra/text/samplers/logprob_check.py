@@ -80,7 +80,9 @@ def _check_masks(sampler: VllmSampler, policies: Sequence[SampledPolicy]) -> Non
 
 def _requests(engine: Engine, claim: SampledPolicy, adapter: Adapter | None) -> list[Request]:
     snapshot = adapter.snapshot(claim.name, engine.dtype) if adapter else None
-    sampling = _open_ended(claim.sampling)
+    # without stop conditions, so that all completions have equal length
+    changes = {"max_tokens": COMPLETION_TOKENS, "stop": (), "stop_token_ids": (), "stop_at_eos": False}
+    sampling = claim.sampling.model_copy(update=changes)
     return [
         Request(prompt, COMPLETIONS_PER_PROMPT, sampling, snapshot, seed=i) for i, prompt in enumerate(_prompts(engine))
     ]
@@ -167,9 +169,3 @@ def _prompts(engine: Engine) -> list[np.ndarray]:
     long = span + PROMPT_TOKENS if span and span + PROMPT_TOKENS <= most else PROMPT_TOKENS
     sizes = [long, *[PROMPT_TOKENS] * (NUM_PROMPTS - 1)]
     return [draws.integers(0, vocabulary, size).astype(np.int32) for size in sizes]
-
-
-def _open_ended(sampling: SamplingConfig) -> SamplingConfig:
-    """Returns the same distribution without stop conditions, so that all completions have equal length."""
-    changes = {"max_tokens": COMPLETION_TOKENS, "stop": (), "stop_token_ids": (), "stop_at_eos": False}
-    return sampling.model_copy(update=changes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +144,10 @@ def build_players(
     named = seat_policies(config, env)
     algorithm = config.algorithm
     seats = trained_seats(config, env, named)
-    policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
+    policies = {
+        name: NetPolicyConfig(**config.policies[named[env.seats[own[0]]]].model_dump(exclude={"share_network"}))
+        for name, own in seats.items()
+    }
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
     others = make_fixed_players(config, env, named, device)
     if algorithm.combines == "nothing":
@@ -333,7 +335,3 @@ def member_folder(path: str) -> Path:
 
 def _is_fixed(config: VectorConfig, name: str) -> bool:
     return not isinstance(config.policies[name], TrainedNetConfig)
-
-
-def _net(policy: Any) -> NetPolicyConfig:
-    return NetPolicyConfig(**policy.model_dump(exclude={"share_network"}))

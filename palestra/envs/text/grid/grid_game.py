@@ -130,9 +130,18 @@ class GridGame(Env):
         return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        answer = self._answer(actions)
+        if self._over:
+            raise ValueError("the game is over: call reset(seed) before step")
+        seat = self.seats[self._acting]
+        if seat not in actions or len(actions) != 1:
+            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        answer = actions[seat]
         if self.seats[self._acting] == "planner":
-            return self._read_plan(answer)
+            self.plan = self.parse_plan(answer)
+            self._message = str(answer)[-MAX_QUOTE_CHARS:]
+            self._acting = 1
+            refused = "" if self.plan else f"it could not be read. {self.plan_format}"
+            return self._step({"planner": self._plan_terms()}, 0.0, refused)
         return self._move(answer)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -151,21 +160,6 @@ class GridGame(Env):
         return " ".join(DIRECTIONS[direction] for direction in moves[: self.moves])
 
     # ---- one answer
-
-    def _answer(self, actions: dict[Seat, Any]) -> Any:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._acting]
-        if seat not in actions or len(actions) != 1:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
-        return actions[seat]
-
-    def _read_plan(self, answer: Any) -> Step:
-        self.plan = self.parse_plan(answer)
-        self._message = str(answer)[-MAX_QUOTE_CHARS:]
-        self._acting = 1
-        refused = "" if self.plan else f"it could not be read. {self.plan_format}"
-        return self._step({"planner": self._plan_terms()}, 0.0, refused)
 
     def _plan_terms(self) -> Terms:
         if self.plan is None:
