@@ -66,7 +66,8 @@ class OwnTypes:
             if not path:
                 raise ValueError(
                     f"{self.what} {named.__qualname__} is defined in a script, a notebook or a function, where a "
-                    f'resumed run would not find it: move it to a module, and name it by type: "module:{named.__name__}"'
+                    "resumed run would not find it: move it to a module, and name it by "
+                    f'type: "module:{named.__name__}"'
                 )
             return path
         if not isinstance(named, str) or named in shipped:
