@@ -110,3 +110,9 @@ def _sort(values: Iterable[Any]) -> list[Any]:
 
 def _refuse(value: Any) -> NoReturn:
     raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))
+
+
+def short_repr(value: object) -> str:
+    """Returns the start of `repr(value)`, at most 80 characters, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from palestra.core.accel.malloc import free_memory
+from palestra.core.event_loop import settle
 from palestra.core.failures import is_out_of_memory
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import MAX_PREFILL_TOKENS, default_cache_bytes, default_prefill_tokens, token_bytes
@@ -93,7 +94,7 @@ class Sampler:
         """Returns the answers to `request`, in sibling order. Raises ValueError if the request is invalid or prompt and
         answer exceed the base's length."""
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        group = self.submit(request, partial(_resolve, future))
+        group = self.submit(request, partial(settle, future))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         try:
@@ -374,12 +375,3 @@ def _default_prefill_tokens(engine: Engine, cache_bytes: int) -> int:
         return MAX_PREFILL_TOKENS
     size = token_bytes(shape.layers, shape.kv_heads * shape.width, engine.dtype.itemsize)
     return default_prefill_tokens(cache_bytes, size)
-
-
-def _resolve(future: asyncio.Future[list[Completion]], outcome: SamplingOutcome) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -17,6 +17,7 @@ from palestra.environments.sudoku.solver import BOXES, SudokuBoard, forced_cells
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
 from palestra.envs.support.answers import answer_words
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
@@ -96,11 +97,7 @@ class Sudoku(Env):
         return self._step({}, 0.0, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._acting]
-        if set(actions) != {seat}:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        seat = acting_seat(None if self._over else self.seats[self._acting], actions)
         return self._propose(actions[seat]) if seat == "proposer" else self._fill(seat, actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:

@@ -157,12 +157,8 @@ class JaxMarlEnv(VectorEnv):
         self.compiled = compiled_env(id, map, options or {})
         self.reward_scale = scale
         self.time_limit = clock
-        spec = self.compiled.spec
-        self.seats = spec.seats
-        self.observation_shapes = spec.observation_shapes
-        self.action_spaces = spec.action_spaces
-        self.state_size = spec.state_size
-        self.vector_step = spec.empty_step(num_envs)
+        self.adopt_spaces(self.compiled.spec)
+        self.vector_step = self.compiled.spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         keys = jnp.stack([jax.random.PRNGKey(episode_seed(int(seed), 0)) for seed in seeds])

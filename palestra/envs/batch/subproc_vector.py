@@ -195,10 +195,8 @@ class SubprocVectorEnv(VectorEnv):
             self._memory.append(SharedStep(self.spec, num_envs))
             for worker in self._workers:
                 worker.send("memory", self._memory[0].shared_memory.name)
-        self.seats = self.spec.seats
-        self.observation_shapes = self.spec.observation_shapes
-        self.action_spaces = self.spec.action_spaces
-        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self.adopt_spaces(self.spec)
+        self.vector_step = self.spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds = [int(seed) for seed in seeds]
@@ -363,10 +361,7 @@ class PackageVectorEnv(VectorEnv):
             raise ValueError(f"num_processes is {num_processes}: 0 plays in this process, more in as many others")
         self.inner = SubprocVectorEnv(make, num_envs, num_processes) if num_processes else SyncVectorEnv(make, num_envs)
         self.num_envs = num_envs
-        self.seats = self.inner.seats
-        self.observation_shapes = self.inner.observation_shapes
-        self.action_spaces = self.inner.action_spaces
-        self.state_size = self.inner.state_size
+        self.adopt_spaces(self.inner)
         self._label = label
 
     @property

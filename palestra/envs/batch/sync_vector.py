@@ -154,10 +154,8 @@ class SyncVectorEnv(VectorEnv):
         self.single_envs = [make() for _ in range(num_envs)]
         self.num_envs = num_envs
         self.spec = self.single_envs[0].spec
-        self.seats = self.spec.seats
-        self.observation_shapes = self.spec.observation_shapes
-        self.action_spaces = self.spec.action_spaces
-        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self.adopt_spaces(self.spec)
+        self.vector_step = self.spec.empty_step(num_envs)
         self._seeds = np.zeros(num_envs, np.int64)
         self._played = np.zeros(num_envs, np.int64)
         self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from palestra.core.losses import LOSSES, LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.engine.forward.tree_attention import common_prefix
 from palestra.text.algorithms.base import TextAlgorithm
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching
@@ -178,14 +179,7 @@ def new_tokens(answer: Answer, later: Answer) -> np.ndarray:
     every prompt.
     """
     known = np.concatenate([answer.prompt_ids, answer.token_ids])
-    after = common_prefix_length(known, later.prompt_ids)
+    after = common_prefix(known, later.prompt_ids)
     if after < len(known):
-        after = common_prefix_length(answer.prompt_ids, later.prompt_ids)
+        after = common_prefix(answer.prompt_ids, later.prompt_ids)
     return later.prompt_ids[after:]
-
-
-def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the length of the common prefix of two 1-D arrays."""
-    n = min(len(one), len(other))
-    differing = np.flatnonzero(one[:n] != other[:n])
-    return int(differing[0]) if len(differing) else n

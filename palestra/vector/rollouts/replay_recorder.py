@@ -25,11 +25,8 @@ class ReplayRecorder(VectorEnv):
         self.env = env
         self.num_episodes = min(num_episodes, env.num_envs)
         self.num_envs = env.num_envs
-        self.seats = env.seats
+        self.adopt_spaces(env)
         self.scripted_policies = env.scripted_policies
-        self.observation_shapes = env.observation_shapes
-        self.action_spaces = env.action_spaces
-        self.state_size = env.state_size
         self.games: list[GameReplay] = []
         self._agent_mask = np.zeros((0, 0), bool)
         self._shown: dict[int, RenderFrame] = {}  # positions of the games that are recorded

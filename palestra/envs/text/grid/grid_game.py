@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
 
@@ -130,11 +131,7 @@ class GridGame(Env):
         return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._acting]
-        if seat not in actions or len(actions) != 1:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        seat = acting_seat(None if self._over else self.seats[self._acting], actions)
         answer = actions[seat]
         if self.seats[self._acting] == "planner":
             self.plan = self.parse_plan(answer)
