@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -160,6 +160,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     """
 
     type: Literal["ppo"] = "ppo"
+    needs_critic: ClassVar[bool] = True
     group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
     team_weight: float = Field(1.0, ge=0)
@@ -230,10 +231,6 @@ class PPO(ImportanceSampling, TextAlgorithm):
     @property
     def branching(self) -> Branching:
         return Branching("root", self.group_size)
-
-    @property
-    def needs_critic(self) -> bool:
-        return True
 
     @property
     def has_separate_critic(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -45,6 +45,7 @@ class SFT(TextAlgorithm):
     trajectories share count once."""
 
     type: Literal["sft"] = "sft"
+    needs_old_logprobs: ClassVar[bool] = False
     imitate: Literal["success", "best", "all", "none"] = "success"
     """Trajectories whose answers are imitated: those that ended in `success`; the `best` of each start, by its seat's
     return, the first of equals (best-of-n distillation); `all`; or `none` (observation prediction only, on every
@@ -70,10 +71,6 @@ class SFT(TextAlgorithm):
     @property
     def branching(self) -> Branching:
         return Branching("root", self.group_size)
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return False
 
     @property
     def loss(self) -> LossFunction:

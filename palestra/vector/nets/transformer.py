@@ -69,6 +69,8 @@ class MultiAgentTransformer(Net):
     transformer. With a `retention_decay` the recurrent state has W = `recurrent_units` numbers per row. Raises
     ValueError if `config` sets a GRU or rounds of communication."""
 
+    plays_team = True
+
     def __init__(
         self,
         observation_shape: tuple[int, ...],
@@ -109,10 +111,6 @@ class MultiAgentTransformer(Net):
         self.retention_decay = config.retention_decay
         self.state_shape = (3 * len(blocks), heads, units // heads, units // heads)  # of a team: encoder, then decoder
         self.recurrent_units = -(-math.prod(self.state_shape) // team_size) if config.retention_decay else 0
-
-    @property
-    def plays_team(self) -> bool:
-        return True
 
     # ---- memory of earlier steps
 

@@ -44,6 +44,7 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     data that do not fit the env or its policies."""
 
     config: CQLSAC
+    noise_correlation = 0.0
 
     def __init__(self, config: CQLSAC, spec: NetLearnerSpec) -> None:
         if not all(isinstance(space, Continuous) for space in spec.env.action_spaces):
@@ -56,10 +57,6 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     def build_replay(self) -> DataSet:
         seats = sorted(self.action_encoder.heads)
         return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
-
-    @property
-    def noise_correlation(self) -> float:
-        return 0.0
 
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator

@@ -89,6 +89,7 @@ class MAVENLearner(QMIXLearner):
     """Learner of MAVEN. Raises ValueError for pixel observations without a global state."""
 
     config: MAVEN
+    uses_global_features = True
     mixer_near_sum = False  # latents change a steep mixer's values more, which finds better strategies (docs/games.md)
 
     def __init__(self, config: MAVEN, spec: NetLearnerSpec) -> None:
@@ -128,10 +129,6 @@ class MAVENLearner(QMIXLearner):
     def latent_heads(self) -> list[LatentHead]:
         """The heads of the stacks."""
         return [head for head in self.heads if isinstance(head, LatentHead)]
-
-    @property
-    def uses_global_features(self) -> bool:
-        return True
 
     @property
     def mixer_state_size(self) -> int:
