@@ -110,7 +110,7 @@ class NetworkAgent:
             self._num_actions = None if first.action_mask is None else first.action_mask.shape[-1]
             # a game of PettingZoo's or Gymnasium's interface, which has encoders and decoders
             inner = env.inner if isinstance(env, PackageVectorEnv) else env
-            game = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
+            game: Any = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
             self._game = game if hasattr(game, "obs_encoders") else None
         finally:
             env.close()

@@ -6,7 +6,7 @@ A board is a tuple of `size` * `size` digits, row by row, 0 for an empty cell.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -141,7 +141,7 @@ def remove_clues(size: int, solution: SudokuBoard, clues: int, rng: random.Rando
     """
     board = solution
     left = size * size
-    for cell in _shuffle_cells(range(size * size), rng):
+    for cell in rng.sample(range(left), left):
         if left == clues:
             break
         emptied = (*board[:cell], 0, *board[cell + 1 :])
@@ -155,7 +155,3 @@ def _other(size: int, board: SudokuBoard, cell: int, digit: int) -> bool:
     """True if the board has a solution with another digit in the cell."""
     others = (other for other in range(1, size + 1) if other != digit)
     return any(find_solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
-
-
-def _shuffle_cells(cells: Sequence[int], rng: random.Random) -> list[int]:
-    return rng.sample(cells, len(cells))

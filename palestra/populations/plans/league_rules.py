@@ -90,11 +90,6 @@ def without_monotone_suffix(rates: Sequence[float]) -> int:
     return next((i + 1 for i in range(len(rates) - 1, 0, -1) if rates[i - 1] < rates[i]), 0)
 
 
-def uniform_mix(names: Sequence[str]) -> Mix:
-    """Returns the uniform mixture of `names`."""
-    return {name: 1 / len(names) for name in names}
-
-
 @dataclass
 class LeagueLearner:
     """A policy in training.
@@ -217,11 +212,11 @@ class LeagueLogic:
     def _uniform(self, names: Sequence[str]) -> OpponentWeights:
         """Returns the uniform mixture of learners, or of frozen members."""
         weights = OpponentWeights(np.zeros(len(self.history())))
-        for name, share in uniform_mix(names).items():
+        for name in names:
             if name in self.learners:
-                weights.current[name] = share
+                weights.current[name] = 1 / len(names)
             else:
-                weights.frozen[self.number_of[name]] = share
+                weights.frozen[self.number_of[name]] = 1 / len(names)
         return weights
 
     def history_rates(self, learner: LeagueLearner) -> np.ndarray:
