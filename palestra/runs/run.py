@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -286,19 +285,19 @@ class Run:
         if newest:
             finish_rename(newest)
         # unfinished files of a process that died
-        leftovers = [list(self.path.glob(f"{depth}{TEMPORARY_PREFIX}*")) for depth in ("", "*/", "*/*/")]
-        for leftover in chain.from_iterable(leftovers):
-            remove_path(leftover)
+        for depth in ("", "*/", "*/*/"):
+            for leftover in list(self.path.glob(f"{depth}{TEMPORARY_PREFIX}*")):
+                remove_path(leftover)
         evals = self.path / "evals.jsonl"
         filter_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
         for log in TRUNCATED_LOGS:
             if (self.path / log).exists():
                 os.truncate(self.path / log, newest.entry["logs"][log]["bytes"] if newest else 0)
         # the episodes, replays and checkpoints after `step`
-        patterns = ("episodes/", f"{EVAL_EPISODES_FOLDER}/*/", f"{REPLAYS_FOLDER}/*/", f"{CHECKPOINTS_FOLDER}/")
-        for path in list(chain.from_iterable(self.path.glob(f"{pattern}step-*") for pattern in patterns)):
-            if is_after(path, step):
-                remove_path(path)
+        for folder in ("episodes", f"{EVAL_EPISODES_FOLDER}/*", f"{REPLAYS_FOLDER}/*", CHECKPOINTS_FOLDER):
+            for path in list(self.path.glob(f"{folder}/step-*")):
+                if is_after(path, step):
+                    remove_path(path)
         filter_lines(self.path / CHECKPOINTS_FILE, lambda line: line["step"] <= step)  # after removing their folders
         self._prune()  # the process may have died between the checkpoint and its pruning
         self.next_step = step + 1

@@ -220,7 +220,10 @@ class Sampler:
             seen = len(self.waiting)
             while quiet < 6:
                 await asyncio.sleep(0)
-                quiet, seen = (quiet + 1, seen) if len(self.waiting) == seen else (0, len(self.waiting))
+                quiet += 1
+                if len(self.waiting) != seen:
+                    quiet = 0
+                    seen = len(self.waiting)
             self.step()
 
     # -- passes -----------------------------------------------------------------------------------------------------

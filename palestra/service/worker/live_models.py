@@ -132,8 +132,11 @@ class LiveModels:
         live_model = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":
             where = row.info.get("path")
-            steps = f"what it learned after it was last saved ({where})" if where else "all it had learned"
-            fix = f'load "{where}" (load_state), or create a client from it' if where else "create a new one"
+            steps = "all it had learned"
+            fix = "create a new one"
+            if where:
+                steps = f"what it learned after it was last saved ({where})"
+                fix = f'load "{where}" (load_state), or create a client from it'
             live_model.lost_reason = f"the server restarted, and model {row.id} lost {steps}: {fix}."
         elif row.saved:
             try:

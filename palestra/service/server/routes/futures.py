@@ -53,7 +53,9 @@ async def retrieve_future(
         return Response(row.result, media_type="application/json")
     if PROTOBUF_TYPE in accept:
         return Response(row.result, media_type=PROTOBUF_TYPE)
-    as_json = codec.sample_to_json if row.result_kind == "sample" else codec.forward_backward_to_json
+    as_json = codec.forward_backward_to_json
+    if row.result_kind == "sample":
+        as_json = codec.sample_to_json
     return Response(as_json(row.result), media_type="application/json")
 
 
