@@ -103,21 +103,16 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"palestra.{name}")
     if name.isupper() and name not in __all__:
-        _refuse_preset(name)
+        from palestra.text.algorithms.presets import TEXT_PRESETS
+        from palestra.vector.algorithms.presets import VECTOR_PRESETS
+
+        if preset := {**TEXT_PRESETS, **VECTOR_PRESETS}.get(name.lower()):
+            settings = ", ".join(f"{key}={value!r}" for key, value in preset.items() if key != "type")
+            raise AttributeError(
+                f"palestra has no class {name}: it is {preset['type']} with {settings}. Write "
+                f'algorithm="{name.lower()}", or {{"type": "{name.lower()}", ...}} with further keys'
+            )
     return load_name(__name__, _MODULES, name)
-
-
-def _refuse_preset(name: str) -> None:
-    """Raises AttributeError for the name of an algorithm that is another one with some settings: `palestra.MAPPO`."""
-    from palestra.text.algorithms.presets import TEXT_PRESETS
-    from palestra.vector.algorithms.presets import VECTOR_PRESETS
-
-    if preset := {**TEXT_PRESETS, **VECTOR_PRESETS}.get(name.lower()):
-        settings = ", ".join(f"{key}={value!r}" for key, value in preset.items() if key != "type")
-        raise AttributeError(
-            f"palestra has no class {name}: it is {preset['type']} with {settings}. Write "
-            f'algorithm="{name.lower()}", or {{"type": "{name.lower()}", ...}} with further keys'
-        )
 
 
 def __dir__() -> list[str]:

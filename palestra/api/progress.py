@@ -219,7 +219,10 @@ class PopulationBar(_Bar, scheduler.PlanCallback):
 def format_summary(metrics: Mapping[str, float]) -> str:
     """Formats a summary as text: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
     words = [f"{int(metrics['members'])} members"]
-    words += [f"{int(games):,} games"] if (games := metrics.get("games")) else []
-    words += [f"{steps:,.0f} steps"] if (steps := metrics.get("env_steps")) else []
-    words += [f"NashConv {metrics['nash_conv']:.3f}"] if "nash_conv" in metrics else []
+    if games := metrics.get("games"):
+        words.append(f"{int(games):,} games")
+    if steps := metrics.get("env_steps"):
+        words.append(f"{steps:,.0f} steps")
+    if "nash_conv" in metrics:
+        words.append(f"NashConv {metrics['nash_conv']:.3f}")
     return ", ".join(words)

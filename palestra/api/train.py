@@ -70,7 +70,8 @@ def train(  # noqa: PLR0913 - the parts of a config, by name
         path = resume.path if isinstance(resume, TrainedRun) else Path(resume)
         tree = resumed_tree(path, [])
         new = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        new += [f"{_length(tree)}={steps}"] if steps is not None else []
+        if steps is not None:
+            new.append(f"{_length(tree)}={steps}")
         stored = resumed_tree(path, new) if new else None
         request = run_request(stored or tree, resume=path, stored=stored)
     else:
@@ -109,8 +110,10 @@ def config_tree(
     plain = {key: plain_data(value) for key, value in changes.items()}
     tree |= {key: value for key, value in plain.items() if "." not in key}
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in plain.items() if "." in key])
-    tree |= {"env": env_tree(tree["env"])} if "env" in tree else {}
-    tree |= {"envs": {key: env_tree(value) for key, value in tree["envs"].items()}} if "envs" in tree else {}
+    if "env" in tree:
+        tree["env"] = env_tree(tree["env"])
+    if "envs" in tree:
+        tree["envs"] = {key: env_tree(value) for key, value in tree["envs"].items()}
     _check_algorithm(tree, changes.get("algorithm"))
     return override(tree, [f"{_length(tree)}={steps}"]) if steps is not None else tree
 

@@ -28,7 +28,7 @@ from palestra.cli.seat_options import (
 from palestra.text.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.judged import Judge, JudgedResult
+    from palestra.evaluation.judged import Judge
     from palestra.evaluation.target import EvalResult
 
 
@@ -135,7 +135,8 @@ def evaluate(  # noqa: PLR0913 - a parameter for each option
 
         is_asked = "human" in policies.values()  # a person answers in the terminal, where a bar would be in the way
         with nullcontext() if is_asked else CountingBar(f"evaluating {what}") as bar:
-            options |= {"on_progress": bar.count} if bar else {}
+            if bar:
+                options["on_progress"] = bar.count
             if cross:
                 results = evaluation.cross_play(what, settings, members or [], **options)
             else:
@@ -220,7 +221,15 @@ def _print_judged(
         error = {"error": judged.error} if judged.error else {}
         print(json.dumps({"seats": names[0], "against": names[1], "judge": judge.policy, **judged.metrics(), **error}))
         return
-    console.print(_judged_table(f"{what} against {against}, judged by {judge.policy}", judged))
+    table = Table(title=f"{what} against {against}, judged by {judge.policy}", title_justify="left", show_header=False)
+    for seat, policy in judged.results[0].policy_names.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    table.add_row("win rate", styled_text((f"{judged.win_rate:.1%}", "bold")))
+    for name, count in judged.metrics().items():
+        if name != "win_rate":
+            table.add_row(name, str(count))
+    console.print(table)
     if judged.error:
         console.print(styled_text("the judge failed, the first time with ", (judged.error, "bold")))
 
@@ -237,18 +246,6 @@ def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResu
             title = name if len(results) == 1 else f"{name}: {policy_names}"
             metrics = {name: value for name, value in scored.metrics.items() if not isinstance(value, str)}
             opened.log_eval(after, title, {**metrics, "seats": scored.policy_names})
-
-
-def _judged_table(title: str, judged: JudgedResult) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    for seat, policy in judged.results[0].policy_names.items():
-        table.add_row(seat, policy)
-    table.add_section()
-    table.add_row("win rate", styled_text((f"{judged.win_rate:.1%}", "bold")))
-    for name, count in judged.metrics().items():
-        if name != "win_rate":
-            table.add_row(name, str(count))
-    return table
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:

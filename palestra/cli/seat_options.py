@@ -29,8 +29,7 @@ InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
 ]
 CheckpointOption = Annotated[
-    int | None,
-    typer.Option(help="a checkpoint of the run, by the number of steps before it (default: the newest)"),
+    int | None, typer.Option(help="a checkpoint of the run, by the number of steps before it (default: the newest)")
 ]
 
 

@@ -39,8 +39,7 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         typer.Option(help="database instead of SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
     ] = None,
     front_only: Annotated[
-        bool,
-        typer.Option(help="front end without an engine, for a server that has one on the same --data and --store"),
+        bool, typer.Option(help="front end without an engine, for a server that has one on the same --data and --store")
     ] = False,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")

@@ -51,3 +51,13 @@ def _result_of(future: Future[T]) -> T:
     while not future.done():
         wait([future], timeout=WAIT_S)
     return future.result()
+
+
+def settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Sets the result of a future, or the exception that it raises; does nothing if it was cancelled or is settled."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

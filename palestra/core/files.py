@@ -171,7 +171,8 @@ def check_folder(root: str | Path, *, except_for: Collection[str] = ()) -> None:
                         f"{entry.path} is a link that leads out of {root}: remove it, or copy in its target"
                     )
             elif entry.is_dir():
-                folders += [entry.path] if entry.path not in unchecked else []
+                if entry.path not in unchecked:
+                    folders.append(entry.path)
             elif not entry.is_file() and os.path.lexists(entry.path):
                 raise DamagedFile(f"{entry.path} is neither a file nor a folder: remove it, or copy the folder again")
 

@@ -21,7 +21,6 @@ class OptimizerConfig(StrictModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the optimizer besides its type."""
         return self.model_dump(exclude={"type"})
 
 
@@ -29,7 +28,6 @@ class Adam(OptimizerConfig):
     """Adam (Kingma & Ba, 2015)."""
 
     type: Literal["adam"] = "adam"
-    """Selects Adam."""
     betas: Betas = (0.9, 0.999)
     """Decay rates of the first and the second moment."""
     eps: float = Field(1e-5, gt=0)
@@ -40,7 +38,6 @@ class AdamW(OptimizerConfig):
     """AdamW (Loshchilov & Hutter, 2019)."""
 
     type: Literal["adamw"] = "adamw"
-    """Selects AdamW."""
     betas: Betas = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -53,7 +50,6 @@ class AdamW8bit(AdamW):
     """AdamW whose moments have 8 bits and take a quarter of the memory; needs bitsandbytes."""
 
     type: Literal["adamw_8bit"] = "adamw_8bit"  # type: ignore[assignment]
-    """Selects AdamW with moments of 8 bits."""
 
 
 class Muon(AdamW):
@@ -61,14 +57,12 @@ class Muon(AdamW):
     for all other weights. `betas` and `eps` are AdamW's."""
 
     type: Literal["muon"] = "muon"  # type: ignore[assignment]
-    """Selects Muon."""
 
 
 class SGD(OptimizerConfig):
     """Stochastic gradient descent."""
 
     type: Literal["sgd"] = "sgd"
-    """Selects SGD."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Share of the last update that each update keeps."""
     weight_decay: float = Field(0.0, ge=0)

@@ -34,7 +34,9 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return check_text(value)
     if isinstance(value, int):
-        return _check_bits(value)
+        if value.bit_length() > MAX_INTEGER_BITS:
+            raise ValueError(f"an integer of {value.bit_length():,} bits")
+        return value
     if isinstance(value, np.ndarray | np.generic):
         return _plain_array(value, depth)
     if isinstance(value, TEXT_TYPES):
@@ -42,12 +44,6 @@ def plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, TIME_TYPES):
         return value.isoformat()
     return _plain_container(value, depth)
-
-
-def _check_bits(value: int) -> int:
-    if value.bit_length() > MAX_INTEGER_BITS:
-        raise ValueError(f"an integer of {value.bit_length():,} bits")
-    return value
 
 
 def _plain_container(value: Any, depth: int) -> Any:
@@ -93,7 +89,6 @@ def _plain_mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
 
 
 def _key(key: Any) -> str:
-    """Returns a key as text."""
     if isinstance(key, str):
         return check_text(key)
     try:
@@ -115,3 +110,9 @@ def _sort(values: Iterable[Any]) -> list[Any]:
 
 def _refuse(value: Any) -> NoReturn:
     raise ValueError(f"a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " "))
+
+
+def short_repr(value: object) -> str:
+    """Returns the start of `repr(value)`, at most 80 characters, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

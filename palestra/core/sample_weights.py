@@ -31,5 +31,4 @@ class WeightedMeans:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def means(self) -> Metrics:
-        """Returns the mean of each metric."""
         return {name: total / self._weights[name] for name, total in self._sums.items()}

@@ -134,17 +134,14 @@ class EpisodeIndex:
         try:
             return [self._summarize_steps(sorted(chunk), chunk)], {}
         except READ_ERRORS:  # one of them is broken, or gone: one by one
-            return self._read_each(chunk)
-
-    def _read_each(self, chunk: dict[int, int]) -> tuple[list[pa.Table], dict[int, str]]:
-        tables = []
-        broken = {}
-        for step in sorted(chunk):
-            try:
-                tables.append(self._summarize_steps([step], chunk))
-            except READ_ERRORS as error:
-                broken[step] = str(error)
-        return tables, broken
+            tables = []
+            broken = {}
+            for step in sorted(chunk):
+                try:
+                    tables.append(self._summarize_steps([step], chunk))
+                except READ_ERRORS as error:
+                    broken[step] = str(error)
+            return tables, broken
 
     def _summarize_steps(self, steps: list[int], stamps: dict[int, int]) -> pa.Table:
         """Returns the summaries of the files of these steps, with their versions in the column `VERSION_COLUMN`."""

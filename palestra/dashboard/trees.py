@@ -167,7 +167,8 @@ def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
     shown = {
         key: value for key, value in info.items() if key not in ("invalid", "why_invalid")
     }  # shown with the answers
-    shown |= {"error": truncate_text(rows[0]["node_error"])} if rows[0].get("node_error") else {}
+    if rows[0].get("node_error"):
+        shown["error"] = truncate_text(rows[0]["node_error"])
     return {"node": node.id, "team": rows[0]["team_reward"], "info": shown, "turns": turns}
 
 

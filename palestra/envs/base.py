@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from palestra.core.event_loop import call_outside_loop
+from palestra.core.plain_values import short_repr
 from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY, check_terms
 from palestra.envs.step_values import checked_step
@@ -235,7 +236,7 @@ class _Check:
             got = getattr(step, part.name)
             want = getattr(expected, part.name)
             if not _same(got, want):
-                self.fail(f"differs in {part.name} after {where}: {_short(got)} is not {_short(want)}", fix)
+                self.fail(f"differs in {part.name} after {where}: {short_repr(got)} is not {short_repr(want)}", fix)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -279,8 +280,3 @@ def _same(a: Any, b: Any) -> bool:
     if is_dataclass(a):
         return all(_same(getattr(a, part.name), getattr(b, part.name)) for part in fields(a))
     return bool(a == b or (a != a and b != b))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,7 +14,7 @@ import numpy as np
 
 from palestra.core.chat import Chat
 from palestra.core.http.calls import parse_conversation
-from palestra.core.plain_values import plain_value
+from palestra.core.plain_values import plain_value, short_repr
 from palestra.core.types import Seat, Step
 from palestra.envs.reward_terms import REWARD_TERMS_KEY, TEAM_TERMS_KEY
 
@@ -29,7 +29,7 @@ def checked_step(step: Step, env: str, seats: Iterable[Seat]) -> Step:
     known = list(seats)
     for part in ("observations", "rewards", "info"):
         if not isinstance(getattr(step, part), Mapping):
-            shown = _short(getattr(step, part))
+            shown = short_repr(getattr(step, part))
             raise ValueError(f'env "{env}" gives {shown} as {part} of a step: give a dictionary, which may be empty')
     terms = step.info.get(REWARD_TERMS_KEY) or {}
     if unknown := [seat for seat in [*step.rewards, *terms] if seat not in known]:
@@ -62,13 +62,13 @@ def _check_success(success: Any, env: str, seats: Collection[Seat]) -> None:
     by_seat = success if isinstance(success, Mapping) else {}
     if unknown := [seat for seat in by_seat if seat not in seats]:
         raise ValueError(
-            f'env "{env}" reports the success of seat {_short(unknown[0])}, and its seats are {", ".join(seats)}: '
+            f'env "{env}" reports the success of seat {short_repr(unknown[0])}, and its seats are {", ".join(seats)}: '
             "correct the name"
         )
     for value in by_seat.values() if isinstance(success, Mapping) else [success]:
         if value is not None and not is_share(value):
             raise ValueError(
-                f'env "{env}" reports the success {_short(value)} ({type(value).__name__}) in its info: give True, '
+                f'env "{env}" reports the success {short_repr(value)} ({type(value).__name__}) in its info: give True, '
                 "False or a number from 0 to 1, or such values by seat"
             )
 
@@ -83,13 +83,13 @@ def _check_flags(step: Step, env: str, seats: Collection[Seat]) -> None:
     flags += [step.truncated, step.info.get("no_reward") or False]
     if wrong := [flag for flag in flags if to_flag(flag) is None]:
         raise ValueError(
-            f'env "{env}" gives {_short(wrong[0])} where True or False is meant (truncated, info["invalid"] for the '
-            'step or by seat, info["no_reward"])'
+            f'env "{env}" gives {short_repr(wrong[0])} where True or False is meant (truncated, info["invalid"] for '
+            'the step or by seat, info["no_reward"])'
         )
     named = [*flagged, *(reason if isinstance(reason, Mapping) else ()), *(step.legal_actions or ())]
     if unknown := [seat for seat in named if seat not in seats]:
         raise ValueError(
-            f'env "{env}" names seat {_short(unknown[0])} as invalid or with legal actions, and its seats are '
+            f'env "{env}" names seat {short_repr(unknown[0])} as invalid or with legal actions, and its seats are '
             f"{', '.join(seats)}: correct the name"
         )
     if step.truncated and step.observations:
@@ -106,8 +106,8 @@ def check_observations(observations: Mapping[Seat, Any], env: str) -> None:
         is_list = isinstance(seen, list | tuple) and any(isinstance(part, dict) for part in seen)
         if seen is None or is_list:
             raise ValueError(
-                f'env "{env}" shows seat "{seat}" {_short(seen)}, which no prompt can show as it is meant: return a '
-                "text, or for messages Chat(tuple(messages)) of palestra.core.chat"
+                f'env "{env}" shows seat "{seat}" {short_repr(seen)}, which no prompt can show as it is meant: return '
+                "a text, or for messages Chat(tuple(messages)) of palestra.core.chat"
             )
         _check_storable(env, f'the observation of seat "{seat}"', vars(seen) if isinstance(seen, Chat) else seen)
         if isinstance(seen, Chat) and seen.messages:
@@ -145,8 +145,8 @@ def _reward(value: Any, env: str, payee: str) -> float:
     reward = number(value)
     if reward is None:
         raise ValueError(
-            f'env "{env}" gives {payee} a reward of {_short(value)} ({type(value).__name__}): rewards must be finite '
-            "numbers"
+            f'env "{env}" gives {payee} a reward of {short_repr(value)} ({type(value).__name__}): rewards must be '
+            "finite numbers"
         )
     if not math.isfinite(reward):
         raise ValueError(f'env "{env}" gives {payee} a reward of {reward}: rewards must be finite numbers')
@@ -161,8 +161,3 @@ def _check_storable(env: str, where: str, value: Any) -> Any:
             f'env "{env}" puts {error} into {where}, which cannot be stored: use text, numbers, arrays, lists and '
             "mappings with text keys"
         ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

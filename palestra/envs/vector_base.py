@@ -194,6 +194,14 @@ class VectorEnv(ABC):
     seat_colours: tuple[tuple[int, int, int], ...] = ()
     observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
+    def adopt_spaces(self, other: Any) -> None:
+        """Takes over seats, observation shapes, action spaces and size of the state from another env, or from a spec
+        that has these attributes."""
+        self.seats = other.seats
+        self.observation_shapes = other.observation_shapes
+        self.action_spaces = other.action_spaces
+        self.state_size = other.state_size
+
     @property
     def label(self) -> str:
         """The env's name in messages; that of the package's env if it is one."""

@@ -72,21 +72,14 @@ def write_film(
         frames = _network_frames(what, env or {}, seats or {}, seed, options)
         speed = PICTURES_PER_SECOND
     else:
-        frames = _text_frames(what, env or {}, seats or {}, seed, options)
+        play = partial(evaluate, what, env or {}, seats or {}, episodes=1, seed=seed, **options)
+        episodes = call_outside_loop(play).episodes  # a notebook has a loop of its own
+        check_not_all_failed(episodes, "render")
+        frames = [Frame(_wrap(escape_control_chars(text.strip()))) for text in turns(episodes[0])]
         speed = TURNS_PER_SECOND
     pictures = draw_frames(frames)
     save_film(pictures, out, per_second or speed)
     return len(pictures)
-
-
-def _text_frames(
-    what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], seed: int, options: EvalOptions
-) -> list[Frame]:
-    """Plays an episode of language agents; returns a frame for each joint step. Raises RunFailed if it failed."""
-    play = partial(evaluate, what, env, seats, episodes=1, seed=seed, **options)
-    episodes = call_outside_loop(play).episodes  # a notebook has a loop of its own
-    check_not_all_failed(episodes, "render")
-    return [Frame(_wrap(escape_control_chars(text.strip()))) for text in turns(episodes[0])]
 
 
 def _wrap(text: str) -> str:

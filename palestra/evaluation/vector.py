@@ -62,7 +62,6 @@ class VectorEvalSetup:
         return group_teams({seat: names[seat] for seat in self.env.seats if seat in names}, folder_of)
 
     def players(self, names: Mapping[Seat, str]) -> list[VectorPolicy]:
-        """Loads the players of `groups` by name."""
         return [
             load_player(self.target, self.env, seats, name, self.greedy, self.device)
             for name, seats in self.groups(names)

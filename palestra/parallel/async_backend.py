@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from palestra.core.event_loop import settle
 from palestra.core.tracing import TraceContext, continue_trace, trace_context
 from palestra.parallel.tasks import Backend, Task, TaskResult
 
@@ -124,13 +125,4 @@ def _tell(waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[TaskResult]],
     """Settles a future in its own event loop; does nothing if that loop is closed."""
     loop, future = waiting
     with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(_settle, future, what)
-
-
-def _settle(future: asyncio.Future[TaskResult], what: TaskResult | Exception) -> None:
-    if future.done():  # cancelled
-        return
-    if isinstance(what, Exception):
-        future.set_exception(what)
-    else:
-        future.set_result(what)
+        loop.call_soon_threadsafe(settle, future, what)

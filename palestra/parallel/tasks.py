@@ -85,9 +85,7 @@ class Backend(Protocol):
         """Removes a member that no pending task needs; its folder may then be deleted."""
         ...
 
-    def submit(self, task: Task) -> None:
-        """Adds a task to the queue."""
-        ...
+    def submit(self, task: Task) -> None: ...
 
     def wait(self, timeout: float | None = None) -> TaskResult | None:
         """Returns the next finished task, or None after `timeout` seconds. Raises ValueError, with the task's name, if

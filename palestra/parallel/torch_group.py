@@ -68,17 +68,15 @@ def join_process_group() -> ProcessGroup:
     if size == 1:
         return SINGLE_PROCESS
     if not dist.is_initialized():
-        _join(size)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # single machine: its host name may not resolve
+            loopback = "lo0" if os.uname().sysname == "Darwin" else "lo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        backends = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            backends = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backends, timeout=COLLECTIVE_TIMEOUT)
     return TorchGroup(dist.get_rank(), size)
-
-
-def _join(size: int) -> None:
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # single machine: its host name may not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def sum_in_place(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:

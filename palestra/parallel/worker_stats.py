@@ -44,8 +44,10 @@ class WorkerStats:
             for line in lines:
                 known = self._lines.setdefault(line["worker"], {key: line[key] for key in ("worker", "kind", "where")})
                 known |= {key: known.get(key, 0.0) + line[key] for key in COUNTERS if key in line}
-                known |= {"seen": line["seen"]} if "seen" in line else {}
-                self._why |= {line["worker"]: line["why"]} if line.get("why") else {}
+                if "seen" in line:
+                    known["seen"] = line["seen"]
+                if line.get("why"):
+                    self._why[line["worker"]] = line["why"]
 
     def take_report(self, min_interval_s: float = REPORT_INTERVAL_S) -> list[dict[str, Any]]:
         """Returns a dict for each worker with changes since the last report, and resets the counters. Returns [] if the

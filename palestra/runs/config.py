@@ -50,7 +50,6 @@ class RunConfig(StrictModel):
 
     @property
     def env_label(self) -> str:
-        """Name of the env, for display."""
         return str(self.env["type"])
 
     @field_validator("env", mode="before")

@@ -140,9 +140,7 @@ class Trainer(Protocol[Collected, Update]):
         ...
 
     @property
-    def log_every(self) -> int:
-        """Steps between logged steps."""
-        ...
+    def log_every(self) -> int: ...
 
     @property
     def checkpoint_every(self) -> int:

@@ -136,7 +136,6 @@ class MetricLog:
     # ---- queries
 
     def names(self) -> list[str]:
-        """Returns the names that have lines."""
         with self._lock:
             return list(self._columns)
 

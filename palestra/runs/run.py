@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -157,7 +156,6 @@ class Run:
 
     @property
     def config(self) -> str:
-        """The resolved config, as YAML."""
         return (self.path / CONFIG_FILE).read_text(encoding="utf-8")
 
     def replace_config(self, config_yaml: str) -> None:
@@ -247,7 +245,11 @@ class Run:
         then pruned: the newest two remain, and those saved with `keep`. Raises DamagedFile if the run's folder is not
         where it was opened: its path would be made anew beside it.
         """
-        self._check_not_moved()
+        lock = self.path / ".lock"
+        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
+            raise DamagedFile(
+                f"{self.path} was moved or removed during training, which ends here: --resume the run where it is now"
+            )
         folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
         for name in (info or {}).get("names", {}).values():
             path_inside(folder, name)
@@ -282,13 +284,20 @@ class Run:
         self._close_logs()
         if newest:
             finish_rename(newest)
-        _remove_temporary(self.path)
+        # unfinished files of a process that died
+        for depth in ("", "*/", "*/*/"):
+            for leftover in list(self.path.glob(f"{depth}{TEMPORARY_PREFIX}*")):
+                remove_path(leftover)
         evals = self.path / "evals.jsonl"
         filter_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
         for log in TRUNCATED_LOGS:
             if (self.path / log).exists():
                 os.truncate(self.path / log, newest.entry["logs"][log]["bytes"] if newest else 0)
-        _remove_after(self.path, step)
+        # the episodes, replays and checkpoints after `step`
+        for folder in ("episodes", f"{EVAL_EPISODES_FOLDER}/*", f"{REPLAYS_FOLDER}/*", CHECKPOINTS_FOLDER):
+            for path in list(self.path.glob(f"{folder}/step-*")):
+                if is_after(path, step):
+                    remove_path(path)
         filter_lines(self.path / CHECKPOINTS_FILE, lambda line: line["step"] <= step)  # after removing their folders
         self._prune()  # the process may have died between the checkpoint and its pruning
         self.next_step = step + 1
@@ -304,13 +313,6 @@ class Run:
             if newest:
                 _step_of(evals, line)
         return newest, skipped
-
-    def _check_not_moved(self) -> None:
-        lock = self.path / ".lock"
-        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
-            raise DamagedFile(
-                f"{self.path} was moved or removed during training, which ends here: --resume the run where it is now"
-            )
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._log(name).write(to_json_line(line))
@@ -365,20 +367,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _remove_after(run: Path, step: int) -> None:
-    """Removes the episodes, replays and checkpoints after `step`."""
-    patterns = ("episodes/", f"{EVAL_EPISODES_FOLDER}/*/", f"{REPLAYS_FOLDER}/*/", f"{CHECKPOINTS_FOLDER}/")
-    for path in list(chain.from_iterable(run.glob(f"{pattern}step-*") for pattern in patterns)):
-        if is_after(path, step):
-            remove_path(path)
-
-
-def _remove_temporary(run: Path) -> None:
-    """Removes unfinished files of a process that died."""
-    for leftover in list(chain.from_iterable(run.glob(f"{depth}{TEMPORARY_PREFIX}*") for depth in ("", "*/", "*/*/"))):
-        remove_path(leftover)
 
 
 def _last_step(log: Path) -> int:

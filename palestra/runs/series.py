@@ -52,12 +52,10 @@ class RunLogs:
 
     @cached_property
     def metrics(self) -> list[Line]:
-        """The lines of metrics.jsonl."""
         return read_lines(self.path / "metrics.jsonl")
 
     @cached_property
     def timings(self) -> list[Line]:
-        """The lines of timings.jsonl."""
         return read_lines(self.path / "timings.jsonl")
 
     @cached_property

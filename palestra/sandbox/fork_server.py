@@ -158,15 +158,12 @@ class ForkServer:
                 return
             self.children.discard(pid)
             if status:
-                self._clear_after(pid)
-
-    def _clear_after(self, child: int) -> None:
-        """Removes the processes and the folder of a child that has failed or was killed."""
-        process_tree.kill_descendants(exclude=self.children)
-        if (folder := self.root / str(child)).exists():
-            workdir.remove(folder)
-        if self.group:
-            cgroup.remove(self.group / str(child))
+                # the child has failed or was killed
+                process_tree.kill_descendants(exclude=self.children)
+                if (folder := self.root / str(pid)).exists():
+                    workdir.remove(folder)
+                if self.group:
+                    cgroup.remove(self.group / str(pid))
 
 
 def _prepare_call(line: bytes) -> Serve:

@@ -56,7 +56,8 @@ class ProcessMonitor:
     def run_until_end(self, stdin: bytes) -> None:
         """Writes `stdin` to stdin; returns when the program ends, exceeds a limit, or the requester disconnects."""
         unsent = memoryview(stdin)
-        death = _death(self.program.pid)
+        # becomes readable when the program exits
+        death = os.pidfd_open(self.program.pid) if sys.platform == "linux" else None
         with selectors.DefaultSelector() as events:
             events.register(self.requester, selectors.EVENT_READ)
             events.register(self.program.stdin, selectors.EVENT_WRITE)
@@ -141,8 +142,3 @@ class ProcessMonitor:
         took = time.monotonic() - now  # measuring a folder with many files is slow
         self._pause = max(MIN_INTERVAL_S if cpu > self._cpu else min(2 * self._pause, MAX_INTERVAL_S), 4 * took)
         self._cpu, self._next = cpu, now + took + min(self._pause, max(left, MIN_INTERVAL_S / 10))
-
-
-def _death(pid: int) -> int | None:
-    """Returns a descriptor that becomes readable when the process exits; None on systems without pidfd."""
-    return os.pidfd_open(pid) if sys.platform == "linux" else None

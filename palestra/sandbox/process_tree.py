@@ -160,18 +160,14 @@ def kill_descendants(group: int | None = None, exclude: Iterable[int] = ()) -> N
     while (pids := descendants(exclude)) and time.monotonic() < end:
         for pid in pids:
             _signal(pid)
-            _reap(pid)
+            with contextlib.suppress(ChildProcessError):  # still another process's child
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
 
 
 def _signal(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # dead; or, on macOS, a zombie
         os.kill(pid, signal.SIGKILL)
-
-
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # still another process's child
-        os.waitpid(pid, os.WNOHANG)
 
 
 def _read(path: str) -> str:

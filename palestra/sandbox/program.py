@@ -29,12 +29,7 @@ SYSTEM_PATHS = (
     "/usr/share/zoneinfo",
     "/etc/ld.so.cache",
 )
-DEVICES = (
-    "/dev/null",
-    "/dev/full",
-    "/dev/random",
-    "/dev/urandom",
-)  # /dev/zero would give uncounted shared memory
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero would give uncounted shared memory
 
 # Loads compiled code: faster than compiling boot.py for every run.
 LOADER = """

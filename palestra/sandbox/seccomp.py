@@ -51,28 +51,10 @@ THREAD_WITH_FILES = 0x1_0400
 AF_UNIX = 1
 SIGCHLD = 17
 FCNTL_FAKED = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-FCNTL_ALLOWED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    9,
-    36,
-    1030,
-    1032,
-    1034,
-)  # F_DUPFD to F_GETLK, F_GETOWN, F_OFD_GETLK, F_DUPFD_CLOEXEC, sizes, seals
-IOCTL_ALLOWED = (
-    0x5401,
-    0x802C_542A,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS(2), window, FIONREAD, FIONBIO, close-on-exec
+# F_DUPFD to F_GETLK, F_GETOWN, F_OFD_GETLK, F_DUPFD_CLOEXEC, sizes, seals
+FCNTL_ALLOWED = (0, 1, 2, 3, 4, 5, 9, 36, 1030, 1032, 1034)
+# TCGETS(2), window, FIONREAD, FIONBIO, close-on-exec
+IOCTL_ALLOWED = (0x5401, 0x802C_542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 REFUSED_UNMOUNTED = ("execve", "execveat", "fallocate")  # refused if the folder is not a separate file system
 XATTR_CALLS = ("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr")
 PRCTL_ALLOWED = (1, 2, 3, 15, 16, 37, 39, 42)  # parent-death signal, thread names, and queries
@@ -87,10 +69,7 @@ class Rule(NamedTuple):
     action: int
 
 
-SELF_ONLY = (
-    (Rule(0, MASK_ALL, (0,), ALLOW),),
-    ERRNO | EPERM,
-)  # the first argument is a process id: 0 is the caller
+SELF_ONLY = ((Rule(0, MASK_ALL, (0,), ALLOW),), ERRNO | EPERM)  # the first argument is a process id: 0 is the caller
 # By system call: the rules in order, and the answer if none matches.
 ARGUMENT_RULES: dict[str, tuple[tuple[Rule, ...], int]] = {
     # Shared anonymous memory stays allocated when its pages are unmapped, and then counts for no process.
@@ -104,7 +83,7 @@ ARGUMENT_RULES: dict[str, tuple[tuple[Rule, ...], int]] = {
     "fallocate": (
         (Rule(1, MASK_ALL, (0,), ALLOW),),
         ERRNO | EOPNOTSUPP,
-    ),  # beyond a file's end RLIMIT_FSIZE does not apply
+    ),  # RLIMIT_FSIZE does not apply beyond a file's end
     "open": ((Rule(1, TMPFILE, (TMPFILE,), ERRNO | EOPNOTSUPP),), ALLOW),
     "openat": ((Rule(2, TMPFILE, (TMPFILE,), ERRNO | EOPNOTSUPP),), ALLOW),
     "mknod": ((Rule(1, FILE_TYPE_MASK, (FIFO,), ALLOW),), ERRNO | EPERM),

@@ -26,10 +26,17 @@ def supervise(requester: socket.socket, folder: Path, *, mounts: bool, group: Pa
     which cgroups of runs are made (None: none). Raises ConnectionError if the requester disconnects before the request
     is complete.
     """
-    request = RunRequest.from_bytes(_receive(requester))
+    with requester.makefile("rb") as stream:
+        size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
+        body = stream.read(size)
+    if not size or len(body) < size:
+        raise ConnectionError("the requester disconnected")
+    request = RunRequest.from_bytes(body)
     limited = None
     process_tree.become_subreaper()
-    _first_to_go()
+    # if memory runs out, the kernel must kill programs before training processes
+    with contextlib.suppress(OSError):  # not on other systems
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         workdir.create(folder, request, mounts=mounts)
         limited = cgroup.make_run(group, folder.name, request.limits) if group else None
@@ -84,18 +91,3 @@ def _how(code: int, stderr: bytes) -> EndReason:
 def _text(data: bytes, folder: str) -> str:
     """Decodes output as UTF-8; replaces the folder's real path, which differs between runs, by `WORKDIR`."""
     return data.replace(folder.encode(), WORKDIR.encode()).decode("utf-8", "replace")
-
-
-def _first_to_go() -> None:
-    """Raises the OOM score: if memory runs out, the kernel must kill programs before training processes."""
-    with contextlib.suppress(OSError):  # not on other systems
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
-def _receive(asker: socket.socket) -> bytes:
-    with asker.makefile("rb") as stream:
-        size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
-        body = stream.read(size)
-    if not size or len(body) < size:
-        raise ConnectionError("the requester disconnected")
-    return body

@@ -78,7 +78,9 @@ def serve(options: ServeOptions, say: Say = print) -> None:
     Raises ValueError if the data folder or the database belongs to another server (or, with `front_only`, to none), the
     port is taken, or a base or key file does not exist.
     """
-    _check_aliases(options)
+    for alias, name in options.aliases.items():
+        if name not in options.bases:
+            raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
     origins = OriginPolicy.for_host(options.host, options.allow_origins, pages=False)
     with _private_files(), _hold(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
@@ -231,12 +233,6 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
         max_chars_per_token=max_chars_per_token(tokenizer),
         tokenizer=tokenizer,
     )
-
-
-def _check_aliases(options: ServeOptions) -> None:
-    for alias, name in options.aliases.items():
-        if name not in options.bases:
-            raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
 
 
 def _secret(path: Path) -> str:

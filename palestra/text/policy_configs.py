@@ -27,7 +27,6 @@ class FrozenConfig(LMPolicyConfig):
     """A language model policy that is not trained."""
 
     type: Literal["frozen"] = "frozen"
-    """Selects this policy type."""
     path: str | None = None
     """Folder of a saved adapter or full model. Null: the base model without an adapter."""
 
@@ -42,7 +41,6 @@ class RandomConfig(StrictModel):
     """A random policy: uniform over the legal actions if the env lists them, else random words."""
 
     type: Literal["random"] = "random"
-    """Selects this policy type."""
     words: list[str] = ["up", "down", "left", "right"]
     """Vocabulary for envs that list no legal actions."""
     length: int = Field(3, ge=1, le=10_000)
@@ -53,7 +51,6 @@ class ScriptedConfig(StrictModel):
     """A policy with fixed answers."""
 
     type: Literal["scripted"] = "scripted"
-    """Selects this policy type."""
     answers: list[str] = Field(min_length=1)
     """The answers, one per turn of a trajectory; after the last one the list starts over."""
 
@@ -63,14 +60,12 @@ class ExpertConfig(StrictModel):
     an opponent in evaluations. Not every env has one."""
 
     type: Literal["expert"] = "expert"
-    """Selects this policy type."""
 
 
 class HumanConfig(StrictModel):
     """A person who types the answers at the terminal."""
 
     type: Literal["human"] = "human"
-    """Selects this policy type."""
 
 
 def _policy_of_word(tree: Any) -> Any:

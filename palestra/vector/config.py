@@ -68,7 +68,6 @@ class FrozenNetConfig(StrictModel):
     """A policy that another run trained."""
 
     type: Literal["frozen"] = "frozen"
-    """Selects this policy type."""
     path: str
     """RUN:NAME for policy NAME in the newest checkpoint of folder RUN, or the folder of a policy in a checkpoint."""
     greedy: bool = False
@@ -79,14 +78,12 @@ class RandomActionsConfig(StrictModel):
     """A random policy: uniform over legal actions."""
 
     type: Literal["random"] = "random"
-    """Selects this policy type."""
 
 
 class ScriptConfig(StrictModel):
     """A scripted player that the env provides."""
 
     type: Literal["script"] = "script"
-    """Selects this policy type."""
     script: str
     """Name of the script; the docs of the env list them."""
 

@@ -40,9 +40,7 @@ class VectorLearner(Protocol):
     """All trained policies of a run and their update rule."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names of the policies."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
         """Players for training rollouts; `progress` is the elapsed share of the run, from 0 to 1."""
@@ -65,13 +63,9 @@ class VectorLearner(Protocol):
         """Functions that write each policy's acting weights to a folder, by name."""
         ...
 
-    def write_state(self, folder: Path) -> None:
-        """Writes the training state."""
-        ...
+    def write_state(self, folder: Path) -> None: ...
 
-    def read_state(self, folder: Path) -> None:
-        """Restores the training state."""
-        ...
+    def read_state(self, folder: Path) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -124,7 +118,6 @@ class VectorTrainer:
 
     @property
     def policy_names(self) -> list[str]:
-        """Names of the policies that are trained."""
         return list(self.learner.names)
 
     @property
@@ -154,7 +147,6 @@ class VectorTrainer:
             self.ranks.leave()
 
     def close(self) -> None:
-        """Closes the envs."""
         self.rollout.close()
         for evaluation in self.evals:
             evaluation.env.close()

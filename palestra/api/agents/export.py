@@ -118,7 +118,6 @@ def _write(network: GreedyNetwork, inputs: tuple[Tensor, ...], path: Path) -> No
 
 
 def _run(path: Path, network: GreedyNetwork, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Returns what onnxruntime computes."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -108,7 +108,10 @@ class NetworkAgent:
             self._shape = first.obs.shape[2:]
             self._dtype = first.obs.dtype
             self._num_actions = None if first.action_mask is None else first.action_mask.shape[-1]
-            self._game = _package_game(env)
+            # a game of PettingZoo's or Gymnasium's interface, which has encoders and decoders
+            inner = env.inner if isinstance(env, PackageVectorEnv) else env
+            game: Any = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
+            self._game = game if hasattr(game, "obs_encoders") else None
         finally:
             env.close()
         if self._player.net.plays_team:
@@ -208,10 +211,3 @@ def _seat_of(name: str, run: Path, tree: Tree, env: VectorEnv) -> Seat:
         return player if player in env.seats else env.seats[0]
     policies = policy_by_seat(validate(VectorConfig, tree), env)
     return next(seat for seat, policy in policies.items() if policy == name)
-
-
-def _package_game(env: VectorEnv) -> Any:
-    """Returns a game of PettingZoo's or Gymnasium's interface with its encoders and decoders; None for other envs."""
-    inner = env.inner if isinstance(env, PackageVectorEnv) else env
-    game = inner.single_envs[0] if isinstance(inner, SyncVectorEnv) else None
-    return game if hasattr(game, "obs_encoders") else None

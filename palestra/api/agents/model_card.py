@@ -67,7 +67,6 @@ def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, eval
 
 
 def _envs(tree: Tree) -> list[str]:
-    """Returns the types of a run's envs."""
     return [str(env["type"]) for env in [tree.get("env") or {}, *(tree.get("envs") or {}).values()] if "type" in env]
 
 
@@ -128,7 +127,8 @@ def _row(name: str, lines: list[Tree]) -> list[str]:
     columns: list[tuple[str, Callable[[Tree], str]]] = [
         (what, partial(success_interval, key=key)) for key, what in success_keys(last).items()
     ]
-    columns += [("return", format_return)] if "return" in return_keys(last) else []
+    if "return" in return_keys(last):
+        columns.append(("return", format_return))
     columns += [(f"return of {seat}", partial(_own, seat)) for seat in paid_seats(last)]
     head = f"| {_cell(name)} | {valid_instances(last):.0f} |"
     return [
@@ -154,9 +154,11 @@ def _training_section(agent: TrainedAgent, tree: Tree) -> list[str]:
     meta = read_meta(agent.run)
     facts = [f"- seed {meta.get('seed', tree.get('seed', 0))}"]
     steps = total_steps(tree)
-    facts += [f"- saved after {agent.step} of {steps} steps"] if agent.step and steps else []
+    if agent.step and steps:
+        facts.append(f"- saved after {agent.step} of {steps} steps")
     facts += [f"- {name} {meta[name]}" for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
-    facts += [f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`"] if meta.get("command") else []
+    if meta.get("command"):
+        facts.append(f"- on {meta['created'][:10]}, by `{_command(meta['command'])}`")
     text = read_bytes(agent.run / "config.yaml").decode().rstrip()
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     config = f"<details><summary>The whole config</summary>\n\n{fence}yaml\n{text}\n{fence}\n\n</details>"

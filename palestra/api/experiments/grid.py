@@ -92,7 +92,6 @@ class GridCell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return cell_name(self.task, self.algorithm, self.seed)
 
 

@@ -132,7 +132,6 @@ def _values(field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """Returns a type in words."""
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin is Annotated:

@@ -139,7 +139,8 @@ def _faults(model: type[BaseModel], tree: Any, error: ValidationError) -> str:
     if len(lines) == 1:
         return lines[0]
     shown = [f"  {line}" for line in lines[:MAX_ERRORS_SHOWN]]
-    shown += [f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more"] if len(lines) > MAX_ERRORS_SHOWN else []
+    if len(lines) > MAX_ERRORS_SHOWN:
+        shown.append(f"  ... and {len(lines) - MAX_ERRORS_SHOWN} more")
     return "\n".join([f"{len(lines)} faults in the config:", *shown])
 
 
@@ -150,7 +151,6 @@ def dump(config: BaseModel) -> str:
 
 
 def _fault(model: type[BaseModel], tree: Any, error: Any) -> str:
-    """Formats one pydantic error as one line."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":

@@ -62,19 +62,17 @@ class OwnTypes:
     def _own_path(self, named: Any, shipped: set[str]) -> str:
         """Returns "module:Class" for the type of a user's own class; "" for any other."""
         if isinstance(named, type):
-            return self._path_of(named)
+            path = import_path(named)
+            if not path:
+                raise ValueError(
+                    f"{self.what} {named.__qualname__} is defined in a script, a notebook or a function, where a "
+                    "resumed run would not find it: move it to a module, and name it by "
+                    f'type: "module:{named.__name__}"'
+                )
+            return path
         if not isinstance(named, str) or named in shipped:
             return ""
         return named if ":" in named else entry_point_paths(self.group).get(named, "")
-
-    def _path_of(self, cls: type) -> str:
-        path = import_path(cls)
-        if not path:
-            raise ValueError(
-                f"{self.what} {cls.__qualname__} is defined in a script, a notebook or a function, where a resumed run "
-                f'would not find it: move it to a module, and name it by type: "module:{cls.__name__}"'
-            )
-        return path
 
     def _load(self, path: str, tree: dict[str, Any]) -> BaseModel:
         """Returns the config of the class at `path`. Raises ValueError if it is of another kind."""

@@ -158,14 +158,10 @@ def _check_data(value: Any) -> None:
         elif isinstance(part, list):
             waiting += [(inner, depth + 1) for inner in part]
         else:
-            _check_scalar(part)
-
-
-def _check_scalar(value: Any) -> None:
-    if isinstance(value, str) and not _encodable(value):
-        raise ValueError(f"{value!a} is not text: it has half of a surrogate pair; write the character itself")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError("a whole number does not fit into 64 bits: make it smaller")
+            if isinstance(part, str) and not _encodable(part):
+                raise ValueError(f"{part!a} is not text: it has half of a surrogate pair; write the character itself")
+            if isinstance(part, int) and abs(part) >= 2**63:
+                raise ValueError("a whole number does not fit into 64 bits: make it smaller")
 
 
 def _encodable(text: str) -> bool:

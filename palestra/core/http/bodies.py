@@ -26,7 +26,12 @@ def _check(value: Any) -> None:
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, str):
-            _check_text(value)
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"a text has half a character (a lone surrogate) at {error.start}: send all of it"
+                ) from None
         elif isinstance(value, float):
             if not math.isfinite(value):
                 _no_number(str(value))
@@ -35,13 +40,6 @@ def _check(value: Any) -> None:
                 raise _too_deep()
             inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
             waiting.extend((each, depth + 1) for each in inner)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text has half a character (a lone surrogate) at {error.start}: send all of it") from None
 
 
 def _no_number(name: str) -> NoReturn:

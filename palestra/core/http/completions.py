@@ -129,6 +129,5 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    """Formats errors as OpenAI does."""
     assert isinstance(error, HTTPException)
     return JSONResponse(error_body(error.status_code, error.detail), error.status_code)

@@ -73,7 +73,11 @@ def _is_intact(folder: Path) -> bool:
 def _convert(parts: Parts, folder: Path) -> None:
     """Writes the model of a GGUF file, its tokenizer and the manifest to `folder`."""
     file = parts[0] if len(parts) == 1 else _join(parts, folder)
-    _check_readable(file)
+    if find_spec("gguf") is None:
+        raise ValueError(f"reading {file.name} needs the package gguf: pip install 'palestra[smollm]'")
+    with open(file, "rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise DamagedFile(f"{file} is not a GGUF file: it does not begin with the bytes GGUF. Copy it again")
     disable_progress_bar()
     with _reading_once():
         model, tokenizer, reader = _read(file)
@@ -215,11 +219,3 @@ def _field(fields: Any, name: str) -> Any:
     """Returns a field of the file's tokenizer, or None."""
     field = fields.get_field(f"tokenizer.ggml.{name}")
     return field.contents() if field else None
-
-
-def _check_readable(file: Path) -> None:
-    if find_spec("gguf") is None:
-        raise ValueError(f"reading {file.name} needs the package gguf: pip install 'palestra[smollm]'")
-    with open(file, "rb") as stream:
-        if stream.read(len(MAGIC)) != MAGIC:
-            raise DamagedFile(f"{file} is not a GGUF file: it does not begin with the bytes GGUF. Copy it again")

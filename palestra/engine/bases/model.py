@@ -27,13 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import keep_freed_memory, release_freed_memory
-from palestra.engine.bases.names import (
-    expert_notes,
-    model_class,
-    model_without_weights,
-    plain_note,
-    resolve_base,
-)
+from palestra.engine.bases.names import expert_notes, model_class, model_without_weights, plain_note, resolve_base
 from palestra.engine.bases.pretrained import load_config, load_model, load_tokenizer
 from palestra.engine.check.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.check.self_check import choose_engine, small_verdict
@@ -106,7 +100,8 @@ class Engine:
         if plain:
             self.plain_path = PlainPath(self)
         self._narrows = plain or self._narrow_last_layer()
-        self._let_layers_be_recomputed()
+        for layer in getattr(decoder_of(self.model), "layers", ()):
+            layer.forward = self._with_checkpointing(layer.forward)
 
     @classmethod
     def load(
@@ -206,10 +201,6 @@ class Engine:
 
         last.forward = forward
         return True
-
-    def _let_layers_be_recomputed(self) -> None:
-        for layer in getattr(decoder_of(self.model), "layers", ()):
-            layer.forward = self._with_checkpointing(layer.forward)
 
     def _with_checkpointing(self, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a layer's forward `layer_forward` with gradient checkpointing, which is active inside

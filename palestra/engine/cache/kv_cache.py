@@ -137,12 +137,10 @@ class KVCache:
                 return
 
     def free(self, slots: Sequence[CacheSlot]) -> None:
-        """Frees `slots`."""
         for pool, group in _by_pool(slots).items():
             pool.remove(group)
 
     def free_empty_pools(self) -> None:
-        """Frees the memory of empty pools."""
         for key, pool in list(self._pools.items()):
             if not pool.num_used:
                 pool.free()

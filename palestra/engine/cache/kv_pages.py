@@ -88,12 +88,10 @@ class PagePool:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key-value heads."""
         return self.kv[0].shape[2]
 
     @property
     def num_used(self) -> int:
-        """Number of pages in use."""
         return len(self._owners)
 
     @property

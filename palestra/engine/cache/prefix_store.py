@@ -25,7 +25,6 @@ class StoredPart:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
         return self.kv_L2hTD.shape[3]
 
 
@@ -89,6 +88,5 @@ class PrefixStore:
         return []
 
     def clear(self) -> None:
-        """Drops all entries."""
         while self.drop_oldest():
             pass

@@ -39,7 +39,12 @@ def reduced_model(model: PreTrainedModel, seed: int) -> PreTrainedModel | None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 small = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
-                _randomise(small, seed)
+                # matrices get noise that keeps the scale of their inputs, vectors a tenth
+                generator = torch.Generator().manual_seed(seed)
+                with torch.no_grad():
+                    for weight in small.parameters():
+                        size = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
+                        weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=size)
         except Exception:  # any code of any architecture
             continue
         device = "cpu" if model.device.type == "meta" else model.device
@@ -115,12 +120,3 @@ def _layers_of_each_kind(data: dict[str, Any], layers: int) -> int:
             if FIRST_LAYERS.search(key):
                 needed = max(needed, value + 1)
     return min(needed, layers)
-
-
-def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Adds noise to every weight: to matrices, noise that keeps the scale of their inputs; to vectors, a tenth."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            size = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
-            weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=size)

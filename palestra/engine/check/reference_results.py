@@ -69,7 +69,11 @@ def own_results(model: PreTrainedModel, *, long: bool) -> Expected:
 def _cases(model: PreTrainedModel, long: bool) -> list[Case]:
     """Returns the cases by owner: siblings of one prompt, longer prompts that begin with it, and others."""
     rng = np.random.default_rng(0)
-    ids = _plain_ids(model)
+    # token ids that the config gives no meaning
+    config = model.config.get_text_config()
+    entries = [*model.config.to_dict().items(), *config.to_dict().items()]
+    special = {value for key, value in entries if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    ids = np.array([i for i in range(min(config.vocab_size, MAX_TOKEN_ID)) if i not in special], np.int64)
 
     def draw(n: int) -> np.ndarray:
         return rng.choice(ids, n)
@@ -82,14 +86,6 @@ def _cases(model: PreTrainedModel, long: bool) -> list[Case]:
         cases.append(Case(draw(5), draw(NUM_DECODED), 1))
         cases.append(Case(np.concatenate([start, draw(MAX_WINDOW + 2)]), draw(NUM_DECODED), 1))
     return [*cases, Case(np.concatenate([start[:6], draw(3)]), draw(NUM_DECODED), None)]
-
-
-def _plain_ids(model: PreTrainedModel) -> np.ndarray:
-    """Returns token ids that the config gives no meaning."""
-    config = model.config.get_text_config()
-    entries = [*model.config.to_dict().items(), *config.to_dict().items()]
-    special = {value for key, value in entries if key.endswith(("token_id", "token_index")) and isinstance(value, int)}
-    return np.array([i for i in range(min(config.vocab_size, MAX_TOKEN_ID)) if i not in special], np.int64)
 
 
 def _adapter(linears: Mapping[str, nn.Module], seed: int) -> Adapter:

@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palestra.core.chat import (
-    TOOL_CALL_PATTERN,
-    Json,
-    ToolCall,
-    render_tool_call,
-)
+from palestra.core.chat import TOOL_CALL_PATTERN, Json, ToolCall, render_tool_call
 from palestra.engine.conversation.calls import CallReader, CommonCalls, call_readers
 from palestra.engine.conversation.rendering import (
     ASKED,

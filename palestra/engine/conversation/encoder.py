@@ -24,20 +24,8 @@ from palestra.core.chat import (
     with_system,
 )
 from palestra.core.types import Answer
-from palestra.engine.conversation.answers import (
-    AnswerForm,
-    ReadAnswer,
-    after_prompt,
-    find_answer_form,
-)
-from palestra.engine.conversation.rendering import (
-    ASKED,
-    FIRST_KEY,
-    TEXT_MARK,
-    THOUGHT_MARK,
-    Renderer,
-    TemplateRefusal,
-)
+from palestra.engine.conversation.answers import AnswerForm, ReadAnswer, after_prompt, find_answer_form
+from palestra.engine.conversation.rendering import ASKED, FIRST_KEY, TEXT_MARK, THOUGHT_MARK, Renderer, TemplateRefusal
 from palestra.engine.forward.tree_attention import common_prefix
 
 HistoryThoughts = Literal["template", "keep"]
@@ -75,7 +63,6 @@ class ChatEncoder:
 
     @cached_property
     def form(self) -> AnswerForm:
-        """The form of the base's answers."""
         return find_answer_form(self.renderer)
 
     @property
@@ -408,5 +395,4 @@ class ChatEncoder:
 
 
 def _cache_key(messages: Sequence[Any]) -> str:
-    """Returns a hashable cache key."""
     return json.dumps(list(messages))

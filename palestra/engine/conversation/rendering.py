@@ -129,7 +129,6 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """True if the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @cached_property

@@ -173,7 +173,10 @@ class DecodeGraphs:
             recorded = RecordedStep(self.engine, shape, step.answers[0].pool, self._columns[key])
             with fused_rotary():
                 recorded.record(step, self._record)
-            self._compare(recorded(step), own_RV)
+            gaps = (torch.log_softmax(recorded(step).float(), -1) - torch.log_softmax(own_RV.float(), -1)).abs()
+            gap, agrees = compare_gaps(gaps, self.engine.dtype)
+            if not agrees:
+                raise ValueError(f"a recorded step differs by {gap:.2g} nats from the plain one")
         except torch.OutOfMemoryError:
             self._uses[shape] = 0
             self.clear()
@@ -188,13 +191,6 @@ class DecodeGraphs:
             while len(self._steps) >= MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))
             self._steps[shape] = recorded
-
-    def _compare(self, found_RV: Tensor, own_RV: Tensor) -> None:
-        """Raises ValueError unless the logits give the same log-probabilities."""
-        gaps = (torch.log_softmax(found_RV.float(), -1) - torch.log_softmax(own_RV.float(), -1)).abs()
-        gap, agrees = compare_gaps(gaps, self.engine.dtype)
-        if not agrees:
-            raise ValueError(f"a recorded step differs by {gap:.2g} nats from the plain one")
 
 
 class RecordedStep:

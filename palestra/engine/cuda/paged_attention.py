@@ -33,7 +33,6 @@ class PageTable(NamedTuple):
 
     @property
     def length_R(self) -> Tensor:  # noqa: N802 - the suffix is the shape
-        """Number of tokens of each row."""
         return self.prompt_R + self.answer_R
 
     def pages_of_prompts(self, page_tokens: int) -> Tensor:
@@ -42,12 +41,7 @@ class PageTable(NamedTuple):
 
 
 def paged_attention(
-    q_RHD: Tensor,
-    kv_2NhPD: Tensor,
-    table: PageTable,
-    first_R: Tensor,
-    scale: float,
-    terms: AttentionTerms = NO_TERMS,
+    q_RHD: Tensor, kv_2NhPD: Tensor, table: PageTable, first_R: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
 ) -> Tensor:
     """Returns the attention output [R, H, D] of a layer with the keys and values `kv_2NhPD`, over the keys from
     position `first_R` int64 on. The span of `terms` is not read: it is in `first_R`."""

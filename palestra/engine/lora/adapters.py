@@ -93,12 +93,7 @@ class Adapter:
     """
 
     def __init__(
-        self,
-        linears: Mapping[str, nn.Module],
-        config: LoraConfig,
-        *,
-        seed: int,
-        model: PreTrainedModel | None = None,
+        self, linears: Mapping[str, nn.Module], config: LoraConfig, *, seed: int, model: PreTrainedModel | None = None
     ) -> None:
         self.config = config
         self.seed = seed

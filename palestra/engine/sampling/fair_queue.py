@@ -59,7 +59,6 @@ class FairQueue(Generic[T]):
         return any(item in items for items in self._items.values())
 
     def push(self, client: str, item: T) -> None:
-        """Appends an item to the client's queue."""
         self._items.setdefault(client, deque()).append(item)
 
     def push_front(self, client: str, item: T) -> None:
@@ -87,7 +86,6 @@ class FairQueue(Generic[T]):
         self._forget_empty(client)
 
     def clear(self) -> None:
-        """Removes all items."""
         self._items.clear()
 
     def _forget_empty(self, client: str) -> None:

@@ -34,7 +34,6 @@ class Cohort:
 
     @property
     def route(self) -> SnapshotRoute | None:
-        """The route of the rows' adapter."""
         return _route(self.rows[0].group)
 
 
@@ -64,17 +63,13 @@ class PlainBatch(LiveBatch):
         groups = sorted(groups, key=_cohort_key)
         self.groups |= dict.fromkeys(groups)
         for group in groups:
-            self._resume(group)
+            for _, rows in groupby(sorted(group.resumed, key=_length), key=_length):
+                self.cohorts.append(Cohort(list(rows), None))
+            self.rows += group.resumed
+            group.resumed = []
         if new := [group for group in groups if group.num_started < group.num_admitted]:
             self._start_new(new)
         self.rows.sort(key=lambda row: row.group.sort_key)
-
-    def _resume(self, group: SequenceGroup) -> None:
-        """Makes the resumed answers of a group live again; the next pass computes their caches."""
-        for _, rows in groupby(sorted(group.resumed, key=_length), key=_length):
-            self.cohorts.append(Cohort(list(rows), None))
-        self.rows += group.resumed
-        group.resumed = []
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:
         started = []

@@ -101,7 +101,6 @@ class SequenceGroup:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
@@ -201,7 +200,6 @@ class LiveSequence:
 
     @property
     def is_full(self) -> bool:
-        """True if the answer has `max_tokens` tokens."""
         return len(self.token_ids) == self.group.request.sampling.max_tokens
 
     def to_completion(self, stop_reason: str) -> Completion:

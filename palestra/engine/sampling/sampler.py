@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from palestra.core.accel.malloc import free_memory
+from palestra.core.event_loop import settle
 from palestra.core.failures import is_out_of_memory
 from palestra.engine.bases.model import Engine
 from palestra.engine.cache.kv_cache import MAX_PREFILL_TOKENS, default_cache_bytes, default_prefill_tokens, token_bytes
@@ -93,7 +94,7 @@ class Sampler:
         """Returns the answers to `request`, in sibling order. Raises ValueError if the request is invalid or prompt and
         answer exceed the base's length."""
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        group = self.submit(request, partial(_resolve, future))
+        group = self.submit(request, partial(settle, future))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         try:
@@ -214,16 +215,16 @@ class Sampler:
 
     async def _run(self) -> None:
         while self.has_requests:
-            await self._settle()
+            # All ready coroutines run first, so that their requests join the next batch
+            quiet = 0
+            seen = len(self.waiting)
+            while quiet < 6:
+                await asyncio.sleep(0)
+                quiet += 1
+                if len(self.waiting) != seen:
+                    quiet = 0
+                    seen = len(self.waiting)
             self.step()
-
-    async def _settle(self) -> None:
-        """Runs all ready coroutines, so that their requests join the next batch."""
-        quiet = 0
-        seen = len(self.waiting)
-        while quiet < 6:
-            await asyncio.sleep(0)
-            quiet, seen = (quiet + 1, seen) if len(self.waiting) == seen else (0, len(self.waiting))
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -377,12 +378,3 @@ def _default_prefill_tokens(engine: Engine, cache_bytes: int) -> int:
         return MAX_PREFILL_TOKENS
     size = token_bytes(shape.layers, shape.kv_heads * shape.width, engine.dtype.itemsize)
     return default_prefill_tokens(cache_bytes, size)
-
-
-def _resolve(future: asyncio.Future[list[Completion]], outcome: SamplingOutcome) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -65,7 +65,6 @@ class SamplingConfig(StrictModel):
 
     @property
     def records_mask(self) -> bool:
-        """True if answers have sampling masks."""
         return self.keep_sampling_mask and self.is_truncated
 
 

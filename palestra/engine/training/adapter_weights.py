@@ -33,12 +33,7 @@ from palestra.engine.bases.fsdp import is_sharded, local_shard
 from palestra.engine.bases.model import Engine
 from palestra.engine.lora.adapters import Adapter, Snapshot
 from palestra.engine.lora.variants import Dropout
-from palestra.engine.training.checkpoints import (
-    load_training_state,
-    load_weights,
-    save_training_state,
-    save_weights,
-)
+from palestra.engine.training.checkpoints import load_training_state, load_weights, save_training_state, save_weights
 from palestra.engine.training.micro_batch import (
     MicroBatch,
     PackedBatch,
@@ -108,7 +103,6 @@ class OptimConfig(OptimizedPolicy):
 
     @property
     def rate_of_critic(self) -> float:
-        """The learning rate of a critic."""
         return self.lr if self.critic_lr is None else self.critic_lr
 
 
@@ -152,7 +146,8 @@ class AdapterWeights:
             engine.model.requires_grad_(True)
         self.critic = value_head(engine) if critic else None
         self.parameters = adapter.parameters() if adapter else list(engine.model.parameters())
-        self.parameters += list(self.critic.parameters()) if self.critic else []
+        if self.critic:
+            self.parameters += list(self.critic.parameters())
         self.reference: Adapter | None = None
         self.full_reference: ReferenceWeights | None = None
         self.reset_optimizer()
@@ -295,7 +290,8 @@ class AdapterWeights:
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         metrics = self.loss_scale.update(fits) if self.loss_scale else {}
-        metrics |= {"critic_grad_norm": float(critic_norm) if fits else 0.0} if self.critic else {}
+        if self.critic:
+            metrics["critic_grad_norm"] = float(critic_norm) if fits else 0.0
         return {"grad_norm": float(norm) if fits else 0.0, **metrics}
 
     def _gather_gradients(self) -> Tensor:
@@ -397,7 +393,6 @@ def _zero_loss(tokens: LossInputs) -> Tensor:
 
 
 def _sum_metrics(parts: Sequence[Metrics]) -> Metrics:
-    """Returns the sum of each metric over all parts."""
     total: Metrics = {}
     for part in parts:
         for name, figure in part.items():

@@ -83,11 +83,7 @@ class ScoredTokens(NamedTuple):
 
 
 def scored_tokens(
-    engine: Engine,
-    row_M: np.ndarray,
-    token_M: np.ndarray,
-    temperature_M: np.ndarray,
-    kept: KeptTokens | None = None,
+    engine: Engine, row_M: np.ndarray, token_M: np.ndarray, temperature_M: np.ndarray, kept: KeptTokens | None = None
 ) -> ScoredTokens:
     """Returns the tokens as tensors on the engine's device."""
     warm = bool((temperature_M != 1).any())

@@ -43,12 +43,10 @@ class MuonAndAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts."""
         return list(chain.from_iterable(part.param_groups for part in self._parts))
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The state of each parameter."""
         return {p: slots for part in self._parts for p, slots in part.state.items()}
 
     def step(self) -> None:
@@ -57,18 +55,15 @@ class MuonAndAdamW:
             part.step()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Removes the gradients."""
         for part in self._parts:
             part.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state by parameter number."""
         known = self.state
         state = {number: known[p] for number, p in enumerate(self._order) if p in known}
         return {"state": state, "param_groups": self.param_groups}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restores the state that `state_dict` returned."""
         number = {id(p): n for n, p in enumerate(self._order)}
         for part in self._parts:
             own = part.state_dict()

@@ -63,7 +63,7 @@ class AssertionRunner:
         try:
             exec(compile(self.preamble, "given.py", "exec"), names)
             names |= {self.entry: self._call, "_waiting": lambda: self.is_waiting, "_check_not_nan": _check_not_nan}
-            exec(compile(_rewrite_test(test), "test.py", "exec"), names)
+            exec(compile(ast.fix_missing_locations(_Rewriter().visit(ast.parse(test))), "test.py", "exec"), names)
         except BaseException as error:  # any exception of a test is its result
             return ("waiting", "") if self.is_waiting else ("error", error_text(error))
         return ("waiting" if self.is_waiting else "ok"), ""
@@ -118,10 +118,6 @@ def _check_not_nan(value: Any) -> Any:
     elif isinstance(value, float) and math.isnan(value):
         raise AssertionError("NaN is neither less nor greater than a number")
     return value
-
-
-def _rewrite_test(test: str) -> Any:
-    return ast.fix_missing_locations(_Rewriter().visit(ast.parse(test)))
 
 
 def _plain(value: object) -> Any:

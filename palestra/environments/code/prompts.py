@@ -109,7 +109,6 @@ def _example(case: ProgramTest, problem: ProgramProblem) -> str:
 
 
 def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Seat, alone: bool) -> str:
-    """Returns the description of one turn for one seat."""
     whose = "Your program" if seat == "coder" else "The coder's program"
     if turn.source is None:
         lines = [f"Turn {number}. There was no program in {'your' if seat == 'coder' else 'the coder’s'} answer."]

@@ -41,7 +41,6 @@ def _by(operation: Callable[[Any, int], Any], k: int) -> Callable[[Any], Any]:
 
 
 def _filters() -> list[ProgramStep]:
-    """Returns the filters."""
     even = ProgramStep("even", "even", "{}%2==0", lambda x: x % 2 == 0)
     odd = ProgramStep("odd", "odd", "{}%2==1", lambda x: x % 2 == 1)
     above = [ProgramStep(f"above {k}", f"greater than {k}", f"{{}}>{k}", _by(operator.gt, k)) for k in range(1, 10)]
@@ -50,20 +49,17 @@ def _filters() -> list[ProgramStep]:
 
 
 def _first_maps() -> list[ProgramStep]:
-    """Returns the first arithmetic steps."""
     times = [ProgramStep(f"times {k}", f"multiply it by {k}", f"{{}}*{k}", _by(operator.mul, k)) for k in range(2, 10)]
     return [*times, ProgramStep("squared", "square it", "{}**2", _by(operator.pow, 2))]
 
 
 def _second_maps() -> list[ProgramStep]:
-    """Returns the second arithmetic steps."""
     plus = [ProgramStep(f"plus {k}", f"add {k}", f"{{}}+{k}", _by(operator.add, k)) for k in range(1, 10)]
     minus = [ProgramStep(f"minus {k}", f"subtract {k}", f"{{}}-{k}", _by(operator.sub, k)) for k in range(1, 10)]
     return [*plus, *minus]
 
 
 def _orders() -> list[ProgramStep]:
-    """Returns slices and orders."""
     first = [ProgramStep(f"first {k}", f"take the first {k}", f"{{}}[:{k}]", _by(_first, k)) for k in (1, 2, 3)]
     last = [ProgramStep(f"last {k}", f"take the last {k}", f"{{}}[-{k}:]", _by(_last, k)) for k in (1, 2, 3)]
     turned = ProgramStep("reversed", "reverse their order", "{}[::-1]", lambda numbers: numbers[::-1])
@@ -79,7 +75,6 @@ def _last(numbers: list[int], k: int) -> list[int]:
 
 
 def _reductions() -> list[ProgramStep]:
-    """Returns the reductions."""
     return [
         ProgramStep("sum", "add them all up", "sum({})", sum),
         ProgramStep("count", "say how many there are", "len({})", len),

@@ -40,6 +40,7 @@ from palestra.environments.combat.start import HEALTH, SHIELD, Start, X, Y
 from palestra.envs.batch.canvas import GREY, LIGHT_GREY, RED, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, Entities, empty_step
 
 UNIT_RADIUS = 0.6  # as drawn
@@ -92,12 +93,10 @@ class Combat(NativeEnv):
         start: Start = "columns",
         sight: Literal["circle", "cone"] = "circle",
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer; use 1 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         if map not in MAPS:
             raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(CombatMap))}')
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps: {max_steps} is too small, a game takes a step; use 1 or more")
+        check_at_least("max_steps", 1 if max_steps is None else max_steps, 1, "a game takes a step")
         _check_random(type_weights, allies, enemies)
         if start not in get_args(Start):
             raise ValueError(f'start: there is no "{start}"; use one of {", ".join(get_args(Start))}')
@@ -145,8 +144,7 @@ class Combat(NativeEnv):
             "last": np.zeros((num_envs, seats), np.int64),
             "steps": np.zeros(num_envs, np.int64),
         }
-        shown = {name: array for name, array in vars(self.vector_step).items() if array is not None}
-        self._board = CombatArrays(**self.internal_state, **shown)
+        self._board = self.build_table(CombatArrays)
 
     def render(self, game: int) -> np.ndarray:
         """Draws allies in the colours of their seats and enemies in red, each with a bar of health and shield, and a
@@ -190,8 +188,7 @@ def _check_random(type_weights: dict[str, float] | None, allies: int | None, ene
     for name, count in (("allies", allies), ("enemies", enemies)):
         if count is not None and type_weights is None:
             raise ValueError(f"{name}: {count} units have no types; set type_weights, or leave it to the map")
-        if count is not None and count < 1:
-            raise ValueError(f"{name}: {count} is too small, a battle takes two sides; use 1 or more")
+        check_at_least(name, 1 if count is None else count, 1, "a battle takes two sides")
     if type_weights is None:
         return
     if unknown := sorted(set(type_weights) - set(TYPE_NAMES)):

@@ -8,17 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 CombatMap = Literal[
-    "3m",
-    "8m",
-    "25m",
-    "8m_vs_9m",
-    "10m_vs_11m",
-    "27m_vs_30m",
-    "2s3z",
-    "3s5z",
-    "3s_vs_3z",
-    "3s_vs_4z",
-    "3s_vs_5z",
+    "3m", "8m", "25m", "8m_vs_9m", "10m_vs_11m", "27m_vs_30m", "2s3z", "3s5z", "3s_vs_3z", "3s_vs_4z", "3s_vs_5z"
 ]
 MAPS: dict[str, tuple[str, str, int]] = {  # allies, enemies, steps
     "3m": ("3m", "3m", 60),

@@ -28,10 +28,7 @@ _FILLERS = (
     "while who will with would your"
 )
 _STOP = frozenset(
-    chain(
-        (word for words in PART_KEYWORDS.values() for phrase in words for word in phrase.split()),
-        _FILLERS.split(),
-    )
+    chain((word for words in PART_KEYWORDS.values() for phrase in words for word in phrase.split()), _FILLERS.split())
 )
 
 
@@ -57,7 +54,6 @@ class Fact:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """The content words of the text."""
         return frozenset(content_words(self.text))
 
 
@@ -91,7 +87,6 @@ class Topic:
 
     @cached_property
     def motion_words(self) -> frozenset[str]:
-        """The content words of the motion."""
         return frozenset(content_words(self.text))
 
 

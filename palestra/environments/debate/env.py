@@ -79,7 +79,12 @@ class Debate(Env):
         check_range("rounds", rounds, 1, 100)
         check_range("facts", facts, 1 if mode == "competitive" else 2, MAX_FACTS)
         check_range("max_words", max_words, 10, 10_000)
-        _check(source, topics, rendering)
+        if source == "drills" and topics:
+            raise ValueError("topics names a file, but source: drills makes its own topics: drop one of the two")
+        if source == "topics" and rendering == "compact":
+            raise ValueError(
+                "rendering: compact shows facts as single tokens, which only drills have: set source: drills"
+            )
         self.mode = mode
         self.source = source
         self.topics = topics
@@ -255,13 +260,6 @@ class Debate(Env):
 
 def _whose(acting: tuple[Seat, ...], over: bool) -> str:
     return "the debate is over, call reset(seed)" if over else f"give them for {' and '.join(acting)}, who speak next"
-
-
-def _check(source: str, topics: Path | None, rendering: str) -> None:
-    if source == "drills" and topics:
-        raise ValueError("topics names a file, but source: drills makes its own topics: drop one of the two")
-    if source == "topics" and rendering == "compact":
-        raise ValueError("rendering: compact shows facts as single tokens, which only drills have: set source: drills")
 
 
 # ---- scripted debater

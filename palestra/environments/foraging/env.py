@@ -14,6 +14,7 @@ from palestra.environments.foraging.rules import ForagingArrays, ForagingParams,
 from palestra.envs.batch.canvas import GREEN, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, Entities, empty_step
 
 ACTIONS = ("none", "north", "south", "west", "east", "load")
@@ -56,16 +57,16 @@ class Foraging(NativeEnv):
     ) -> None:
         weakest = min(3, agents) * min_level if max_food_level is None else max_food_level
         strongest = min(3, agents) * max_level if max_food_level is None else max_food_level
-        _at_least(num_envs, 1, "num_envs", "nothing is played in fewer")
-        _at_least(size, 3, "size", "food lies off the border")
-        _at_least(agents, 1, "agents", "somebody must play")
-        _at_least(food, 1, "food", "a game without food is over before it begins")
-        _at_least(max_steps, 1, "max_steps", "a game takes a step")
-        _at_least(size if sight is None else sight, 1, "sight", "who loads must see the cell beside")
-        _at_least(min_level, 1, "min_level", "an agent without a level loads nothing")
-        _at_least(max_level, min_level, "max_level", "it is above min_level")
-        _at_least(min_food_level, 1, "min_food_level", "food of level 0 is not food")
-        _at_least(weakest, min_food_level, "max_food_level", "it is above min_food_level in every game")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_at_least("size", size, 3, "food lies off the border")
+        check_at_least("agents", agents, 1, "somebody must play")
+        check_at_least("food", food, 1, "a game without food is over before it begins")
+        check_at_least("max_steps", max_steps, 1, "a game takes a step")
+        check_at_least("sight", size if sight is None else sight, 1, "who loads must see the cell beside")
+        check_at_least("min_level", min_level, 1, "an agent without a level loads nothing")
+        check_at_least("max_level", max_level, min_level, "it is above min_level")
+        check_at_least("min_food_level", min_food_level, 1, "food of level 0 is not food")
+        check_at_least("max_food_level", weakest, min_food_level, "it is above min_food_level in every game")
         if agents > size * size // 2:
             raise ValueError(f"agents: {agents} on {size} x {size} cells find no room; at most half of the cells")
         if penalty < 0:
@@ -107,12 +108,7 @@ class Foraging(NativeEnv):
             "total": np.zeros(num_envs, np.int64),
             "steps": np.zeros(num_envs, np.int64),
         }
-        frame = {
-            name: array
-            for name, array in vars(self.vector_step).items()
-            if name not in ("agent_mask", "seat_terminated")
-        }
-        self._board = ForagingArrays(**self.internal_state, **frame)
+        self._board = self.build_table(ForagingArrays)
 
     def render(self, game: int) -> np.ndarray:
         """Draws the agents as discs in the colours of their seats and food as green squares, the larger the higher
@@ -136,8 +132,3 @@ class Foraging(NativeEnv):
 
     def _advance(self, actions: np.ndarray) -> None:
         step_all(self._board, self.params, actions.astype(np.int32, copy=False))
-
-
-def _at_least(value: int, least: int, name: str, why: str) -> None:
-    if value < least:
-        raise ValueError(f"{name}: {value} is too small, {why}; use {least} or more")

@@ -78,7 +78,6 @@ class DescribeGuess(Env):
         self._next: Seat | None = None
 
     def instance_of(self, seed: int) -> str:
-        """Returns the thing."""
         return draw_instance(seed, self.choices, self.split).thing
 
     def reset(self, seed: int) -> Step:

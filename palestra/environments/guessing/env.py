@@ -16,6 +16,7 @@ from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
 from palestra.envs.support.answers import answer_words
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split, split_of_text
 
@@ -136,11 +137,8 @@ class GuessingGame(Env):
         return self._step({}, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.asker if self.pending_question is None else "answerer"
-        if set(actions) != {seat}:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        acting = self.asker if self.pending_question is None else "answerer"
+        seat = acting_seat(None if self._over else acting, actions)
         return self._ask(actions[seat]) if seat == self.asker else self._answer(actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -214,11 +212,8 @@ class GuessingGame(Env):
             return " ".join(text for text in [*texts, f"left {left}"] if text)
         heard = "".join(f"\n{self.quote_question(asked)} {answer}" for asked, answer in self.history)
         lines = [self.full_context(seat), f"Asked and answered so far:{heard or ' nothing'}"]
-        lines += (
-            [f"Now you are asked: {self.quote_question(self.pending_question)}"]
-            if self.pending_question is not None
-            else []
-        )
+        if self.pending_question is not None:
+            lines.append(f"Now you are asked: {self.quote_question(self.pending_question)}")
         return "\n".join([text for text in [*lines, f"{self.question_noun} left: {left}."] if text])
 
 

@@ -14,11 +14,7 @@ from palestra.environments.math.expressions import (
 )
 from palestra.environments.math.problem import Problem
 
-OPERAND_COUNTS = {
-    3: (3, 4),
-    4: (4, 5),
-    5: (5, 6),
-}  # numbers in the expression, by difficulty
+OPERAND_COUNTS = {3: (3, 4), 4: (4, 5), 5: (5, 6)}  # numbers in the expression, by difficulty
 MAX_RESULTS = {3: 10**4, 4: 10**6, 5: 10**6}  # absolute value of the result, by difficulty
 
 
@@ -54,16 +50,12 @@ def problem_from_tree(tree: ExpressionTree, question: str, short: str, key: str)
 
 def _tree(rng: random.Random, difficulty: int) -> ExpressionTree:
     if difficulty == 1:
-        return _pair(rng)
+        sign = rng.choice("++--*")
+        most = 9 if sign == "*" else 99
+        return sign, rng.randint(0, most), rng.randint(0, most)
     if difficulty == 2:
         return _triple(rng)
     return _grow_tree(rng, rng.choice(OPERAND_COUNTS[difficulty]), difficulty)
-
-
-def _pair(rng: random.Random) -> ExpressionTree:
-    sign = rng.choice("++--*")
-    most = 9 if sign == "*" else 99
-    return sign, rng.randint(0, most), rng.randint(0, most)
 
 
 def _triple(rng: random.Random) -> ExpressionTree:
@@ -83,7 +75,10 @@ def _grow_tree(rng: random.Random, operands: int, difficulty: int) -> Expression
     if operands == 1:
         return _operand(rng, difficulty)
     if operands == 2 and rng.random() < 0.3:
-        return _division(rng, difficulty)
+        by = rng.randint(2, 12)
+        if difficulty == 5 and rng.random() < 0.5:
+            return "/", rng.randint(1, 50), by
+        return "/", by * rng.randint(2, 30), by
     left = rng.randint(1, operands - 1)
     return rng.choice("+-*"), _grow_tree(rng, left, difficulty), _grow_tree(rng, operands - left, difficulty)
 
@@ -95,13 +90,6 @@ def _operand(rng: random.Random, difficulty: int) -> ExpressionTree:
         return rng.randint(2, 50)
     number = rng.choice((rng.randint(2, 20), rng.randint(2, 20), rng.randint(21, 999)))
     return -number if rng.random() < 0.15 else number
-
-
-def _division(rng: random.Random, difficulty: int) -> ExpressionTree:
-    by = rng.randint(2, 12)
-    if difficulty == 5 and rng.random() < 0.5:
-        return "/", rng.randint(1, 50), by
-    return "/", by * rng.randint(2, 30), by
 
 
 def _only_adds(tree: ExpressionTree) -> bool:

@@ -53,7 +53,10 @@ def is_unevaluated(node: Any) -> bool:
     """True for a sum with like terms, a product of several plain numbers or of powers of one letter, a power or root of
     plain numbers with a rational value, a power of a power, and operations on infinity."""
     if isinstance(node, Add):
-        return _has_like_terms(node)
+        terms = [split_factors(term) for term in _parts(node, Add)]
+        kinds = {frozenset(powers.items()) for _, powers in terms}
+        is_infinite = any(base in INFINITIES for _, powers in terms for base in powers)
+        return is_infinite or len(kinds) < len(terms) or any(number == 0 for number, _ in terms)
     if isinstance(node, Mul):
         return _has_open_numbers(node) or _has_like_powers(node)
     if not isinstance(node, Pow) or node.exp == -1:
@@ -64,13 +67,6 @@ def is_unevaluated(node: Any) -> bool:
     if not (_is_plain(node.base) and _is_plain(node.exp) and abs(node.exp) < MAX_EXPONENT):
         return False
     return bool(_is_plain(Pow(node.base, node.exp)))
-
-
-def _has_like_terms(total: Any) -> bool:
-    terms = [split_factors(term) for term in _parts(total, Add)]
-    kinds = {frozenset(powers.items()) for _, powers in terms}
-    is_infinite = any(base in INFINITIES for _, powers in terms for base in powers)
-    return is_infinite or len(kinds) < len(terms) or any(number == 0 for number, _ in terms)
 
 
 def _has_like_powers(product: Any) -> bool:

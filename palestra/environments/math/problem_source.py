@@ -131,7 +131,6 @@ class ProblemSource:
         return seed if self.path is None else seed % len(load_problems(self.path, self.columns, self.split))
 
     def problem(self, seed: int) -> Problem:
-        """Returns the problem of the split for `seed`."""
         if self.path is not None:
             problems = load_problems(self.path, self.columns, self.split)
             return problems[seed % len(problems)]

@@ -27,7 +27,12 @@ def reasoning_problem(seed: int, tasks: tuple[str, ...], split: Split) -> Proble
     def propose(rng: random.Random) -> Problem:
         task = rng.choice(tasks)
         index = rng.randrange(ENTRIES_PER_TASK)
-        return _problem(task, index)
+        entry = _entry(task, index)
+        # some tasks store no answer
+        question = str(entry["question"])
+        answer = str(entry["answer"] or "")
+        key = f"reasoning {task} {question}"
+        return Problem(question, answer, question, f"print({answer!r})", key, reasoning_entry=(task, index))
 
     return draw_problem(seed, propose, split, f"reasoning: {', '.join(tasks)}")
 
@@ -68,23 +73,8 @@ async def grade_reasoning(answer: str | None, problem: Problem, cpu_limit_s: flo
         return CORRECT
     if task in evaluated_tasks.DIRECT_SCORERS:
         return evaluated_tasks.DIRECT_SCORERS[task](answer, _entry(task, index))
-    request = {
-        "task": task,
-        "index": index,
-        "size": ENTRIES_PER_TASK,
-        "question": problem.question,
-        "answer": answer,
-    }
+    request = {"task": task, "index": index, "size": ENTRIES_PER_TASK, "question": problem.question, "answer": answer}
     return grade_from_result(await grader_client.grade("reasoning", request, cpu_limit_s))
-
-
-def _problem(task: str, index: int) -> Problem:
-    entry = _entry(task, index)
-    # some tasks store no answer
-    question = str(entry["question"])
-    answer = str(entry["answer"] or "")
-    key = f"reasoning {task} {question}"
-    return Problem(question, answer, question, f"print({answer!r})", key, reasoning_entry=(task, index))
 
 
 @lru_cache(maxsize=4096)

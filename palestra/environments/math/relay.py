@@ -92,7 +92,6 @@ class RelayStory:
 
     @property
     def text(self) -> str:
-        """The whole story."""
         return " ".join(self.parts)
 
     @property
@@ -172,7 +171,9 @@ class MathRelay(Env):
         is_over = self._turn == len(self.turns)
         seat = acting_seat(None if is_over else self.turns[self._turn], actions)
         is_last = self._turn == len(self.turns) - 1
-        reply = str(actions[seat]) if is_last else sent_message(str(actions[seat]))
+        reply = str(actions[seat])
+        if not is_last:  # the part that the next seat observes, in one line
+            reply = " ".join(reply.split())[:MAX_MESSAGE_CHARS]
         right = right_result(self._worked_reply(self._turn, self.story))
         grade = grade_directly(last_number(reply), right) or UNREADABLE
         self.replies = (*self.replies, reply)
@@ -306,11 +307,6 @@ def _keys(numbers: Sequence[int], signs: str) -> tuple[str, ...]:
 def is_held_out(key: str) -> bool:
     """True if a calculation is in stories of the splits dev and test only."""
     return hash_share(f"relay {key}") < HELD_OUT
-
-
-def sent_message(reply: str) -> str:
-    """Returns the part of a seat's reply that the next one observes, in one line."""
-    return " ".join(reply.split())[:MAX_MESSAGE_CHARS]
 
 
 def right_result(calculation: str) -> str:

@@ -83,7 +83,7 @@ class MathReview(Env):
         seat = acting_seat(self._next, actions)
         reply = str(actions[seat])
         self.replies = self.replies | {seat: reply}
-        self.grades = self.grades | {seat: self._grade(reply)}
+        self.grades = self.grades | {seat: grade_directly(last_number(reply), self.problem.answer) or UNREADABLE}
         left = self.seats[len(self.replies) :]
         self._next = left[0] if left else None
         is_correct = self.grades[seat].is_correct
@@ -96,9 +96,6 @@ class MathReview(Env):
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the calculation and its right result."""
         return worked_answer(self.problem, self.problem.answer)
-
-    def _grade(self, reply: str) -> AnswerGrade:
-        return grade_directly(last_number(reply), self.problem.answer) or UNREADABLE
 
     def _observations(self) -> dict[Seat, Any]:
         if self._next is None:

@@ -40,6 +40,7 @@ from palestra.environments.overcooked.rules import (
 from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, RED, Canvas, Colour, seat_colour
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
 ACTIONS = ("up", "down", "right", "left", "stay", "interact")
@@ -87,12 +88,10 @@ class Overcooked(NativeEnv):
         shaped_reward: float = 0.0,
         shaped_steps: int | None = None,
     ) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer; use 1 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         if layout not in KITCHENS:
             raise ValueError(f'layout: there is no "{layout}"; use one of {", ".join(get_args(KitchenName))}')
-        if max_steps < 1:
-            raise ValueError(f"max_steps: {max_steps} is too small, a game takes a step; use 1 or more")
+        check_at_least("max_steps", max_steps, 1, "a game takes a step")
         if not 0 <= shaped_reward < np.inf:
             raise ValueError(f"shaped_reward: a weight of {shaped_reward} would punish progress; use 0 or more")
         if shaped_steps is not None and shaped_steps < 1:

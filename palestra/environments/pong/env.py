@@ -15,6 +15,7 @@ import numpy as np
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
 SCREEN_SIZE = 84
@@ -289,8 +290,7 @@ class Pong(NativeEnv):
         self, num_envs: int = 64, *, points: int = 5, max_steps: int = 1000, minimal: bool = True, mirror: bool = True
     ) -> None:
         for name, value in (("num_envs", num_envs), ("points", points), ("max_steps", max_steps)):
-            if value < 1:
-                raise ValueError(f"{name}: {value} is too small, nothing is played then; use 1 or more")
+            check_at_least(name, value, 1, "nothing is played then")
         self.num_envs = num_envs
         self.options = (points, max_steps, mirror)
         self.moves = np.array(ACTION_MOVES[0 if minimal else 1])

@@ -17,6 +17,7 @@ from palestra.environments.sudoku.solver import BOXES, SudokuBoard, forced_cells
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
 from palestra.envs.support.answers import answer_words
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
@@ -96,11 +97,7 @@ class Sudoku(Env):
         return self._step({}, 0.0, {})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._acting]
-        if set(actions) != {seat}:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        seat = acting_seat(None if self._over else self.seats[self._acting], actions)
         return self._propose(actions[seat]) if seat == "proposer" else self._fill(seat, actions[seat])
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -192,7 +189,8 @@ class Sudoku(Env):
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid, "violations": twice}
-        info |= {"why_invalid": {seat: self._refused for seat in invalid}} if any(invalid.values()) else {}
+        if any(invalid.values()):
+            info["why_invalid"] = {seat: self._refused for seat in invalid}
         if self.reward == "dense":
             info |= terms_info({s: form_or("progress", reward, is_invalid=invalid[s]) for s, reward in rewards.items()})
         if self._over:
@@ -206,13 +204,18 @@ class Sudoku(Env):
         proposed = format_cell_digits(self.size, self.proposed) if self.proposed else "none"
         if self.rendering == "compact":
             words = [f"set {names}"] if set_cells else []
-            words += [f"twice {' '.join(twice)}"] if twice else []
-            words += [f"proposed {proposed}"] if seat == "checker" else []
+            if twice:
+                words.append(f"twice {' '.join(twice)}")
+            if seat == "checker":
+                words.append(f"proposed {proposed}")
             return " ".join([compact_grid(self.size, self.board), *words])
         lines = [draw_sudoku_grid(self.size, self.board), f"Set so far, not clues: {names or 'none'}."]
-        lines += [f"These hold a digit twice: {', '.join(twice)}."] if twice else []
-        lines += [f"The last answer set nothing: {self._refused}."] if self._refused else []
-        lines += [f"The proposer proposes: {proposed}."] if seat == "checker" else []
+        if twice:
+            lines.append(f"These hold a digit twice: {', '.join(twice)}.")
+        if self._refused:
+            lines.append(f"The last answer set nothing: {self._refused}.")
+        if seat == "checker":
+            lines.append(f"The proposer proposes: {proposed}.")
         return "\n".join([*lines, f"Turn {self._turn + 1} of {self.turns}."])
 
     def _role(self, seat: Seat) -> str:

@@ -6,7 +6,7 @@ A board is a tuple of `size` * `size` digits, row by row, 0 for an empty cell.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,7 +94,7 @@ def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.
     if best < 0:
         yield tuple(board)
         return
-    digits = _digits(choices)
+    digits = [digit for digit in range(1, choices.bit_length()) if choices >> digit & 1]
     if rng:
         rng.shuffle(digits)
     units = form.units_of[best]
@@ -106,10 +106,6 @@ def _solve(form: BoardGeometry, board: list[int], masks: list[int], rng: random.
         for unit in units:
             masks[unit] &= ~(1 << digit)
     board[best] = 0
-
-
-def _digits(bits: int) -> list[int]:
-    return [digit for digit in range(1, bits.bit_length()) if bits >> digit & 1]
 
 
 def forced_cells(size: int, board: SudokuBoard) -> list[tuple[int, int]]:
@@ -145,7 +141,7 @@ def remove_clues(size: int, solution: SudokuBoard, clues: int, rng: random.Rando
     """
     board = solution
     left = size * size
-    for cell in _shuffle_cells(range(size * size), rng):
+    for cell in rng.sample(range(left), left):
         if left == clues:
             break
         emptied = (*board[:cell], 0, *board[cell + 1 :])
@@ -159,7 +155,3 @@ def _other(size: int, board: SudokuBoard, cell: int, digit: int) -> bool:
     """True if the board has a solution with another digit in the cell."""
     others = (other for other in range(1, size + 1) if other != digit)
     return any(find_solutions(size, (*board[:cell], other, *board[cell + 1 :]), 1) for other in others)
-
-
-def _shuffle_cells(cells: Sequence[int], rng: random.Random) -> list[int]:
-    return rng.sample(cells, len(cells))

@@ -23,7 +23,7 @@ from palestra.environments.tools.tool_state import (
     write_file,
 )
 from palestra.environments.tools.toolbox import Tool, make_tool
-from palestra.sandbox import ResourceLimits, RunResult, Sandbox, open_sandbox
+from palestra.sandbox import ResourceLimits, Sandbox, open_sandbox
 
 BuiltInTool = Literal["search", "read_document", "calculator", "python", "write_file", "read_file", "list_files"]
 SEARCH_TOOLS: tuple[BuiltInTool, ...] = ("search", "read_document")
@@ -81,7 +81,8 @@ def tools_of_seat(seat: Seat, built_in: Sequence[Tool], user_tools: Sequence[Too
     if seat == "agent":
         return [*built_in, *user_tools]
     tools = [tool for tool in built_in if (tool.name in SEARCH_TOOLS) == (seat == "researcher")]
-    tools += user_tools if seat == "solver" else []
+    if seat == "solver":
+        tools += user_tools
     if not tools:
         raise ValueError(f"the {seat} has no tools: name some of its own in built_in:, or play team: single")
     return tools
@@ -134,7 +135,8 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
             scratch.cells = cells
             texts.append(_keep(scratch, outcome.files))
         else:
-            texts.append(_describe_failure(outcome))
+            why = LIMIT_MESSAGES.get(outcome.ended, "it failed")
+            texts.append(f"[{why}; nothing of this call is kept]")
         return "\n".join(text for text in texts if text) or "(nothing was printed)"
 
     return python
@@ -166,8 +168,3 @@ def _keep(scratch: ToolState, files: Mapping[str, bytes]) -> str:
         return f"[no changes to files were kept: {error}]"
     scratch.files = stored
     return f"[not kept, for it is no plain text file: {', '.join(lost[:5])}]" if lost else ""
-
-
-def _describe_failure(outcome: RunResult) -> str:
-    why = LIMIT_MESSAGES.get(outcome.ended, "it failed")
-    return f"[{why}; nothing of this call is kept]"

@@ -113,13 +113,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tan": math.tan,
 }
 _ALLOWED = AllowedParts(
-    ARITHMETIC
-    | {
-        ast.Div: _divide,
-        ast.FloorDiv: operator.floordiv,
-        ast.Mod: operator.mod,
-        ast.Pow: _power,
-    },
+    ARITHMETIC | {ast.Div: _divide, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power},
     _check_number,
     {name: partial(_apply_function, name, function) for name, function in _FUNCTIONS.items()},
 )

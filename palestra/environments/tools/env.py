@@ -35,6 +35,7 @@ from palestra.environments.tools.tool_state import ToolState
 from palestra.environments.tools.toolbox import Toolbox, ToolResult, load_tool
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import Rendering, RewardMode, check_range
 from palestra.envs.support.splits import Split
 
@@ -179,11 +180,7 @@ class Tools(Env):
         return self._step({}, {})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self._acting
-        if set(actions) != {seat}:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        seat = acting_seat(None if self._over else self._acting, actions)
         message = parse_assistant_message(str(actions[seat]))
         self.messages = (*self.messages, message)
         self._turn = self._turn + 1
@@ -260,10 +257,7 @@ class Tools(Env):
         readable = late or self.task.is_readable(answer)
         self._over = True
         return self._step(
-            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}},
-            {seat: not readable},
-            success=success,
-            late=late,
+            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}}, {seat: not readable}, success=success, late=late
         )
 
     # ---- observations

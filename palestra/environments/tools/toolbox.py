@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, get_type_hints
@@ -148,7 +148,13 @@ class Toolbox:
 
     def _prepare(self, call: ToolCall, state: ToolState) -> tuple[Tool, Json]:
         """Returns the tool of a call and all its arguments. Raises ValueError if there is none, or they are invalid."""
-        tool = self._find(call)
+        if call.name not in self.tools:
+            raise ValueError(f'there is no tool "{call.name}"; there is: {", ".join(self.tools) or "none"}')
+        try:
+            json.dumps(call.arguments, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
+        tool = self.tools[call.name]
         arguments = tool.validate_arguments(call.arguments)
         return tool, arguments | ({tool.state_parameter: state} if tool.state_parameter else {})
 
@@ -163,15 +169,6 @@ class Toolbox:
         if len(text) > self.max_result_chars:
             text = f"{text[: self.max_result_chars]}\n[cut off: {len(text)} characters in all]"
         return ToolResult(text, good, scratch, failure)
-
-    def _find(self, call: ToolCall) -> Tool:
-        if call.name not in self.tools:
-            raise ValueError(f'there is no tool "{call.name}"; there is: {", ".join(self.tools) or "none"}')
-        try:
-            json.dumps(call.arguments, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError):
-            raise ValueError(f"the arguments of {call.name} hold half a character, or are nested too deep") from None
-        return self.tools[call.name]
 
     def _apart(self, call: ToolCall) -> bool:
         return call.name in self.tools and self.tools[call.name].state_parameter is None
@@ -203,7 +200,12 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
         if key not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f'parameter "{key}" of tool "{name}" needs a type hint, and must not be * or positional')
         fields[f"p{i}"] = _field(key, hints[key], parameter, descriptions.get(key))
-    return Tool(function, name, lines[0], _model(name, fields), hidden[0] if hidden else None, is_built_in)
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema(schema_generator=_Untitled)
+    except PydanticUserError as error:
+        raise ValueError(f'tool "{name}" takes arguments that JSON cannot represent: {error.message}') from error
+    return Tool(function, name, lines[0], model, hidden[0] if hidden else None, is_built_in)
 
 
 def load_tool(path: str) -> Tool:
@@ -236,15 +238,6 @@ def _field(name: str, hint: Any, parameter: inspect.Parameter, description: str 
     text = notes[0] if notes else description
     default = ... if parameter.default is parameter.empty else parameter.default
     return Annotated[hint, Field(description=text)] if text else hint, Field(default, alias=name)
-
-
-def _model(name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
-    try:
-        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        model.model_json_schema(schema_generator=_Untitled)
-    except PydanticUserError as error:
-        raise ValueError(f'tool "{name}" takes arguments that JSON cannot represent: {error.message}') from error
-    return model
 
 
 def _complaint(detail: Any) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 
 from palestra.envs.adapters.pettingzoo.games import load_game
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec, check_at_least_one
+from palestra.envs.batch.sync_vector import SingleStep, VectorEnvSpec
+from palestra.envs.support.options import check_at_least
 
 SCREEN_SIZE = 84
 
@@ -133,8 +134,8 @@ class AtariEnv(PackageVectorEnv):
         options: dict[str, Any] | None = None,
         num_processes: int = 0,
     ) -> None:
-        check_at_least_one("frame_skip", frame_skip)
-        check_at_least_one("frame_stack", frame_stack)
+        check_at_least("frame_skip", frame_skip, 1, "nothing is played in fewer")
+        check_at_least("frame_stack", frame_stack, 1, "nothing is played in fewer")
         make = partial(
             AtariGame,
             game,

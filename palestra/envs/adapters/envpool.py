@@ -9,7 +9,8 @@ import envpool
 import numpy as np
 
 from palestra.envs.adapters.gymnasium import action_decoder, is_integer_box, obs_encoder
-from palestra.envs.batch.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, episode_seed
+from palestra.envs.batch.sync_vector import VectorEnvSpec, clip_actions, episode_seed
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, MultiDiscrete, Space, VectorEnv, VectorStep
 
 
@@ -36,7 +37,7 @@ class EnvPoolEnv(VectorEnv):
     name: ClassVar[str] = "envpool"
 
     def __init__(self, num_envs: int = 64, *, id: str = "Pong-v5", options: dict[str, Any] | None = None) -> None:
-        check_at_least_one("num_envs", num_envs)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.id = id
         self.options = options or {}

@@ -348,7 +348,10 @@ class GymnasiumGame:
         is_masked = has_masked_obs or "action_mask" in info
         success: Any = info.get("is_success")
         if success is None and not is_masked:
-            success = self._first_success()
+            # plays one step of random actions
+            self.env.action_space.seed(0)
+            result = self.env.step(self.env.action_space.sample())
+            success = read_result(result, 5, f"{self.env}.step")[-1].get("is_success")
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
             tuple(encoder.shape for encoder in self.obs_encoders),
@@ -358,12 +361,6 @@ class GymnasiumGame:
             reports_success="by_seat" if several and np.size(success) > 1 else success is not None,
             has_seat_terminated=several,
         )
-
-    def _first_success(self) -> Any:
-        """Plays one step of random actions; returns the `is_success` of its info, None if it has none."""
-        self.env.action_space.seed(0)
-        result = self.env.step(self.env.action_space.sample())
-        return read_result(result, 5, f"{self.env}.step")[-1].get("is_success")
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
@@ -389,7 +386,6 @@ class GymnasiumGame:
         return step
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
-        """Returns the rewards of all seats for one step."""
         seats = self.spec.seats
         if number(reward) is not None or np.size(reward) == 1:
             return [to_reward(reward, seats[0])] * len(seats)

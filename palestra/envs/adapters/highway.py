@@ -10,7 +10,7 @@ import highway_env  # noqa: F401 - registers its envs
 
 from palestra.envs.adapters.gymnasium import GymnasiumGame, make_gymnasium_env
 from palestra.envs.batch.subproc_vector import PackageVectorEnv
-from palestra.envs.batch.sync_vector import check_at_least_one
+from palestra.envs.support.options import check_at_least
 
 
 class HighwayGame(GymnasiumGame):
@@ -61,5 +61,5 @@ class HighwayEnv(PackageVectorEnv):
         config: dict[str, Any] | None = None,
         num_processes: int = 0,
     ) -> None:
-        check_at_least_one("vehicles", vehicles)
+        check_at_least("vehicles", vehicles, 1, "nothing is played in fewer")
         super().__init__(partial(HighwayGame, id, vehicles, config or {}), num_envs, num_processes, id)

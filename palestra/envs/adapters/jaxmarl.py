@@ -13,7 +13,8 @@ from jaxmarl.environments import spaces
 from jaxmarl.environments.overcooked import overcooked_layouts
 from jaxmarl.environments.smax import map_name_to_scenario
 
-from palestra.envs.batch.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, episode_seed
+from palestra.envs.batch.sync_vector import VectorEnvSpec, clip_actions, episode_seed
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Arrays, Continuous, Discrete, MultiDiscrete, Space, VectorEnv, VectorStep
 
 TIME_LIMITED_PREFIXES = ("MPE_", "overcooked", "coin_game", "storm")  # envs that end only by their time limit
@@ -151,17 +152,13 @@ class JaxMarlEnv(VectorEnv):
         scale: float = 1.0,
         clock: Literal["cuts", "ends"] = "cuts",
     ) -> None:
-        check_at_least_one("num_envs", num_envs)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.compiled = compiled_env(id, map, options or {})
         self.reward_scale = scale
         self.time_limit = clock
-        spec = self.compiled.spec
-        self.seats = spec.seats
-        self.observation_shapes = spec.observation_shapes
-        self.action_spaces = spec.action_spaces
-        self.state_size = spec.state_size
-        self.vector_step = spec.empty_step(num_envs)
+        self.adopt_spaces(self.compiled.spec)
+        self.vector_step = self.compiled.spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         keys = jnp.stack([jax.random.PRNGKey(episode_seed(int(seed), 0)) for seed in seeds])

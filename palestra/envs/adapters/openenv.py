@@ -221,7 +221,10 @@ class _Session:
         reply = answer.get("data") or {}
         if answer.get("type") != "error":
             return dict(reply)
-        why = _complaint(reply)
+        # of an invalid action one message per field
+        errors = [one for one in reply.get("errors") or () if isinstance(one, dict)]
+        fields = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in errors]
+        why = "; ".join(fields) or str(reply.get("message", "it does not say why"))
         code = reply.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
             raise ActionRejected(why)
@@ -263,13 +266,6 @@ def _is_here(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _complaint(reply: dict[str, Any]) -> str:
-    """Returns the server's error message; for an invalid action one message per field."""
-    errors = [one for one in reply.get("errors") or () if isinstance(one, dict)]
-    fields = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in errors]
-    return "; ".join(fields) or str(reply.get("message", "it does not say why"))
 
 
 def _to_text(value: Any) -> str:

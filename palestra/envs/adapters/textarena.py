@@ -21,6 +21,7 @@ from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, OUTCOME_TERM, terms_info, total_rewards
 from palestra.envs.support.answers import answer_text
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import RewardMode, check_range
 
 INVALID_PENALTY = 0.1  # subtracted from a seat's reward for a move that the game calls invalid
@@ -119,11 +120,7 @@ class TextArena(Env):
         return Step(self._observations())
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._mover]
-        if set(actions) != {seat}:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
+        seat = acting_seat(None if self._over else self.seats[self._mover], actions)
         move = answer_text(actions[seat])
         done, invalid = self._say(move)
         info: dict[str, Any] = {"invalid": {seat: invalid}}

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 import vmas
 
-from palestra.envs.batch.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, combine_seeds
+from palestra.envs.batch.sync_vector import VectorEnvSpec, clip_actions, combine_seeds
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv, VectorStep
 
 
@@ -33,8 +34,8 @@ class VmasEnv(VectorEnv):
         steps: int = 100,
         options: dict[str, Any] | None = None,
     ) -> None:
-        check_at_least_one("num_envs", num_envs)
-        check_at_least_one("steps", steps)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_at_least("steps", steps, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.env = _make_env(scenario, num_envs, steps, options or {})
         self.seats = tuple(str(agent.name) for agent in self.env.agents)

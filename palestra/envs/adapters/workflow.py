@@ -346,7 +346,14 @@ class _ProgramRun:
             else:
                 self._tell(self.started.set)
                 result = _run_program(env.program, play)
-            self.ended.set_result(_score(result, env.seats))
+            score = WorkflowResult(result) if isinstance(result, Mapping) else result
+            if not isinstance(score, WorkflowResult):
+                raise ValueError(
+                    f"a workflow must return a WorkflowResult or rewards by seat; this one returned {result!r}"
+                )
+            if unknown := sorted(set(score.rewards) - set(env.seats)):
+                raise ValueError(f'a workflow pays "{unknown[0]}", but its seats are {", ".join(env.seats)}')
+            self.ended.set_result(score)
         except BaseException as error:  # any error of the user's program fails the episode; `score` raises it
             self.ended.set_exception(error)
         self._tell(self.changed.set)
@@ -412,15 +419,6 @@ def _run_program(program: Callable[[WorkflowContext], Any] | None, play: Workflo
 
 async def _await_result(result: Any) -> Any:
     return await result
-
-
-def _score(result: Any, seats: tuple[Seat, ...]) -> WorkflowResult:
-    score = WorkflowResult(result) if isinstance(result, Mapping) else result
-    if not isinstance(score, WorkflowResult):
-        raise ValueError(f"a workflow must return a WorkflowResult or rewards by seat; this one returned {result!r}")
-    if unknown := sorted(set(score.rewards) - set(seats)):
-        raise ValueError(f'a workflow pays "{unknown[0]}", but its seats are {", ".join(seats)}')
-    return score
 
 
 def _alike(one: Any, other: Any) -> bool:

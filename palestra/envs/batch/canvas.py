@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
 
 import numpy as np
+from PIL import Image
 
 Colour = tuple[int, int, int]
 PICTURE_SIZE = 240  # pixels, width and height
@@ -102,15 +102,6 @@ def to_png(picture: np.ndarray) -> bytes:
             f"render returned an array {picture.dtype} {list(picture.shape)}: return uint8 [height, width, 3] in RGB, "
             "or [height, width] in grey, or a text"
         )
-    height, width = picture.shape[:2]
-    colour_type = 0 if picture.ndim == 2 else 2
-    flat = picture.reshape(height, -1)
-    rows = np.full((height, 1 + flat.shape[1]), 2, np.uint8)  # each row begins with its filter, 2: minus the row above
-    rows[:, 1:] = np.diff(flat, axis=0, prepend=np.zeros_like(flat[:1]))
-    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, format="PNG")
+    return file.getvalue()

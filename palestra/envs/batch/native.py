@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from palestra.core.accel.jit import jit
 from palestra.envs.batch.rng import seed_streams
 from palestra.envs.vector_base import Arrays, VectorEnv, VectorStep
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class NativeEnv(VectorEnv):
@@ -38,6 +40,12 @@ class NativeEnv(VectorEnv):
     def step(self, actions: np.ndarray) -> VectorStep:
         self._advance(np.ascontiguousarray(actions))
         return self.vector_step
+
+    def build_table(self, kind: type[T]) -> T:
+        """Returns the arrays (not copies) that the kernels change, those of `internal_state` and of the frame, as a
+        NamedTuple `kind` with fields of these names."""
+        arrays = vars(self.vector_step) | self.internal_state
+        return kind(**{name: arrays[name] for name in kind._fields})  # type: ignore[attr-defined]
 
     @abstractmethod
     def _begin(self) -> None:
@@ -70,3 +78,11 @@ def store_final(g: Any, b: int) -> None:
             g.final_obs[b, n, at] = g.obs[b, n, at]
     for at in range(g.state.shape[1]):
         g.final_state[b, at] = g.state[b, at]
+
+
+@jit
+def store_ended(g: Any, ended_B: np.ndarray) -> None:
+    """Does `store_final` for the marked games."""
+    for b in range(len(ended_B)):
+        if ended_B[b]:
+            store_final(g, b)

@@ -32,11 +32,8 @@ class SeatShuffledEnv(VectorEnv):
             )
         self.env = env
         self.num_envs = env.num_envs
-        self.seats = env.seats
+        self.adopt_spaces(env)
         self.scripted_policies = env.scripted_policies
-        self.observation_shapes = env.observation_shapes
-        self.action_spaces = env.action_spaces
-        self.state_size = env.state_size
         self.observation_entities = env.observation_entities
         self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
         self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))

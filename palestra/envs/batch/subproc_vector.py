@@ -22,9 +22,9 @@ from palestra.envs.batch.sync_vector import (
     MakeSingleEnv,
     SyncVectorEnv,
     VectorEnvSpec,
-    check_at_least_one,
     combine_seeds,
 )
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Arrays, GamesDiffer, RenderFrame, VectorEnv, VectorStep
 from palestra.parallel.processes import PipeProcess, leave_signals_to_parent
 
@@ -178,8 +178,8 @@ class SubprocVectorEnv(VectorEnv):
     """
 
     def __init__(self, make: MakeSingleEnv, num_envs: int, num_processes: int, *, timeout_s: float = 300.0) -> None:
-        check_at_least_one("num_envs", num_envs)
-        check_at_least_one("num_processes", num_processes)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_at_least("num_processes", num_processes, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.restarts = 0
         self._seeds = [0] * num_envs
@@ -195,10 +195,8 @@ class SubprocVectorEnv(VectorEnv):
             self._memory.append(SharedStep(self.spec, num_envs))
             for worker in self._workers:
                 worker.send("memory", self._memory[0].shared_memory.name)
-        self.seats = self.spec.seats
-        self.observation_shapes = self.spec.observation_shapes
-        self.action_spaces = self.spec.action_spaces
-        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self.adopt_spaces(self.spec)
+        self.vector_step = self.spec.empty_step(num_envs)
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         self._seeds = [int(seed) for seed in seeds]
@@ -363,10 +361,7 @@ class PackageVectorEnv(VectorEnv):
             raise ValueError(f"num_processes is {num_processes}: 0 plays in this process, more in as many others")
         self.inner = SubprocVectorEnv(make, num_envs, num_processes) if num_processes else SyncVectorEnv(make, num_envs)
         self.num_envs = num_envs
-        self.seats = self.inner.seats
-        self.observation_shapes = self.inner.observation_shapes
-        self.action_spaces = self.inner.action_spaces
-        self.state_size = self.inner.state_size
+        self.adopt_spaces(self.inner)
         self._label = label
 
     @property
@@ -375,7 +370,6 @@ class PackageVectorEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:
-        """Number of replaced subprocesses."""
         return self.inner.restarts if isinstance(self.inner, SubprocVectorEnv) else 0
 
     def reset(self, seeds: np.ndarray) -> VectorStep:

@@ -15,6 +15,7 @@ import numpy as np
 
 from palestra.core.types import Seat
 from palestra.envs.step_values import number, to_flag
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import (
     Arrays,
     Continuous,
@@ -149,14 +150,12 @@ class SyncVectorEnv(VectorEnv):
     """
 
     def __init__(self, make: MakeSingleEnv, num_envs: int) -> None:
-        check_at_least_one("num_envs", num_envs)
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.single_envs = [make() for _ in range(num_envs)]
         self.num_envs = num_envs
         self.spec = self.single_envs[0].spec
-        self.seats = self.spec.seats
-        self.observation_shapes = self.spec.observation_shapes
-        self.action_spaces = self.spec.action_spaces
-        self.state_size, self.vector_step = self.spec.state_size, self.spec.empty_step(num_envs)
+        self.adopt_spaces(self.spec)
+        self.vector_step = self.spec.empty_step(num_envs)
         self._seeds = np.zeros(num_envs, np.int64)
         self._played = np.zeros(num_envs, np.int64)
         self._made = np.zeros(num_envs, np.int64)  # steps of the running episodes; `_moves` are their actions
@@ -389,9 +388,3 @@ def episode_seed(stream: int, number: int) -> int:
 def combine_seeds(*parts: int) -> int:
     """Returns an integer below 2**31, a deterministic function of the integers `parts`."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
-
-
-def check_at_least_one(option: str, value: int) -> None:
-    """Raises ValueError if `value` is below 1; `option` names it."""
-    if value < 1:
-        raise ValueError(f"{option} is {value}: at least one is needed")

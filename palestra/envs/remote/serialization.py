@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.chat import Chat
+from palestra.core.plain_values import short_repr
 from palestra.core.types import Step
 from palestra.envs.remote import envs_pb2 as pb
 
@@ -39,7 +40,7 @@ def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:
     else:
         raise ValueError(
             f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to or from an env on another "
-            f"machine: {_short(value)}. Use None, bool, int, float, str, bytes, list, tuple, set, dict, numpy "
+            f"machine: {short_repr(value)}. Use None, bool, int, float, str, bytes, list, tuple, set, dict, numpy "
             "arrays or a palestra.core.chat.Chat"
         )
 
@@ -253,11 +254,6 @@ def _too_long(size: int) -> ValueError:
 
 def _too_many(size: int) -> ValueError:
     return ValueError(f"a set, or a mapping with keys other than text, of {size:,}: {MAX_KEYS:,} are the most")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 WRITERS: dict[type, Callable[[pb.Value, Any, int], None]] = {

@@ -83,7 +83,6 @@ class EnvSessions:
         return asyncio.ensure_future(_finished(rest, reply))
 
     async def close_client(self, client: ClientSessions) -> None:
-        """Closes all sessions of a client."""
         for number in list(client.sessions):
             await self._leave(client, number)
         self.clients.discard(client)

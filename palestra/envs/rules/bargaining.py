@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
+from palestra.envs.support.options import check_at_least
 
 ITEMS = ("book", "hat", "ball")
 ItemValues = tuple[int, ...]  # value of one item of each kind
@@ -42,8 +43,7 @@ class BargainingRules(Rules[BargainingState]):
     def __init__(self, counts: tuple[int, ...] = (1, 2), total: int = 6, turns: int = 4) -> None:
         if not 1 <= len(counts) <= len(ITEMS) or min(counts) < 1:
             raise ValueError(f"counts: {counts} is not a pool of items; give 1 to {len(ITEMS)} counts of 1 or more")
-        if turns < 2:
-            raise ValueError(f"turns: {turns} is too small, one offers and the other answers; use 2 or more")
+        check_at_least("turns", turns, 2, "one offers and the other answers")
         self.counts = tuple(counts)
         self.total = total
         self.turns = turns

@@ -45,7 +45,9 @@ class KuhnRules(Rules[KuhnState]):
     def current_player(self, state: KuhnState) -> int:
         if len(state.cards) < self.num_players:
             return CHANCE
-        last = self.num_players + max(_first_bet(state), 0)
+        last = self.num_players
+        if BET in state.moves:
+            last += state.moves.index(BET)
         return TERMINAL if len(state.moves) == last else len(state.moves) % self.num_players
 
     def legal_actions(self, state: KuhnState) -> list[int]:
@@ -80,7 +82,3 @@ class KuhnRules(Rules[KuhnState]):
         card = self.ranks[state.cards[player]] if player < len(state.cards) else "nothing"
         moves = " ".join(self.action_names[action] for action in state.moves) or "none"
         return f"You are player {player}. You hold {card}. Moves: {moves}."
-
-
-def _first_bet(state: KuhnState) -> int:
-    return state.moves.index(BET) if BET in state.moves else -1

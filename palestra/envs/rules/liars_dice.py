@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
+from palestra.envs.support.options import check_at_least
 
 
 class LiarsDiceState(NamedTuple):
@@ -30,10 +31,7 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
     num_players = 2
 
     def __init__(self, dice: int = 1, faces: int = 6) -> None:
-        if dice < 1:
-            raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
-        if faces < 2:
-            raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
+        check_dice(dice, faces)
         self.dice = dice
         self.faces = faces
         bids = [f"{count}x{face}" for count, face in product(range(1, 2 * dice + 1), range(1, faces + 1))]
@@ -83,6 +81,12 @@ class LiarsDiceRules(Rules[LiarsDiceState]):
         dice = " ".join(str(face + 1) for face in state.dice[player]) or "none"
         bids = " ".join(self.action_names[bid] for bid in state.bids) or "none"
         return f"You are player {player}. Your dice: {dice}. Bids: {bids}."
+
+
+def check_dice(dice: int, faces: int) -> None:
+    """Raises ValueError unless each player has a die, of at least two faces."""
+    check_at_least("dice", dice, 1, "each player bids on at least one of its own")
+    check_at_least("faces", faces, 2, "dice of fewer than 2 hide nothing")
 
 
 def _add_die(dice: tuple[int, ...], face: int) -> tuple[int, ...]:

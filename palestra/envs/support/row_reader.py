@@ -61,18 +61,14 @@ def _file(path: Path) -> list[Row]:
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         return [parse_line(path, number, line, "was the file cut off?") for number, line in numbered]
     if path.suffix == ".parquet":
-        return _parquet(path)
+        try:
+            rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        return rows
     if path.suffix == ".json":
         return _json_list(path)
     raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; give .jsonl, .json or .parquet")
-
-
-def _parquet(path: Path) -> list[Row]:
-    try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    return rows
 
 
 def _json_list(path: Path) -> list[Row]:

@@ -47,7 +47,7 @@ def canonical_layout(size: int, groups: tuple[Iterable[int], ...]) -> tuple[tupl
 
 def split_of_layout(size: int, groups: tuple[Iterable[int], ...]) -> Split:
     """Returns the split of a layout, which all its symmetric images share."""
-    return split_of_text(_text(size, groups))
+    return split_of_text(f"{size}:{canonical_layout(size, groups)}")
 
 
 def hash_share(text: str) -> float:
@@ -98,10 +98,6 @@ def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], s
         "there are too few such layouts; give a larger size, or fewer walls",
         accept=lambda layout: layout.is_solvable(),
     )
-
-
-def _text(size: int, groups: tuple[Iterable[int], ...]) -> str:
-    return f"{size}:{canonical_layout(size, groups)}"
 
 
 @cache

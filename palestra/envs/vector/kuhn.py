@@ -7,8 +7,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit
-from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
+from palestra.envs.support.options import check_at_least
 from palestra.envs.vector_base import Discrete, empty_step
 
 PASS = 0
@@ -52,20 +53,6 @@ def clear_games(obs: np.ndarray, state: np.ndarray, chosen: np.ndarray) -> None:
                     obs[b, n, at] = 0
             for at in range(state.shape[1]):
                 state[b, at] = 0
-
-
-@jit
-def store_final(
-    obs: np.ndarray, final_obs: np.ndarray, state: np.ndarray, final_state: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Copies observations and state of the chosen games to `final_obs` and `final_state`."""
-    for b in range(len(chosen)):
-        if chosen[b]:
-            for n in range(obs.shape[1]):
-                for at in range(obs.shape[2]):
-                    final_obs[b, n, at] = obs[b, n, at]
-            for at in range(state.shape[1]):
-                final_state[b, at] = state[b, at]
 
 
 # Each part of a step loops over all games: passing the tuple of arrays to a function for every game would cost more
@@ -151,7 +138,7 @@ def _pay(t: KuhnArrays) -> None:
 def _step(t: KuhnArrays, actions: np.ndarray) -> None:
     _move(t, actions)
     _pay(t)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     _begin_games(t, t.terminated)
 
 
@@ -171,8 +158,7 @@ class KuhnPoker(NativeEnv):
     action_names = ("pass", "bet")
 
     def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         if not 2 <= players <= MAX_PLAYERS:
             raise ValueError(f"players: {players} cannot play Kuhn poker here; use 2 to {MAX_PLAYERS}")
         deck = players + 1
@@ -190,10 +176,7 @@ class KuhnPoker(NativeEnv):
             "moves": np.zeros(num_envs, np.int8),
             "first_bet": np.zeros(num_envs, np.int8),
         }
-        frame = {
-            name: getattr(self.vector_step, name) for name in KuhnArrays._fields if name not in self.internal_state
-        }
-        self._table = KuhnArrays(**self.internal_state, **frame)
+        self._table = self.build_table(KuhnArrays)
 
     def render(self, game: int) -> str:
         """Returns the card and the stake of each player."""

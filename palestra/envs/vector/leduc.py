@@ -7,9 +7,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit
-from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
-from palestra.envs.vector.kuhn import clear_games, deal_cards, store_final
+from palestra.envs.support.options import check_at_least
+from palestra.envs.vector.kuhn import clear_games, deal_cards
 from palestra.envs.vector_base import Discrete, empty_step
 
 FOLD = 0
@@ -159,7 +160,7 @@ def _step(t: LeducArrays, actions: np.ndarray) -> None:
     _choose(t, actions)
     _move(t)
     _pay(t)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     _begin_games(t, t.terminated)
     _write(t)
 
@@ -186,8 +187,7 @@ class LeducPoker(NativeEnv):
     state_size = STATE_SIZE
 
     def __init__(self, num_envs: int = 64) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.vector_step = empty_step(num_envs, 2, (OBSERVATION_SIZE,), num_actions=3, state_size=STATE_SIZE)
         self.internal_state = {
@@ -196,10 +196,7 @@ class LeducPoker(NativeEnv):
             "play": np.zeros((num_envs, 5), np.int8),
             "stakes": np.zeros((num_envs, 2), np.int8),
         }
-        frame = {
-            name: getattr(self.vector_step, name) for name in LeducArrays._fields if name not in self.internal_state
-        }
-        self._table = LeducArrays(**self.internal_state, **frame)
+        self._table = self.build_table(LeducArrays)
 
     def render(self, game: int) -> str:
         """Returns the card and the stake of each player, and the public card once it is dealt."""

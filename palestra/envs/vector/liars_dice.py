@@ -7,9 +7,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit
-from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS, random_below
-from palestra.envs.vector.kuhn import clear_games, store_final
+from palestra.envs.rules.liars_dice import check_dice
+from palestra.envs.support.options import check_at_least
+from palestra.envs.vector.kuhn import clear_games
 from palestra.envs.vector_base import Discrete, empty_step
 
 
@@ -127,7 +129,7 @@ def _write_turn(agent_mask: np.ndarray, turn: np.ndarray) -> None:
 def _step(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     _move(t, faces, actions)
     _pay(t, faces)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     _begin_games(t, faces, t.terminated)
     _write_turn(t.agent_mask, t.turn)
 
@@ -150,12 +152,8 @@ class LiarsDice(NativeEnv):
     seats = ("player_0", "player_1")
 
     def __init__(self, num_envs: int = 64, *, dice: int = 1, faces: int = 6) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
-        if dice < 1:
-            raise ValueError(f"dice: {dice} is too small, each player bids on at least one of its own; use 1 or more")
-        if faces < 2:
-            raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
+        check_dice(dice, faces)
         own = dice * faces
         actions = 2 * dice * faces + 1
         self.num_envs = num_envs
@@ -174,10 +172,7 @@ class LiarsDice(NativeEnv):
             "turn": np.zeros(num_envs, np.int64),
             "bid": np.zeros(num_envs, np.int64),
         }
-        frame = {
-            name: getattr(self.vector_step, name) for name in LiarsDiceArrays._fields if name not in self.internal_state
-        }
-        self._table = LiarsDiceArrays(**self.internal_state, **frame)
+        self._table = self.build_table(LiarsDiceArrays)
 
     def render(self, game: int) -> str:
         """Returns the dice of each player, faces from 1, and the last bid."""

@@ -9,19 +9,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit
-from palestra.envs.batch.native import NativeEnv
+from palestra.envs.batch.native import NativeEnv, store_ended
 from palestra.envs.batch.rng import RNG_WORDS
-from palestra.envs.vector.kuhn import clear_games, store_final
+from palestra.envs.support.options import check_at_least
+from palestra.envs.vector.kuhn import clear_games
 from palestra.envs.vector_base import Discrete, empty_step
 
 MatrixName = Literal[
-    "rock_paper_scissors",
-    "matching_pennies",
-    "prisoners_dilemma",
-    "stag_hunt",
-    "coordination",
-    "climbing",
-    "penalty",
+    "rock_paper_scissors", "matching_pennies", "prisoners_dilemma", "stag_hunt", "coordination", "climbing", "penalty"
 ]
 # Rows are the actions of player_0. A single number is the payoff of both seats. The first five are OpenSpiel's
 # (prisoners cooperate, then defect; hunters hunt the stag, then the hare), the last two are from Claus and Boutilier
@@ -85,7 +80,7 @@ def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.nd
 @jit
 def _step_rounds(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
     _play_round(t, payoff, rounds, actions)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     clear_games(t.obs, t.state, t.terminated)
 
 
@@ -114,7 +109,7 @@ def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
 @jit
 def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
     _play_two(t, actions)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
 
@@ -143,7 +138,7 @@ def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
 @jit
 def _step_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
     _play_m(t, steps, actions)
-    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    store_ended(t, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
 
@@ -153,21 +148,28 @@ class _Tabular(NativeEnv):
     seats = SEATS
 
     def __init__(self, num_envs: int, choices: tuple[int, int], view: int, state: int) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer than 1; use 1 or more")
+        check_at_least("num_envs", num_envs, 1, "nothing is played in fewer")
         self.num_envs = num_envs
         self.state_size = state
         self.observation_shapes = ((view,), (view,))
         self.action_spaces = (Discrete(choices[0]), Discrete(choices[1]))
-        self.vector_step = empty_step(num_envs, 2, (view,), num_actions=_mask_length(choices), state_size=state)
+        num_actions = None if choices[0] == choices[1] else max(choices)  # None: no action mask
+        self.vector_step = empty_step(num_envs, 2, (view,), num_actions=num_actions, state_size=state)
         if self.vector_step.action_mask is not None:
             self.vector_step.action_mask[:] = np.arange(max(choices)) < np.array(choices)[:, None]
         self.internal_state = {"rng": np.zeros((num_envs, RNG_WORDS), np.uint64), "place": np.zeros(num_envs, np.int64)}
-        frame = {name: getattr(self.vector_step, name) for name in MatrixArrays._fields if name != "place"}
-        self._table = MatrixArrays(place=self.internal_state["place"], **frame)
+        self._table = self.build_table(MatrixArrays)
 
     def _begin(self) -> None:
         self._table.place[:], self._table.obs[:], self._table.state[:] = 0, 0, 0
+
+
+class _PlaceGame(_Tabular):
+    """A game whose observations and state are the place that it is in, one-hot."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        _write_place(self._table.place, self._table.obs, self._table.state)
 
 
 class MatrixGame(_Tabular):
@@ -192,8 +194,7 @@ class MatrixGame(_Tabular):
             raise ValueError(f'game: "{game}" has a payoff of its own; give game or payoff, not both')
         if game is not None and game not in PAYOFFS:
             raise ValueError(f'game: no table is called "{game}"; use {", ".join(PAYOFFS)}, or give payoff')
-        if rounds < 1:
-            raise ValueError(f"rounds: {rounds} is too small, a game is played at least once; use 1 or more")
+        check_at_least("rounds", rounds, 1, "a game is played at least once")
         self.payoff = _table(PAYOFFS[game or "rock_paper_scissors"] if payoff is None else payoff)
         self.rounds = rounds
         rows, columns, _ = self.payoff.shape
@@ -203,7 +204,7 @@ class MatrixGame(_Tabular):
         _step_rounds(self._table, self.payoff, self.rounds, actions.astype(np.int32, copy=False))
 
 
-class TwoStepGame(_Tabular):
+class TwoStepGame(_PlaceGame):
     """The cooperative two-step game of Rashid et al. (2018), whose action values a sum of per-agent values cannot
     represent.
 
@@ -217,15 +218,11 @@ class TwoStepGame(_Tabular):
     def __init__(self, num_envs: int = 64) -> None:
         super().__init__(num_envs, (2, 2), 3, 3)
 
-    def _begin(self) -> None:
-        super()._begin()
-        _write_place(self._table.place, self._table.obs, self._table.state)
-
     def _advance(self, actions: np.ndarray) -> None:
         _step_two(self._table, actions.astype(np.int32, copy=False))
 
 
-class MStepGame(_Tabular):
+class MStepGame(_PlaceGame):
     """The cooperative m-step game of Mahajan et al. (2019; the rules are those of their code with two good branches),
     which needs committed exploration.
 
@@ -239,22 +236,12 @@ class MStepGame(_Tabular):
     name: ClassVar[str] = "m_step"
 
     def __init__(self, num_envs: int = 64, *, steps: int = 10) -> None:
-        if steps < 2:
-            raise ValueError(f"steps: {steps} is too small, a branch is chosen in the first step; use 2 or more")
+        check_at_least("steps", steps, 2, "a branch is chosen in the first step")
         self.steps = steps
         super().__init__(num_envs, (2, 2), 2 * steps - 1, 2 * steps - 1)
 
-    def _begin(self) -> None:
-        super()._begin()
-        _write_place(self._table.place, self._table.obs, self._table.state)
-
     def _advance(self, actions: np.ndarray) -> None:
         _step_m(self._table, self.steps, actions.astype(np.int32, copy=False))
-
-
-def _mask_length(choices: tuple[int, int]) -> int | None:
-    """Returns the length of the action mask; None if both seats have equally many actions."""
-    return None if choices[0] == choices[1] else max(choices)
 
 
 def _table(payoff: list[Any]) -> np.ndarray:

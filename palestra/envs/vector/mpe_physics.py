@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from palestra.core.accel.jit import jit, jit_inline
+from palestra.envs.batch.native import store_final
 from palestra.envs.batch.rng import RNG_WORDS, random_below, uniform
 from palestra.envs.vector_base import Arrays, VectorStep
 
@@ -28,7 +29,7 @@ _LOG2 = math.log(2)
 class World(NamedTuple):
     """B worlds for the kernels. `radius` is that of the entities that collide, which come first; `accel` is the force
     of a full push (0: cannot move), `max_speed` the maximum speed. Landmarks start within `landmark_range` of the
-    centre on both axes; if `has_goal`, each game draws one of them as its `goal`."""
+    centre on both axes; if `has_goal`, each game draws one of them as its `goal`. `game` is a number of `mpe_rules`."""
 
     rng: np.ndarray  # uint64 [B, RNG_WORDS]
     pos: np.ndarray  # float64 [B, E, 2]
@@ -42,6 +43,9 @@ class World(NamedTuple):
     max_speed: np.ndarray  # [N]
     landmark_range: float
     has_goal: bool
+    game: int
+    local_ratio: float  # of simple_spread: weight of an agent's own reward
+    hunters: int  # of simple_tag: number of adversaries, the first agents
 
 
 class MPEStepArrays(NamedTuple):
@@ -70,7 +74,7 @@ def empty_world_arrays(num_envs: int, num_agents: int, num_landmarks: int, num_w
 
 def build_world(memory: Arrays, **fixed: Any) -> World:
     """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`,
-    `max_speed`, `landmark_range`, `has_goal`."""
+    and so on."""
     arrays: dict[str, Any] = {**memory, "force": np.zeros(memory["vel"].shape[1:])}
     return World(**arrays, **fixed)
 
@@ -251,8 +255,4 @@ def count_step(world: World, arrays: MPEStepArrays, max_cycles: int) -> None:
         world.age[b] += 1
         arrays.truncated[b] = world.age[b] >= max_cycles
         if arrays.truncated[b]:
-            for i in range(len(arrays.observation_sizes)):
-                for k in range(arrays.observation_sizes[i]):
-                    arrays.final_obs[b, i, k] = arrays.obs[b, i, k]
-            for k in range(arrays.state.shape[1]):
-                arrays.final_state[b, k] = arrays.state[b, k]
+            store_final(arrays, b)

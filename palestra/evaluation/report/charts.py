@@ -115,12 +115,10 @@ class Chart:
 
     @property
     def curves_with_values(self) -> list[ChartCurve]:
-        """The curves that have a known value."""
         return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
 
     @property
     def has_values(self) -> bool:
-        """True if a curve has a known value."""
         return bool(self.curves_with_values)
 
     @property
@@ -186,7 +184,6 @@ class HeatMap:
 
     @property
     def has_values(self) -> bool:
-        """True if a cell has a value."""
         return bool(np.isfinite(self.values).any())
 
     @property

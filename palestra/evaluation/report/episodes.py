@@ -25,8 +25,10 @@ def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tup
     sound = sorted((e for e in episodes if e.error is None), key=episode_return, reverse=True)
     failed = [e for e in episodes if e.error is not None]
     samples = [("the best", sound[0])] if sound else []
-    samples += [("the worst", sound[-1])] if len(sound) > 1 else []
-    samples += [("one that failed", failed[0])] if failed else []
+    if len(sound) > 1:
+        samples.append(("the worst", sound[-1]))
+    if failed:
+        samples.append(("one that failed", failed[0]))
     rest = sound[1:-1]
     drawn = random.Random(seed).sample(rest, min(len(rest), max(0, count - len(samples))))
     return [*samples, *(("drawn at random", episode) for episode in drawn)][:count]

@@ -142,12 +142,13 @@ def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
     """Returns a table of seed, versions, command line and checkpoints, as HTML."""
     rows = [("seed", meta.get("seed", tree.get("seed", 0)))]
     rows += [(name, meta[name]) for name in ("palestra", "torch", "transformers", "python") if meta.get(name)]
-    rows += [("command", hide_credentials(shlex.join(meta["command"])))] if meta.get("command") else []
-    rows += (
-        [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
-    )
+    if meta.get("command"):
+        rows.append(("command", hide_credentials(shlex.join(meta["command"]))))
+    if meta.get("created"):
+        rows.append(("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds")))
     saved = list_checkpoints(run)
-    rows += [("checkpoints", f"after {', '.join(str(one.step + 1) for one in saved)} steps")] if saved else []
+    if saved:
+        rows.append(("checkpoints", f"after {', '.join(str(one.step + 1) for one in saved)} steps"))
     return html_table(["", ""], rows, css_class="facts")
 
 

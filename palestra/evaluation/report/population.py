@@ -24,11 +24,7 @@ def population_sections(path: Path) -> list[str]:
     return [
         section("How far from an equilibrium", figures_html(nash_conv_charts(record))),
         section("Who beats whom", payoff_figure(record), *_ranks(record)),
-        section(
-            "Whom learners met",
-            figures_html(mixture_heat_maps(record)),
-            figures_html(learner_charts(record)),
-        ),
+        section("Whom learners met", figures_html(mixture_heat_maps(record)), figures_html(learner_charts(record))),
     ]
 
 

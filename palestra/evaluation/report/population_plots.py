@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from palestra.core.types import TEAM
-from palestra.evaluation.report.charts import (
-    MAX_AXIS_LABELS,
-    Chart,
-    ChartCurve,
-    HeatMap,
-    save_panels,
-    shorten,
-)
+from palestra.evaluation.report.charts import MAX_AXIS_LABELS, Chart, ChartCurve, HeatMap, save_panels, shorten
 from palestra.evaluation.report.population_data import PopulationRecord, read_record
 from palestra.populations.tasks import TrainTask
 from palestra.runs.series import group_lines, series_of

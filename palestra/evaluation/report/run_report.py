@@ -22,11 +22,7 @@ from palestra.runs.headline import (
 from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval, valid_instances
 from palestra.text.rollouts.sample_metrics import sample_rows
 
-SUMMARY_ROWS = [
-    ("local_reward", "local reward"),
-    ("invalid", "invalid answers"),
-    ("entropy", "entropy"),
-]
+SUMMARY_ROWS = [("local_reward", "local reward"), ("invalid", "invalid answers"), ("entropy", "entropy")]
 
 
 def summary_table(path: str | Path) -> Table:

@@ -38,7 +38,8 @@ def _columns(line: Line) -> list[tuple[str, Any]]:
         (f"{what} [95 % interval]", partial(success_interval, key=key)) for key, what in success_keys(line).items()
     ]
     columns += [(name, partial(_sample_cell, name)) for name, _ in sample_rows(line)]
-    columns += [("return", format_return)] if "return" in return_keys(line) else []
+    if "return" in return_keys(line):
+        columns.append(("return", format_return))
     columns += [(f"return of {seat}", partial(format_seat_return, seat=seat)) for seat in paid_seats(line)]
     columns += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return columns + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])

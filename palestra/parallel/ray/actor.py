@@ -56,21 +56,18 @@ class RayActorHandle:
         ValueError if it could not be placed or built."""
         try:
             if self._made is not None:
-                self._ready()
+                try:
+                    wrong = ray.get(self._made, timeout=cluster.PLACEMENT_TIMEOUT_S)
+                except GetTimeoutError:
+                    raise placement_error(self._what, self._needs.options) from None
+                if wrong:
+                    raise ValueError(f"{self._what} cannot be made: {wrong}")
+                self._made = None
             return ray.get(self._actor.ask.remote(verb, arguments, trace_context()))
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else ValueError(str(error)) from error
         except RayError as error:
             raise ProcessLost(f"{type(error).__name__}: {error}") from error
-
-    def _ready(self) -> None:
-        try:
-            wrong = ray.get(self._made, timeout=cluster.PLACEMENT_TIMEOUT_S)
-        except GetTimeoutError:
-            raise placement_error(self._what, self._needs.options) from None
-        if wrong:
-            raise ValueError(f"{self._what} cannot be made: {wrong}")
-        self._made = None
 
     def close(self) -> None:
         """Kills the actor."""

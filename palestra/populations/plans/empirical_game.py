@@ -134,7 +134,6 @@ class MatchQueue:
         return self._add_open(tasks)
 
     def record_result(self, task: PlayTask, result: PlayResult) -> None:
-        """Records the result of a `play` task."""
         self.open_tasks.discard(task.name)
         self.num_games += sum(cell.games for cell in result.payoffs if not cell.exact)
         if named := self._snapshot_cells.pop(task.name, None):

@@ -68,7 +68,6 @@ class League:
             )
 
     def initial_tasks(self) -> Sequence[Task]:
-        """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:

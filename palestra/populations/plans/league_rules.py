@@ -77,7 +77,6 @@ class LeagueConfig(SliceConfig):
         return self
 
     def roles(self) -> list[Role]:
-        """Returns the role of each learner."""
         counts = (self.main_agents, self.main_exploiters, self.league_exploiters)
         return [role for role, count in zip(get_args(Role), counts, strict=True) for _ in range(count)]
 
@@ -89,11 +88,6 @@ def without_monotone_suffix(rates: Sequence[float]) -> int:
     forgotten none of them: [.9, .6, .65, .6] -> 3, [.9, .8, .7] -> 0.
     """
     return next((i + 1 for i in range(len(rates) - 1, 0, -1) if rates[i - 1] < rates[i]), 0)
-
-
-def uniform_mix(names: Sequence[str]) -> Mix:
-    """Returns the uniform mixture of `names`."""
-    return {name: 1 / len(names) for name in names}
 
 
 @dataclass
@@ -218,11 +212,11 @@ class LeagueLogic:
     def _uniform(self, names: Sequence[str]) -> OpponentWeights:
         """Returns the uniform mixture of learners, or of frozen members."""
         weights = OpponentWeights(np.zeros(len(self.history())))
-        for name, share in uniform_mix(names).items():
+        for name in names:
             if name in self.learners:
-                weights.current[name] = share
+                weights.current[name] = 1 / len(names)
             else:
-                weights.frozen[self.number_of[name]] = share
+                weights.frozen[self.number_of[name]] = 1 / len(names)
         return weights
 
     def history_rates(self, learner: LeagueLearner) -> np.ndarray:
@@ -245,7 +239,6 @@ class LeagueLogic:
         return np.array([self.number_of[name] for name in names], np.int64)
 
     def learners_of(self, role: Role) -> list[LeagueLearner]:
-        """Returns the learners with this role."""
         return [learner for learner in self.learners.values() if learner.role == role]
 
     def past(self, learner: LeagueLearner) -> list[str]:
@@ -268,7 +261,6 @@ class LeagueLogic:
         return [main.name for main in self.learners_of("main") if main.latest] or self.initial_members
 
     def should_freeze(self, learner: LeagueLearner) -> bool:
-        """True if the learner should be frozen now."""
         if learner.slices_since_freeze < self.config.min_slices:
             return False
         strong = bool(self.judge_rates(learner).min() > self.config.strong_win_rate)

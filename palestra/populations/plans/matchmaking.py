@@ -52,18 +52,12 @@ class WinRates:
             counts[theirs] = (old[0] * weight + fresh, old[1] * weight + share * fresh)
 
     def remove(self, name: str) -> None:
-        """Removes all results of `name`."""
         for other in self._counts.pop(name, {}):
             self._counts.get(other, {}).pop(name, None)
 
 
 def _rate(games: float, wins: float) -> float:
     return min(wins / games, 1.0) if games else UNPLAYED_WIN_RATE  # rounding may exceed 1
-
-
-def latest_mix(names: Sequence[str]) -> Mix:
-    """Returns the mixture that has only the newest member. Raises ValueError if `names` is empty."""
-    return {_some(names)[-1]: 1.0}
 
 
 def delta_uniform(names: Sequence[str], delta: float) -> Mix:
@@ -117,7 +111,7 @@ class LatestMatchmaker(Matchmaker):
     type: Literal["latest"] = "latest"
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        return latest_mix(names)
+        return {_some(names)[-1]: 1.0}
 
 
 class HistoryMatchmaker(Matchmaker):

@@ -42,7 +42,6 @@ class MetaStrategy:
         return drop_negligible(dict(zip(self.names[seat], marginals(self.joint)[seat].tolist(), strict=True)))
 
     def all_marginals(self) -> dict[Player, Mix]:
-        """Returns the marginal of each player."""
         return {player: self.marginal(player) for player in dict.fromkeys(self.seats)}
 
     def best_member(self, payoffs: Sequence[np.ndarray], player: Player) -> str:

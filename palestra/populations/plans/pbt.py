@@ -50,7 +50,6 @@ class SearchSpace(StrictModel):
         return self.clip(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
 
     def clip(self, value: float) -> float:
-        """Clips `value` to the range."""
         return min(max(value, self.low), self.high)
 
 
@@ -124,7 +123,6 @@ class PBT:
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
     def initial_tasks(self) -> Sequence[Task]:
-        """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
@@ -132,7 +130,14 @@ class PBT:
         assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
         learner = self.learners[task.learner]
         self.env_steps += result.env_steps
-        self._note(learner, task, result)
+        for member, name in self.opponents.pop(task.name).items():
+            if games := result.opponents.get(member):
+                self.win_rates.add(learner.name, name, games.games, games.points)
+        learner.slices += 1
+        learner.latest = task.output_member
+        learner.has_trained = True
+        if result.mean_return is not None:  # no game may have ended
+            learner.score = result.mean_return
         self._slice_rating = self.rating(learner)
         if learner.slices == self.config.slices:
             self._keep(learner)
@@ -183,16 +188,6 @@ class PBT:
             }, 1.0  # with self_play 1 the opponent never plays, but a task must name one
         return {name: 1 / len(others) for name in others}, self.config.self_play
 
-    def _note(self, learner: PBTLearner, task: TrainTask, result: TrainResult) -> None:
-        for member, name in self.opponents.pop(task.name).items():
-            if games := result.opponents.get(member):
-                self.win_rates.add(learner.name, name, games.games, games.points)
-        learner.slices += 1
-        learner.latest = task.output_member
-        learner.has_trained = True
-        if result.mean_return is not None:  # no game may have ended
-            learner.score = result.mean_return
-
     # ---- exploit and explore
 
     def rating(self, learner: PBTLearner) -> float:
@@ -213,15 +208,14 @@ class PBT:
         rng = self._rng(learner.name, learner.slices)
         chosen = best[int(rng.integers(len(best)))]
         if self.rating(chosen) - self.rating(learner) > self.config.min_rating_gap:
-            self._take_over(learner, chosen, rng)
-
-    def _take_over(self, learner: PBTLearner, best: PBTLearner, rng: np.random.Generator) -> None:
-        learner.latest = best.latest
-        learner.score = best.score
-        learner.copied_from = best.name
-        learner.has_trained = False
-        learner.settings = {name: self._explore_setting(name, value, rng) for name, value in best.settings.items()}
-        self.win_rates.remove(learner.name)
+            learner.latest = chosen.latest
+            learner.score = chosen.score
+            learner.copied_from = chosen.name
+            learner.has_trained = False
+            learner.settings = {
+                name: self._explore_setting(name, value, rng) for name, value in chosen.settings.items()
+            }
+            self.win_rates.remove(learner.name)
 
     def _explore_setting(self, name: str, value: float, rng: np.random.Generator) -> float:
         searched = self.config.search[name]

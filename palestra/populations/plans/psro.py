@@ -107,7 +107,6 @@ class PSRO:
 
     @property
     def payoffs(self) -> PayoffTable:
-        """Payoff table of the frozen members."""
         return self.matches.empirical_game.payoffs
 
     def _counts(self) -> Metrics:

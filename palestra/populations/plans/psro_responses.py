@@ -46,7 +46,8 @@ class Response:
     def to_member(self) -> Member:
         """Returns the finished response as a member."""
         info: dict[str, Any] = {"iteration": self.iteration, "slices": self.slices}
-        info |= {"recommended": self.recommended} if self.recommended else {}
+        if self.recommended:
+            info["recommended"] = self.recommended
         return Member(self.name, self.player, f"members/{self.name}", self.start, info)
 
 

@@ -71,7 +71,6 @@ class XDO:
         self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
-        """Returns both players' first responses."""
         return self._responses()
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from palestra.populations.tabular.game_tree import (
-    GameTree,
-    end_probabilities,
-    expected_returns,
-    realization_plan,
-)
+from palestra.populations.tabular.game_tree import GameTree, end_probabilities, expected_returns, realization_plan
 
 
 def sequence_values(tree: GameTree, end_probs: np.ndarray, player: int) -> np.ndarray:

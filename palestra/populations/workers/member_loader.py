@@ -147,10 +147,6 @@ class MemberLoader:
         folder = _folder(name, members)
         if (folder / TABLE_FILE).exists():
             return read_arrays(folder / TABLE_FILE)["policy"]
-        return self._evaluate_network(name, folder)
-
-    def _evaluate_network(self, name: str, folder: Path) -> np.ndarray:
-        """Returns a network's action probabilities at every information state."""
         tree = self._tree
         member, _ = read_frozen_member(folder, self.env, [0], best=self.greedy)
         if member.net.recurrent_units:

@@ -277,7 +277,9 @@ class NetWorker:
         games = self.training_rollout.env.num_envs
         env_steps = self.config.env_steps if task.env_steps is None else task.env_steps
         sweeps = math.ceil(env_steps / (horizon * games))
-        self.training_rollout.restart(self._seeds(task))
+        self.training_rollout.restart(
+            derive_seed(self.seed, "games", task.name) % 2**62 + np.arange(self.payoff_rollout.env.num_envs)
+        )
         for step in range(sweeps):
             players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
             with span("rollout"):
@@ -309,10 +311,6 @@ class NetWorker:
     def _side(self, player: Player) -> list[int]:
         """Returns the seats at which a member of `player` learns."""
         return next(side for side in self.sides if self._player(side[0]) == player)
-
-    def _seeds(self, task: Task) -> np.ndarray:
-        """Returns the seeds of a task's games, int64 [games]."""
-        return derive_seed(self.seed, "games", task.name) % 2**62 + np.arange(self.payoff_rollout.env.num_envs)
 
     def _mixture(
         self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
@@ -355,7 +353,6 @@ class NetWorker:
     # ---- games
 
     def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
-        """Plays the cells of a payoff table."""
         table = self._table(members)
         seed = derive_seed(self.seed, task.name)
         check_cells(task.cells, len(self.sides))

@@ -21,16 +21,7 @@ from palestra.core.http.limits import AdmissionMiddleware, HttpLimits, RequestRe
 from palestra.core.http.origin_middleware import OriginPolicy
 from palestra.service.server.answer_poller import AnswerPoller
 from palestra.service.server.deps import BodyParser, RequestQueue
-from palestra.service.server.routes import (
-    archives,
-    checkpoints,
-    futures,
-    mint,
-    models,
-    openai,
-    sampling,
-    sessions,
-)
+from palestra.service.server.routes import archives, checkpoints, futures, mint, models, openai, sampling, sessions
 from palestra.service.server.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.weight_store import WeightsDamaged

@@ -273,7 +273,6 @@ class Store:
         return self.database.read(lambda connection: list(connection.execute(query).all()))
 
     def count(self, table: sql.Table, *where: sql.ColumnElement[bool]) -> int:
-        """Returns the number of matching rows."""
         return int(self._value(sql.select(sql.func.count()).select_from(table).where(*where)))
 
     def _answers_lock(self) -> list[sql.Executable]:

@@ -212,10 +212,7 @@ def _text(chunk: pb.Chunk) -> np.ndarray:
 # Gradient results
 
 
-def encode_forward_backward(
-    outputs: Sequence[Mapping[str, np.ndarray]],
-    metrics: Mapping[str, float],
-) -> bytes:
+def encode_forward_backward(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
     """Encodes a ForwardBackwardOutput.
 
     `outputs` holds, for each datum, arrays of one or two dimensions by name (the same names for all data); integer
@@ -283,7 +280,14 @@ def encode_sample(sequences: Iterable[SampledSequence], prompt: PromptScores = P
     """Encodes a SampleResponse: token ids as int32, log-probabilities as float32."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.num_cached_tokens)
     for sequence in sequences:
-        message.sequences.append(_sequence(sequence))
+        message.sequences.append(
+            pb.SampledSequence(
+                stop_reason=_STOPS[sequence.stop_reason],
+                tokens=tensors.encode_values(sequence.tokens, pb.DTYPE_INT32),
+                logprobs=tensors.encode_values(sequence.logprobs, pb.DTYPE_FLOAT32),
+                topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+            )
+        )
     if prompt.logprobs is not None:
         message.prompt_logprobs = tensors.encode_values(prompt.logprobs, pb.DTYPE_FLOAT32)
     if prompt.topk is not None:
@@ -299,15 +303,6 @@ def encode_sample(sequences: Iterable[SampledSequence], prompt: PromptScores = P
         message.prompt_alt_tokens.tokens.CopyFrom(pb.Tensor(dense=ids, dtype=pb.DTYPE_INT32, shape=shape))
         message.prompt_alt_tokens.logprobs.CopyFrom(tensors.from_array(prompt.sampled_alternatives.logprobs))
     return message.SerializeToString()
-
-
-def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
-    return pb.SampledSequence(
-        stop_reason=_STOPS[sequence.stop_reason],
-        tokens=tensors.encode_values(sequence.tokens, pb.DTYPE_INT32),
-        logprobs=tensors.encode_values(sequence.logprobs, pb.DTYPE_FLOAT32),
-        topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
-    )
 
 
 def _topk(topk: TopK) -> pb.TopkLogprobs:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sql
 from safetensors.torch import load_file, save_file
@@ -132,7 +131,13 @@ class LiveModels:
         trainer = new_trainer(base.engine, LoraSettings.model_validate(row.lora), id)
         live_model = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":
-            live_model.lost_reason = self._what_is_lost(row)
+            where = row.info.get("path")
+            steps = "all it had learned"
+            fix = "create a new one"
+            if where:
+                steps = f"what it learned after it was last saved ({where})"
+                fix = f'load "{where}" (load_state), or create a client from it'
+            live_model.lost_reason = f"the server restarted, and model {row.id} lost {steps}: {fix}."
         elif row.saved:
             try:
                 self.load(live_model, row.saved, optimizer=row.info.get("optimizer", True))
@@ -141,12 +146,6 @@ class LiveModels:
                     f"model {id} was not in use and cannot be brought back ({error}): load other weights"
                 )
         return live_model
-
-    def _what_is_lost(self, row: TableRow) -> str:
-        where = row.info.get("path")
-        steps = f"what it learned after it was last saved ({where})" if where else "all it had learned"
-        fix = f'load "{where}" (load_state), or create a client from it' if where else "create a new one"
-        return f"the server restarted, and model {row.id} lost {steps}: {fix}."
 
     def load(self, live_model: LiveModel, folder: str, *, optimizer: bool) -> None:
         """Loads weights from the weight store, with the optimizer state if `optimizer` is true and a new optimizer
@@ -177,13 +176,14 @@ class LiveModels:
             return None
         folder, _ = self.weight_store.write(partial(save_state, live_model=live_model))
         live_model.saved_seq = live_model.changed_seq
+        row = self.store.get(models, live_model.id)
         return update_row(
-            models, live_model.id, saved=folder, kept=live_model.saved_seq, info=self._info(live_model.id)
+            models,
+            live_model.id,
+            saved=folder,
+            kept=live_model.saved_seq,
+            info={k: v for k, v in (row.info if row else {}).items() if k != "optimizer"},
         )
-
-    def _info(self, id: str) -> dict[str, Any]:
-        row = self.store.get(models, id)
-        return {k: v for k, v in (row.info if row else {}).items() if k != "optimizer"}
 
     def evictable(self, idle: float) -> list[LiveModel]:
         """Returns the models to remove from memory: those unused for `idle` seconds, and the least recently used beyond

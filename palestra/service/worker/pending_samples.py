@@ -53,7 +53,6 @@ class SampleScheduler:
         return self._score() or moved
 
     def release_memory(self) -> None:
-        """Releases memory that is not in use."""
         for base in self.live_models.bases.values():
             base.sampler.release_memory()
 

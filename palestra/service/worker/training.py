@@ -78,7 +78,10 @@ class TrainScheduler:
         for owner in self._turns():
             if owner in self._long:
                 if not batch:
-                    self._go_on(owner)
+                    # one more micro-batch of the owner's long request
+                    self.shares.add_work(owner, self.pack_tokens)
+                    if next(self._long[owner], self) is self:
+                        del self._long[owner]
                     return True
                 continue
             work = self._short[owner]
@@ -135,12 +138,6 @@ class TrainScheduler:
         else:
             self._short[owner] = work
         return True
-
-    def _go_on(self, owner: str) -> None:
-        """Runs one more micro-batch of the owner's long request."""
-        self.shares.add_work(owner, self.pack_tokens)
-        if next(self._long[owner], self) is self:
-            del self._long[owner]
 
     def _run(self, works: list[TrainRequest]) -> Generator[None, None, None]:
         """Runs `works`, which share one base model; yields between micro-batches."""

@@ -42,7 +42,6 @@ class TextAlgorithm(StrictModel):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Keyword arguments of `loss`."""
         return {}
 
     @property

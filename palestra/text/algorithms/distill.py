@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field
@@ -47,7 +47,7 @@ class Distill(ImportanceSampling, TextAlgorithm):
     """
 
     type: Literal["distill"] = "distill"
-    """Selects on-policy distillation."""
+    needs_teacher: ClassVar[bool] = True
     group_size: int = Field(4, ge=1, le=4096)
     """Trajectories per start."""
     teacher_seats: dict[Seat, Seat] = {}
@@ -57,10 +57,6 @@ class Distill(ImportanceSampling, TextAlgorithm):
     @property
     def branching(self) -> Branching:
         return Branching("root", self.group_size)
-
-    @property
-    def needs_teacher(self) -> bool:
-        return True
 
     @property
     def loss(self) -> LossFunction:

@@ -73,7 +73,6 @@ class DPO(PairAlgorithm):
     """
 
     type: Literal["dpo"] = "dpo"
-    """Selects online DPO."""
     loss_type: PreferenceKind = "sigmoid"
     """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`; without a reference `simpo` or `orpo`."""
     beta: float | None = Field(None, gt=0)

@@ -48,7 +48,6 @@ class GRPO(GRPOConfig):
     """
 
     type: Literal["grpo"] = "grpo"
-    """Selects GRPO."""
 
     def has_signal(self, episode: Episode) -> bool:
         """True if the siblings of some group of a policy in training differ in reward (without the overlong penalty),

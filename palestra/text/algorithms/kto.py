@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, groupby
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -31,7 +31,8 @@ class KTO(GroupAlgorithm):
     on if its trajectory was played to the end. For the loss see `kto_loss`."""
 
     type: Literal["kto"] = "kto"
-    """Selects KTO."""
+    needs_old_logprobs: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = True
     group_size: int = Field(4, ge=1, le=4096)
     """Siblings per group (group size)."""
     threshold: float | None = None
@@ -45,14 +46,6 @@ class KTO(GroupAlgorithm):
     undesirable_weight: float = Field(1.0, ge=0)
     """Weight of undesirable answers. With many more answers of one kind, choose weights so that weight times number is
     about equal for both."""
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return False
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
 
     @property
     def loss(self) -> LossFunction:

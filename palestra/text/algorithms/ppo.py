@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -160,7 +160,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
     """
 
     type: Literal["ppo"] = "ppo"
-    """Selects PPO with a critic."""
+    needs_critic: ClassVar[bool] = True
     group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
     team_weight: float = Field(1.0, ge=0)
@@ -233,10 +233,6 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return Branching("root", self.group_size)
 
     @property
-    def needs_critic(self) -> bool:
-        return True
-
-    @property
     def has_separate_critic(self) -> bool:
         return self.critic != "shared"
 
@@ -263,8 +259,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
         fields |= {"clip", "clip_high", "dual_clip"} if self.surrogate == "clipped" else set()
         options = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
         if not self.has_separate_critic:
-            options |= {"surrogate": self.surrogate} if self.surrogate != "clipped" else {}
-            options |= {"value_per_answer": True} if self.action_level == "turn" else {}
+            if self.surrogate != "clipped":
+                options["surrogate"] = self.surrogate
+            if self.action_level == "turn":
+                options["value_per_answer"] = True
         return options | self.importance_options
 
     def build_samples(
@@ -329,7 +327,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), state)
             rewards_M -= penalty * gaps_M
         sequences = [[num_sampled(turn) for turn in sequence] for _, sequence in groupby(turns, lambda t: t.group)]
-        cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
+        cuts = np.cumsum([sum(action_counts(lengths, level)) for lengths in sequences])[:-1]
         pairs = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*pair, gamma=self.gamma, gae_lambda=self.gae_lambda) for pair in pairs])
         returns_M = advantages_M + values_M
@@ -369,11 +367,6 @@ def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: in
     horizon, as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return coefficient * (1 + error * min(sequences / horizon, 1.0))
-
-
-def _cuts(lengths: Sequence[int]) -> np.ndarray:
-    """Returns the indices at which `np.split` separates concatenated arrays of these lengths."""
-    return np.cumsum(lengths)[:-1]
 
 
 def _with_credit(

@@ -9,7 +9,7 @@ text/rollouts/learned_reward.py uses the rewards to train a policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,17 +24,10 @@ class RewardModel(PairAlgorithm):
     """A reward model from pairs of siblings. With `branch_at: root` a side is scored by its last answer."""
 
     type: Literal["reward_model"] = "reward_model"
-    """Selects reward-model training."""
+    needs_old_logprobs: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = True
     center_coef: float = Field(0.0, ge=0)
     """Coefficient of the squared sum of a pair's rewards, which keeps rewards around 0 (Eisenstein et al., 2023)."""
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return False
-
-    @property
-    def needs_critic(self) -> bool:
-        return True
 
     @property
     def loss(self) -> LossFunction:

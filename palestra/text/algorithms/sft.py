@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from palestra.core.losses import LOSSES, LossFunction
 from palestra.core.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
+from palestra.engine.forward.tree_attention import common_prefix
 from palestra.text.algorithms.base import TextAlgorithm
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching
@@ -44,7 +45,7 @@ class SFT(TextAlgorithm):
     trajectories share count once."""
 
     type: Literal["sft"] = "sft"
-    """Selects supervised fine-tuning."""
+    needs_old_logprobs: ClassVar[bool] = False
     imitate: Literal["success", "best", "all", "none"] = "success"
     """Trajectories whose answers are imitated: those that ended in `success`; the `best` of each start, by its seat's
     return, the first of equals (best-of-n distillation); `all`; or `none` (observation prediction only, on every
@@ -70,10 +71,6 @@ class SFT(TextAlgorithm):
     @property
     def branching(self) -> Branching:
         return Branching("root", self.group_size)
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return False
 
     @property
     def loss(self) -> LossFunction:
@@ -179,14 +176,7 @@ def new_tokens(answer: Answer, later: Answer) -> np.ndarray:
     every prompt.
     """
     known = np.concatenate([answer.prompt_ids, answer.token_ids])
-    after = common_prefix_length(known, later.prompt_ids)
+    after = common_prefix(known, later.prompt_ids)
     if after < len(known):
-        after = common_prefix_length(answer.prompt_ids, later.prompt_ids)
+        after = common_prefix(answer.prompt_ids, later.prompt_ids)
     return later.prompt_ids[after:]
-
-
-def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the length of the common prefix of two 1-D arrays."""
-    n = min(len(one), len(other))
-    differing = np.flatnonzero(one[:n] != other[:n])
-    return int(differing[0]) if len(differing) else n

@@ -102,21 +102,16 @@ class Engines:
     def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a base to train in this process, sampled by remote samplers."""
         assert self.remote_samplers is not None
-        if config.quantize:
-            raise ValueError(
-                f"quantize: {config.quantize} is for bases in this process, and with sampler: other processes answer "
-                "with unquantized weights: leave one of them out"
-            )
-        if config.chat_template is not None:
-            raise ValueError(
-                "chat_template is for bases in this process, and with sampler: other processes answer, which end their "
-                "answers by the base's own template: leave one of them out"
-            )
-        if config.long_context:
-            raise ValueError(
-                "long_context is for bases in this process, and with sampler: other processes answer, which choose "
-                "LongRoPE's factors themselves: leave one of them out"
-            )
+        for key, set_to, why in (
+            ("quantize", config.quantize, "with unquantized weights"),
+            ("chat_template", config.chat_template is not None, "and end their answers by the base's own template"),
+            ("long_context", config.long_context, "and choose LongRoPE's factors themselves"),
+        ):
+            if set_to:
+                raise ValueError(
+                    f"{key} is for bases in this process, and with sampler: other processes answer, {why}: leave one "
+                    "of them out"
+                )
         opening = self.remote_samplers.open(
             config.base,
             dtype=config.dtype,
@@ -261,12 +256,7 @@ def build_engines(config: TextConfig) -> Engines | RemoteEngines:
     if config.engine is None:
         sharded = config.parallel == "fsdp" and ranks.world_size > 1
         return Engines(
-            config.device,
-            config.max_num_seqs,
-            config.sampler,
-            ranks,
-            sharded=sharded,
-            kv_cache_gib=config.kv_cache_gib,
+            config.device, config.max_num_seqs, config.sampler, ranks, sharded=sharded, kv_cache_gib=config.kv_cache_gib
         )
     try:
         from palestra.text.tinker.client import connect

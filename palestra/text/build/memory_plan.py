@@ -91,12 +91,7 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
         if (
             full
             or (isinstance(policy, FrozenConfig) and policy.path)
-            or (
-                policy.base,
-                policy.dtype,
-                policy.quantize,
-            )
-            not in shared
+            or (policy.base, policy.dtype, policy.quantize) not in shared
         ):
             yield from _engine_parts(config, name, policy, shape, prompt_tokens, free)
         if not full:
@@ -176,7 +171,9 @@ def _training_parts(
     config: TextConfig, name: str, policy: LMLearnerConfig, shape: ModelShape, prompt_tokens: int
 ) -> list[MemoryPart]:
     """Returns the memory of a training pass of one micro-batch."""
-    tokens = _micro_batch_tokens(config, policy, prompt_tokens)
+    # a group, whose answers share one prompt, is not split
+    group = prompt_tokens + _group_size(config) * policy.sampling.max_tokens
+    tokens = max(policy.micro_batch_tokens, group)
     size = _product_size(config, policy)
     kept = activation_bytes(shape, tokens, size=size, checkpointing=policy.gradient_checkpointing)
     answered = tokens * policy.sampling.max_tokens // (prompt_tokens + policy.sampling.max_tokens)
@@ -185,12 +182,6 @@ def _training_parts(
         MemoryPart(f"activations {name}", kept, f"{tokens:,} tokens, {how}", "training"),
         MemoryPart(f"logits {name}", logits_bytes(shape, answered, trained=True, on_cpu=False), "a chunk", "training"),
     ]
-
-
-def _micro_batch_tokens(config: TextConfig, policy: LMLearnerConfig, prompt_tokens: int) -> int:
-    """Returns the largest number of tokens of a micro-batch: a group, whose answers share one prompt, is not split."""
-    group = prompt_tokens + _group_size(config) * policy.sampling.max_tokens
-    return max(policy.micro_batch_tokens, group)
 
 
 def _group_size(config: TextConfig) -> int:

@@ -48,7 +48,6 @@ class PolicyResolver:
         return {seat: _with_eval_sampling(self._current_policy(name, {}), sampling) for seat, name in seats.items()}
 
     def current_policy(self, name: str) -> Policy:
-        """Returns policy `name` at its current weights."""
         return self._current_policy(name, {})
 
     def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
@@ -62,16 +61,9 @@ class PolicyResolver:
         learner = self.learners[name]
         config = learner.config
         versioned = f"{name}@{learner.version}"
-        return LanguagePolicy(
-            versioned,
-            learner.sampler,
-            learner.encoder,
-            config.sampling,
-            **config.prompt_options,
-        )
+        return LanguagePolicy(versioned, learner.sampler, learner.encoder, config.sampling, **config.prompt_options)
 
     def _current_policy(self, name: str, teachers: Mapping[str, str]) -> Policy:
-        """Policy `name` at its current weights."""
         if name not in self.learners:
             return self.fixed[name]
         policy = self.learners[name].policy()

@@ -12,7 +12,6 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from palestra.core.types import Episode
 from palestra.parallel.config import RolloutBackendConfig
@@ -38,25 +37,19 @@ class RolloutWorker:
         """Plays a slice and writes its episodes to `out`."""
         assert isinstance(task, EpisodesTask) and out is not None
         for member, folder in members.items():
-            self._take(member, folder, task.settings)
+            name, _, version = member.rpartition("@")
+            learner = self.setup.learners[name]
+            assert isinstance(learner, LanguageLearner)
+            learner.set_config(type(learner.config).model_validate(task.settings[name]))
+            if self.members[name] != member:
+                learner.load_exported(folder, int(version))
+                self.members[name] = member
         start = time.process_time()
         episodes = asyncio.run(self._play(task))
         (out / EPISODES_FILE).write_bytes(_pickle_episodes(episodes))
         return EpisodesResult(
-            episodes=len(episodes),
-            cpu_s=time.process_time() - start,
-            worker_stats=tuple(worker_stats.take_report(0.0)),
+            episodes=len(episodes), cpu_s=time.process_time() - start, worker_stats=tuple(worker_stats.take_report(0.0))
         )
-
-    def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Loads a member's weights into its learner, unless loaded, and applies its settings."""
-        name, _, version = member.rpartition("@")
-        learner = self.setup.learners[name]
-        assert isinstance(learner, LanguageLearner)
-        learner.set_config(type(learner.config).model_validate(settings[name]))
-        if self.members[name] != member:
-            learner.load_exported(folder, int(version))
-            self.members[name] = member
 
     async def _play(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):

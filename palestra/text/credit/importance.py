@@ -66,7 +66,8 @@ class ImportanceSampling(StrictModel):
         if self.importance_cap is None or self.old_logprobs == "sampler":
             return {}
         options: dict[str, Any] = {"importance_cap": self.importance_cap}
-        options |= {"importance_floor": self.importance_floor} if self.importance_floor else {}
+        if self.importance_floor:
+            options["importance_floor"] = self.importance_floor
         return options | ({"importance_mode": self.importance_mode} if self.importance_mode != "token_truncate" else {})
 
 

@@ -77,7 +77,6 @@ class LMPolicyConfig(StrictModel):
 
     @property
     def prompt_options(self) -> dict[str, Any]:
-        """Options of a `LanguagePolicy` that determine its prompts."""
         return {"system": self.system, "history": self.history, "context": self.context}
 
 

@@ -39,7 +39,13 @@ def word_probabilities(
     """
     if policy.sampling.temperature == 0:
         return _only_answers(engine, policy, queries, words)
-    _check(policy)
+    sampling = policy.sampling
+    changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
+    if changed or sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos:
+        raise ValueError(
+            f"policy {policy.name} does not sample its answers from the model's own distribution ({sampling}), so "
+            "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
+        )
     most = policy.sampling.max_tokens
     ends = end_token_ids(engine)
     questions: list[ScoreRequest] = []
@@ -49,7 +55,10 @@ def word_probabilities(
         for w, word in enumerate(query_words):
             for spelling in token_spellings(engine.tokenizer, word):
                 if len(spelling) <= most:
-                    questions.append(_question(policy, prompt, spelling, ends))
+                    ids = np.concatenate([prompt, spelling, ends[:1]]).astype(np.int32)
+                    targets = np.full((len(ids) - 1, len(ends)), -1)
+                    targets[-1] = ends
+                    questions.append(ScoreRequest(ids, policy.adapter, targets=targets))
                     where.append((o, w, len(spelling), len(spelling) == most))
     probs = np.zeros((len(queries), max(map(len, words))))
     for (o, w, length, cut), scores in zip(where, score_prompts(engine, questions), strict=True):
@@ -70,14 +79,6 @@ def _only_answers(
         text = policy.read(sampled, request.prompt_ids).text
         probs[o, : len(query_words)] = [word == text for word in query_words]
     return probs
-
-
-def _question(policy: LanguagePolicy, prompt: np.ndarray, spelling: tuple[int, ...], ends: np.ndarray) -> ScoreRequest:
-    """Builds a request for the log-probabilities of the spelling, and of each end token after it."""
-    ids = np.concatenate([prompt, spelling, ends[:1]]).astype(np.int32)
-    targets = np.full((len(ids) - 1, len(ends)), -1)
-    targets[-1] = ends
-    return ScoreRequest(ids, policy.adapter, targets=targets)
 
 
 @lru_cache(maxsize=4096)
@@ -106,13 +107,3 @@ def _pieces(tokenizer: Any) -> dict[str, list[int]]:
         if token not in special:
             tokens.setdefault(tokenizer.decode([token]), []).append(token)
     return tokens
-
-
-def _check(policy: LanguagePolicy) -> None:
-    sampling = policy.sampling
-    changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
-    if changed or sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos:
-        raise ValueError(
-            f"policy {policy.name} does not sample its answers from the model's own distribution ({sampling}), so "
-            "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
-        )

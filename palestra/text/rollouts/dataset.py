@@ -84,7 +84,6 @@ class DataFile:
         return chain.from_iterable(episode.nodes for episode in self.episodes)
 
     def answers(self, seat: Seat) -> list[Answer]:
-        """Returns the answers of a seat."""
         return [node.answers[seat] for node in self.nodes(seat)]
 
 

@@ -75,7 +75,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     counts = {"redraws": sum(redraws)} | _lost_branches(valid)
     more |= {name: float(count) for name, count in counts.items() if count}
     full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
-    more |= {"context_full_fraction": _mean(full)} if any(full) else {}
+    if any(full):
+        more["context_full_fraction"] = _mean(full)
     if lines:
         more["steps_per_episode"] = sum(bool(node.answers) for node in chain.from_iterable(lines)) / len(lines)
         more["return"] = _mean([_trajectory_return(e, line) for e, line in ends])

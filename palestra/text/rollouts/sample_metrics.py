@@ -71,16 +71,11 @@ def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
             group.append(episode)
     successes = [[(e.success or 0.0) >= 0.5 for e in group] for group in groups.values()]
     passed = {}
-    for k in _powers(samples):
+    for k in sorted({2**i for i in range(samples.bit_length())} | {samples}):
         passed[str(k)] = [pass_at_k(len(own), sum(own), k) for own in successes if len(own) >= k]
     voted = [majority_success(group) for group in groups.values() if group] if _reports_answers(episodes) else []
     found |= _means("pass_at_k", passed)
     return found | (_means("maj_at_k", {str(samples): voted}) if voted else {})
-
-
-def _powers(samples: int) -> list[int]:
-    """Returns 1, 2, 4, ... up to `samples`, and `samples`."""
-    return sorted({2**i for i in range(samples.bit_length())} | {samples})
 
 
 def _means(name: str, values: dict[str, list[float]]) -> dict[str, SampleValues]:

@@ -281,17 +281,13 @@ class _TreeRollout:
         asked = {seat: self._ask(branch, seat, k) for seat in branch.step.observations}
         try:
             return dict(zip(asked, await _run_together(asked.values()), strict=True))
-        except ContextLengthExceeded as error:
-            self._truncate(branch, error)
+        except ContextLengthExceeded:
+            if branch.parent is None:  # not even the first prompt fits
+                raise
+            last = self.episode.nodes[branch.parent]
+            last.done = last.truncated = True
+            last.info = last.info | {CONTEXT_FULL_KEY: True}
             return {}
-
-    def _truncate(self, branch: Branch, error: ContextLengthExceeded) -> None:
-        """Ends `branch` at its last node. Raises `error` if there is none, since not even the first prompt fits."""
-        if branch.parent is None:
-            raise error
-        last = self.episode.nodes[branch.parent]
-        last.done = last.truncated = True
-        last.info = last.info | {CONTEXT_FULL_KEY: True}
 
     async def _branch(self, branch: Branch) -> list[tuple[Node, Branch]]:
         """Returns the siblings that answer the observations of `branch` and are not lost, each with the branch that it

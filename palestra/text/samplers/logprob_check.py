@@ -61,7 +61,12 @@ def check_logprobs(
         answers = sampler.sample_on_server(server, requests)
         for i, (claim, adapter) in enumerate(zip(policies, adapters, strict=True)):
             part = slice(i * NUM_PROMPTS, (i + 1) * NUM_PROMPTS)
-            gaps = _gaps(engine, claim, adapter, requests[part], answers[part])
+            pairs = []
+            for request, each in zip(requests[part], answers[part], strict=True):
+                pairs += [(request.prompt_ids, answer) for answer in each]
+            ours = _training_logprobs(engine, adapter, pairs, claim.sampling.temperature or 1.0)
+            theirs = [answer.logprobs for _, answer in pairs]
+            gaps = np.abs(np.concatenate(ours) - np.concatenate(theirs))
             if not gaps.mean() <= limit:  # also true for NaN
                 raise ValueError(_disagreement(server, engine, claim, gaps, limit))
 
@@ -80,26 +85,12 @@ def _check_masks(sampler: VllmSampler, policies: Sequence[SampledPolicy]) -> Non
 
 def _requests(engine: Engine, claim: SampledPolicy, adapter: Adapter | None) -> list[Request]:
     snapshot = adapter.snapshot(claim.name, engine.dtype) if adapter else None
-    sampling = _open_ended(claim.sampling)
+    # without stop conditions, so that all completions have equal length
+    changes = {"max_tokens": COMPLETION_TOKENS, "stop": (), "stop_token_ids": (), "stop_at_eos": False}
+    sampling = claim.sampling.model_copy(update=changes)
     return [
         Request(prompt, COMPLETIONS_PER_PROMPT, sampling, snapshot, seed=i) for i, prompt in enumerate(_prompts(engine))
     ]
-
-
-def _gaps(
-    engine: Engine,
-    claim: SampledPolicy,
-    adapter: Adapter | None,
-    requests: Sequence[Request],
-    answers: Sequence[Sequence[Completion]],
-) -> np.ndarray:
-    """Returns the absolute log-probability differences [tokens] between server and trainer, over all sampled tokens."""
-    pairs = []
-    for request, each in zip(requests, answers, strict=True):
-        pairs += [(request.prompt_ids, answer) for answer in each]
-    ours = _training_logprobs(engine, adapter, pairs, claim.sampling.temperature or 1.0)
-    theirs = [answer.logprobs for _, answer in pairs]
-    return np.abs(np.concatenate(ours) - np.concatenate(theirs))
 
 
 def _disagreement(server: SamplerServer, engine: Engine, claim: SampledPolicy, gaps: np.ndarray, limit: float) -> str:
@@ -167,9 +158,3 @@ def _prompts(engine: Engine) -> list[np.ndarray]:
     long = span + PROMPT_TOKENS if span and span + PROMPT_TOKENS <= most else PROMPT_TOKENS
     sizes = [long, *[PROMPT_TOKENS] * (NUM_PROMPTS - 1)]
     return [draws.integers(0, vocabulary, size).astype(np.int32) for size in sizes]
-
-
-def _open_ended(sampling: SamplingConfig) -> SamplingConfig:
-    """Returns the same distribution without stop conditions, so that all completions have equal length."""
-    changes = {"max_tokens": COMPLETION_TOKENS, "stop": (), "stop_token_ids": (), "stop_at_eos": False}
-    return sampling.model_copy(update=changes)

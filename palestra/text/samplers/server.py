@@ -43,15 +43,7 @@ from palestra.text.samplers import wire
 
 MAX_TOKEN_JSON_BYTES = 12  # largest size of a token id in JSON, in bytes
 MAX_ADAPTERS = 1024
-LOAD_ERRORS = (
-    ValueError,
-    OSError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)  # bad files
+LOAD_ERRORS = (ValueError, OSError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)  # bad files
 DRAIN_TIMEOUT_S = 30  # seconds that open requests have to end when the server stops
 
 B = TypeVar("B", bound=wire.RequestBody)

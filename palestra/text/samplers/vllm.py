@@ -335,8 +335,9 @@ async def _open_session(timeouts: RequestTimeouts, key: str | None) -> aiohttp.C
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = http.TCPConnector(limit=MAX_CONNECTIONS)
     timeout = http.ClientTimeout(total=timeouts.request_timeout_s, sock_connect=10)
+    compact = partial(json.dumps, separators=(",", ":"))
     session: aiohttp.ClientSession = http.ClientSession(
-        headers=headers, connector=connector, timeout=timeout, json_serialize=_compact_json
+        headers=headers, connector=connector, timeout=timeout, json_serialize=compact
     )
     return session
 
@@ -353,10 +354,6 @@ def _aiohttp() -> Any:
 def _close(aside: LoopThread, exchange: AdapterStore) -> None:
     aside.close()
     exchange.close()
-
-
-def _compact_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def _answers(server: SamplerServer, reply: Any, request: Request) -> list[Completion]:

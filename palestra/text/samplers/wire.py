@@ -114,7 +114,8 @@ def build_completion_body(request: Request, model: str, *, keep: bool) -> dict[s
         "logprobs": 0,
         "return_token_ids": True,
     }
-    fields |= {"return_sampling_mask": True} if sampling.records_mask else {}
+    if sampling.records_mask:
+        fields["return_sampling_mask"] = True
     return fields | ({"keep": True} if keep else {})
 
 

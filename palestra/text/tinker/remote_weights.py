@@ -26,12 +26,7 @@ import numpy as np
 import torch
 
 from palestra.core.files import atomic_write
-from palestra.core.losses import (
-    LOSSES,
-    LossFunction,
-    actor_critic_loss,
-    correct_mismatch,
-)
+from palestra.core.losses import LOSSES, LossFunction, actor_critic_loss, correct_mismatch
 from palestra.core.optimizers import AdamW
 from palestra.core.types import Datum, Metrics, Sample
 from palestra.engine.training.adapter_weights import OptimConfig
@@ -169,7 +164,8 @@ class RemoteWeights(Weights):
                 data.append(to_datum(sample, weights=shared))
                 continue
             inputs = {"weights": share * ones, "advantages": sample.advantages} if weighed else {"advantages": shared}
-            inputs |= {"sequence_ratio_mask": ones} if words.name == "gspo" else {}
+            if words.name == "gspo":
+                inputs["sequence_ratio_mask"] = ones
             data.append(to_datum(sample, logprobs=sample.logprobs, **inputs))
         return data
 

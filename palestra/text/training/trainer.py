@@ -201,7 +201,6 @@ class TextTrainer:
 
     @property
     def policy_names(self) -> list[str]:
-        """Names of the policies that are trained."""
         return list(self.learners)
 
     @property

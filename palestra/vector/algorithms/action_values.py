@@ -113,7 +113,6 @@ class ActionValueLearner(NetLearner):
 
     @property
     def is_warm(self) -> bool:
-        """True if training has started."""
         return True
 
     @abstractmethod

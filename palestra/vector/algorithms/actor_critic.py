@@ -95,11 +95,9 @@ class ActorCriticConfig(AlgorithmConfig):
     the ratio of new to old probabilities of the earlier policies' actions (HAPPO; Kuba et al., 2022, algorithm 2)."""
 
     def entropy_at(self, progress: float) -> float:
-        """Returns the entropy coefficient at `progress` in [0, 1]."""
         return _between(self.entropy_coef, self.entropy_coef_end, progress)
 
     def gamma_at(self, progress: float) -> float:
-        """Returns the discount at `progress` in [0, 1]."""
         return _between(self.gamma, self.gamma_end, progress)
 
     @abstractmethod
@@ -176,7 +174,6 @@ class ActorCriticLearner(NetLearner):
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
     def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
-        """Returns the shape of a critic's input."""
         if self.config.critic == "own":
             return seat_mapping.input_shape
         return (self.global_size + len(self.env.seats),)

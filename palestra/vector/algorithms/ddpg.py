@@ -55,7 +55,6 @@ class DDPG(DeterministicConfig):
     """DDPG: one critic per policy."""
 
     type: Literal["ddpg"] = "ddpg"
-    """Selects DDPG."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return DDPGLearner
@@ -65,7 +64,6 @@ class TD3(DeterministicConfig):
     """TD3: twin critics with the smaller value as target, delayed policy updates and target policy smoothing."""
 
     type: Literal["td3"] = "td3"
-    """Selects TD3."""
     gradient_steps: int = Field(64, ge=1)
     """Gradient steps per rollout: twice those of SAC, since target networks move at every second one."""
     target_noise: float = Field(0.2, ge=0)
@@ -112,7 +110,6 @@ class DDPGLearner(OffPolicyLearner):
     def target_actions(
         self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        """Returns the actions of the target policies."""
         return self._of(self.copies[i], self.stacks[i].head, observations, action_mask, generator)
 
     def _of(

@@ -23,7 +23,6 @@ class DQN(QLearningConfig):
     its own rewards; time is counted in its own decisions."""
 
     type: Literal["dqn"] = "dqn"
-    """Selects DQN."""
     gradient_steps: int = Field(32, ge=1)
     """Gradient steps per rollout."""
     batch_size: int = Field(128, ge=1)

@@ -82,7 +82,6 @@ class NFSP(QLearningConfig):
     """NFSP: a DQN best response, and an average strategy trained on a reservoir of its actions."""
 
     type: Literal["nfsp"] = "nfsp"
-    """Selects NFSP."""
     eta: float = Field(0.1, gt=0, le=1)
     """Probability per game and seat of playing the best response."""
     reservoir_size: int = Field(500_000, ge=1)

@@ -161,7 +161,6 @@ class OffPolicyLearner(ActionValueLearner):
 
     @property
     def is_warm(self) -> bool:
-        """True if training has started."""
         return self.config.is_warm(len(self.replay), self.progress)
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:

@@ -22,7 +22,6 @@ class PPO(ActorCriticConfig):
     in CartPole was unsteady (docs/results-defaults.md)."""
 
     type: Literal["ppo"] = "ppo"
-    """Selects PPO."""
     epochs: int = Field(10, ge=1)
     """Passes over each rollout."""
     minibatches: int = Field(16, ge=1)
@@ -54,7 +53,6 @@ class A2C(ActorCriticConfig):
     """A2C: one gradient step on each short rollout."""
 
     type: Literal["a2c"] = "a2c"
-    """Selects A2C."""
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game per batch."""
     entropy_coef: float = Field(0.01, ge=0)

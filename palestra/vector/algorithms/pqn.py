@@ -38,7 +38,6 @@ class PQN(EpsilonGreedyConfig):
     """PQN: Q(lambda) on rollouts of parallel games, without a replay buffer or target networks."""
 
     type: Literal["pqn"] = "pqn"
-    """Selects PQN."""
     rollout_length: int = Field(32, ge=1)
     """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)

@@ -212,7 +212,6 @@ class QLearner(NetLearner):
 
     @property
     def is_warm(self) -> bool:
-        """True if training has started."""
         return self.env_steps_seen >= self.config.learning_starts
 
     def remember(self, batch: RolloutBatch) -> None:
@@ -243,7 +242,6 @@ class QLearner(NetLearner):
         return metrics
 
     def _ready(self) -> bool:
-        """Returns True if all processes can train."""
         return self.process_group.all_ranks(self.is_warm and self.replay.ring.can_sample)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[TensorMetrics]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -37,6 +37,7 @@ from palestra.vector.nets.sequence_replay import SequenceBatch
 class MixingConfig(QLearningConfig):
     """Base config of Q-learning with a value mixer."""
 
+    combines: ClassVar[Literal["nothing", "seats", "networks"]] = "seats"
     mixer: Literal["vdn", "qmix", "qplex"] = "qmix"
     """`vdn` adds the seats' values; `qmix` mixes them with a network generated from the env's global state (from all
     observations together if it has none); `qplex` adds the values, and the advantages with weights computed from state
@@ -46,16 +47,11 @@ class MixingConfig(QLearningConfig):
     mixer_heads: int = Field(4, ge=1, le=1_024)
     """Attention heads of `mixer: qplex`."""
 
-    @property
-    def combines(self) -> Literal["nothing", "seats", "networks"]:
-        return "seats"
-
 
 class QMIX(MixingConfig):
     """QMIX, VDN and QPLEX: Q-learning with a value mixer."""
 
     type: Literal["qmix"] = "qmix"
-    """Selects QMIX."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return QMIXLearner

@@ -40,7 +40,6 @@ class SAC(OffPolicyConfig, SoftConfig):
     """SAC: an off-policy actor-critic that maximises reward plus policy entropy."""
 
     type: Literal["sac"] = "sac"
-    """Selects SAC."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return SACLearner

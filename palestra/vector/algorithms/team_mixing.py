@@ -35,9 +35,7 @@ def mix_values(
     best = [own.best for own in values if own.best is not None]
     actions = [own.actions for own in values if own.actions is not None]
     inputs = SeatValues(
-        joint([own.q for own in values]),
-        joint(best) if best else None,
-        joint(actions).flatten(1) if actions else None,
+        joint([own.q for own in values]), joint(best) if best else None, joint(actions).flatten(1) if actions else None
     )
     mixed: Tensor = mixer(inputs, state.flatten(0, 1)).view(acts.shape[:2])
     return mixed

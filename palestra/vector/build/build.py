@@ -156,6 +156,8 @@ def build_players(
         if seats:  # a policy may play no seat
             learners[next(iter(seats))] = _build_learner(config, algorithm, env, seats, ranks, device)
     others = make_fixed_players(config, env, named, device)
+    if not learners:
+        raise ValueError("no trained policy plays a seat: name one in seats: that has type: net")
     if len(learners) == 1:
         return next(iter(learners.values())), others
     return JointLearner(list(learners), list(learners.values())), others

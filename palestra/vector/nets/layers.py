@@ -313,11 +313,7 @@ class Net(nn.Module):
         return rowwise(self.head, features), rowwise(self.value_head, features)[..., 0]
 
     def features(
-        self,
-        obs: Tensor,
-        recurrent_state: Tensor | None,
-        is_first: Tensor | None,
-        team: Team | None = None,
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""

@@ -62,7 +62,8 @@ class OwnBody(nn.Module):
         stacked = {}
         for name, _ in modules[0].named_parameters():
             members = [module.get_parameter(name).detach() for module in modules]
-            stacked[_key(name)] = nn.Parameter(torch.stack(members))
+            # names of parameters of a module have no points
+            stacked[name.replace(".", "/")] = nn.Parameter(torch.stack(members))
         self.weights = nn.ParameterDict(stacked)
 
     def _check_module(self, module: nn.Module) -> None:
@@ -118,8 +119,7 @@ class OwnBody(nn.Module):
         return torch.stack(features, 1), torch.stack(states, 1)
 
     def _call(self, p: int, obs: Tensor, *state: Tensor) -> Any:
-        """Calls the network of member p."""
-        weights = {_name(key): weight[p] for key, weight in self.weights.items()}
+        weights = {key.replace("/", "."): weight[p] for key, weight in self.weights.items()}
         obs = obs if obs.dtype == torch.uint8 else obs.float()
         return functional_call(self._template[0], weights, (obs, *state))
 
@@ -141,15 +141,6 @@ def _build_member(network: OwnNetwork, observation_shape: tuple[int, ...], seed:
                 f"{type(error).__name__}: {error}"
             ) from error
     return module
-
-
-def _key(name: str) -> str:
-    """Returns the key of a parameter: names of parameters of a module have no points."""
-    return name.replace(".", "/")
-
-
-def _name(key: str) -> str:
-    return key.replace("/", ".")
 
 
 def _shape(value: Any) -> Any:

@@ -55,7 +55,6 @@ class SeatMapping:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of a member's network input."""
         return (self.observation_shape[0] + self.num_seats,) if self.seat_id else self.observation_shape
 
     def select_seats(self, array: np.ndarray | Tensor, leading_dims: int) -> Tensor:

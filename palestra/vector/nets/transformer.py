@@ -69,6 +69,8 @@ class MultiAgentTransformer(Net):
     transformer. With a `retention_decay` the recurrent state has W = `recurrent_units` numbers per row. Raises
     ValueError if `config` sets a GRU or rounds of communication."""
 
+    plays_team = True
+
     def __init__(
         self,
         observation_shape: tuple[int, ...],
@@ -109,10 +111,6 @@ class MultiAgentTransformer(Net):
         self.retention_decay = config.retention_decay
         self.state_shape = (3 * len(blocks), heads, units // heads, units // heads)  # of a team: encoder, then decoder
         self.recurrent_units = -(-math.prod(self.state_shape) // team_size) if config.retention_decay else 0
-
-    @property
-    def plays_team(self) -> bool:
-        return True
 
     # ---- memory of earlier steps
 
@@ -178,7 +176,7 @@ class MultiAgentTransformer(Net):
     def _decode_tokens(self, encoded: Tensor, tokens: Tensor, mask: Tensor | None, past: Sequence[Past]) -> Tensor:
         """Returns the outputs [P, G, S, O] for tokens [P, G, S, A+1]; `past` is empty or has an entry for each layer of
         the decoder."""
-        x = self._embed(tokens)
+        x = rowwise(self.norms[1], self._dense(self.action_embedding, tokens))
         for i, block in enumerate(self.decoder):
             x = block(x, encoded, mask, past[2 * i : 2 * i + 2] or (None, None))
         return rowwise(self.head, self._dense(self.before_head, x))
@@ -230,9 +228,6 @@ class MultiAgentTransformer(Net):
         token = like.new_zeros(*like.shape[:2], 1, self.action_embedding.weight.shape[1])
         token[..., -1] = 1
         return token
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return rowwise(self.norms[1], self._dense(self.action_embedding, tokens))
 
     def _dense(self, layer: Linear, x: Tensor) -> Tensor:
         """Applies a layer and the activation function at every position."""

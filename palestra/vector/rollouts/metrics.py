@@ -30,10 +30,7 @@ class VectorUpdate:
 
 
 def training_metrics(
-    updates: Sequence[VectorUpdate],
-    policies: Sequence[str],
-    seats: Mapping[Seat, str],
-    teams: Mapping[Seat, str],
+    updates: Sequence[VectorUpdate], policies: Sequence[str], seats: Mapping[Seat, str], teams: Mapping[Seat, str]
 ) -> dict[str, Metrics]:
     """Returns the metrics of `updates` by policy, and those of all seats together under "team", with the return of each
     team if there are several, and success (`success_metrics`). Returns, lengths and success are left out if no episode
@@ -46,7 +43,8 @@ def training_metrics(
     for name in policies:
         policy_seats = [i for i, policy in enumerate(names) if policy == name]
         shown = {"return": float(returns[:, policy_seats].mean())} if len(returns) else {}
-        shown |= {"success": by_policy[name]} if name in by_policy else {}
+        if name in by_policy:
+            shown["success"] = by_policy[name]
         result[name] = shown | mean_metrics([update.learner_metrics.get(name, {}) for update in updates])
     lengths = np.concatenate([update.ended["lengths"] for update in updates])
     env_steps = sum(update.env_steps for update in updates)

@@ -25,11 +25,8 @@ class ReplayRecorder(VectorEnv):
         self.env = env
         self.num_episodes = min(num_episodes, env.num_envs)
         self.num_envs = env.num_envs
-        self.seats = env.seats
+        self.adopt_spaces(env)
         self.scripted_policies = env.scripted_policies
-        self.observation_shapes = env.observation_shapes
-        self.action_spaces = env.action_spaces
-        self.state_size = env.state_size
         self.games: list[GameReplay] = []
         self._agent_mask = np.zeros((0, 0), bool)
         self._shown: dict[int, RenderFrame] = {}  # positions of the games that are recorded
@@ -52,7 +49,12 @@ class ReplayRecorder(VectorEnv):
         mask = self._agent_mask
         for game, shown in self._shown.items():
             self.games[game].frames.append(_frame(shown, mask[game], played[game], step.rewards[game]))
-            self._note_end(game, step)
+            replay = self.games[game]
+            if step.done[game]:
+                replay.end = "terminated" if step.terminated[game] else "truncated"
+                replay.success = _success_of_all(step, game)
+            elif len(replay.frames) == MAX_FRAMES:
+                replay.end = "cut"
         self._look(step, [game for game in self._shown if not self.games[game].end])
         return step
 
@@ -77,14 +79,6 @@ class ReplayRecorder(VectorEnv):
         self._agent_mask = step.agent_mask[: self.num_episodes].copy()
         frames = {game: _render(self.env, step, game) for game in games}
         self._shown = {game: frame for game, frame in frames.items() if frame is not None}
-
-    def _note_end(self, game: int, step: VectorStep) -> None:
-        replay = self.games[game]
-        if step.done[game]:
-            replay.end = "terminated" if step.terminated[game] else "truncated"
-            replay.success = _success_of_all(step, game)
-        elif len(replay.frames) == MAX_FRAMES:
-            replay.end = "cut"
 
 
 def _success_of_all(step: VectorStep, game: int) -> bool | None:

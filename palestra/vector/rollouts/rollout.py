@@ -121,7 +121,6 @@ class VectorRollout:
         return self._batch
 
     def close(self) -> None:
-        """Closes the env."""
         self.env.close()
 
     def save(self) -> Arrays | None:

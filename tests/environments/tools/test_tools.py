@@ -585,5 +585,5 @@ def test_step_after_the_end_is_refused():
     with pytest.raises(ValueError, match="call reset"):
         asyncio.run(env.step({"agent": ""}))
     env.reset(0)
-    with pytest.raises(ValueError, match='"agent" acts next'):
+    with pytest.raises(ValueError, match="it is the turn of agent"):
         asyncio.run(env.step({"solver": ""}))

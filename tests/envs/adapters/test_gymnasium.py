@@ -431,5 +431,5 @@ def test_gymnasium_errors_are_explained() -> None:
         GymnasiumEnv(1, id="CartPoll-v1")
     with pytest.raises(ValueError, match="wheels"):
         GymnasiumEnv(1, id="CartPole-v1", options={"wheels": 4})
-    with pytest.raises(ValueError, match="num_envs is 0"):
+    with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         GymnasiumEnv(0)

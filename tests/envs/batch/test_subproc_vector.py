@@ -186,7 +186,7 @@ def test_construction_errors_are_reported_at_once() -> None:
         SubprocVectorEnv(Unmakable, 4, 2)
     with pytest.raises(ValueError, match=r"cannot be sent to another process(.|\n)*functools.partial"):
         SubprocVectorEnv(lambda: Counting(), 4, 2)
-    with pytest.raises(ValueError, match="num_processes is 0"):
+    with pytest.raises(ValueError, match="num_processes: 0 is too small"):
         SubprocVectorEnv(Counting, 4, 0)
 
 
@@ -200,7 +200,7 @@ def test_package_env_runs_in_process_or_subprocesses() -> None:
         assert assert_equal_games(here.step(actions), there.step(actions), [0, 1])
     here.close()
     there.close()
-    with pytest.raises(ValueError, match="num_processes is -1"):
+    with pytest.raises(ValueError, match="num_processes: -1 is too small"):
         PackageVectorEnv(Counting, 2, -1)
 
 

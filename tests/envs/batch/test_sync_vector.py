@@ -114,5 +114,5 @@ def test_mixed_action_or_observation_kinds_are_refused() -> None:
         VectorEnvSpec(("a", "b"), ((1,), (1,)), (Discrete(2), MultiDiscrete((2, 2))))
     with pytest.raises(ValueError, match="do not fit in one array"):
         VectorEnvSpec(("a", "b"), ((1,), (40, 40, 3)), (Discrete(2), Discrete(2)))
-    with pytest.raises(ValueError, match="num_envs is 0"):
+    with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         SyncVectorEnv(Counting, 0)

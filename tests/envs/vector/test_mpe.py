@@ -220,14 +220,14 @@ def test_out_of_range_actions_are_clipped_or_ignored() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SimpleSpread(agents=0), "agents is 0"),
+        (lambda: SimpleSpread(agents=0), "agents: 0 is too small"),
         (lambda: SimpleSpread(local_ratio=1.5), "local_ratio is 1.5"),
-        (lambda: SimpleSpread(0), "num_envs is 0"),
-        (lambda: SimpleAdversary(agents=0), "agents is 0"),
-        (lambda: SimpleTag(num_good=0), "num_good is 0"),
-        (lambda: SimpleTag(num_adversaries=0), "num_adversaries is 0"),
-        (lambda: SimpleTag(num_obstacles=-1), "num_obstacles is -1"),
-        (lambda: SimpleSpeakerListener(max_cycles=0), "max_cycles is 0"),
+        (lambda: SimpleSpread(0), "num_envs: 0 is too small"),
+        (lambda: SimpleAdversary(agents=0), "agents: 0 is too small"),
+        (lambda: SimpleTag(num_good=0), "num_good: 0 is too small"),
+        (lambda: SimpleTag(num_adversaries=0), "num_adversaries: 0 is too small"),
+        (lambda: SimpleTag(num_obstacles=-1), "num_obstacles: -1 is too small"),
+        (lambda: SimpleSpeakerListener(max_cycles=0), "max_cycles: 0 is too small"),
     ],
 )
 def test_invalid_options_are_refused(make: Any, said: str) -> None:

@@ -87,5 +87,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         build(config(PPO, OTHERS["vdn"], teams={"*": "all"}))
     with pytest.raises(ValueError, match=r"set algorithm\.off_policy_correction: vtrace"):
         config(PPO | {"off_policy_correction": "vtrace"}, DQN, num_actors=1)
+    seated = {"red": NET | {"algorithm": DQN}, "blue": {"type": "random"}}
+    with pytest.raises(ValueError, match="no trained policy plays a seat"):
+        build(config(None, None, policies=seated, seats={"*": "blue"}))
     with pytest.raises(ValueError, match=r"policies\.blue\.algorithm"):
         config(PPO, {"type": "dqm"})

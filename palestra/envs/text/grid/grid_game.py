@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from palestra.core.types import Seat, Step
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
+from palestra.envs.support.few_shot import acting_seat
 from palestra.envs.support.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
 
@@ -130,9 +131,14 @@ class GridGame(Env):
         return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        answer = self._answer(actions)
+        seat = acting_seat(None if self._over else self.seats[self._acting], actions)
+        answer = actions[seat]
         if self.seats[self._acting] == "planner":
-            return self._read_plan(answer)
+            self.plan = self.parse_plan(answer)
+            self._message = str(answer)[-MAX_QUOTE_CHARS:]
+            self._acting = 1
+            refused = "" if self.plan else f"it could not be read. {self.plan_format}"
+            return self._step({"planner": self._plan_terms()}, 0.0, refused)
         return self._move(answer)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -151,21 +157,6 @@ class GridGame(Env):
         return " ".join(DIRECTIONS[direction] for direction in moves[: self.moves])
 
     # ---- one answer
-
-    def _answer(self, actions: dict[Seat, Any]) -> Any:
-        if self._over:
-            raise ValueError("the game is over: call reset(seed) before step")
-        seat = self.seats[self._acting]
-        if seat not in actions or len(actions) != 1:
-            raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
-        return actions[seat]
-
-    def _read_plan(self, answer: Any) -> Step:
-        self.plan = self.parse_plan(answer)
-        self._message = str(answer)[-MAX_QUOTE_CHARS:]
-        self._acting = 1
-        refused = "" if self.plan else f"it could not be read. {self.plan_format}"
-        return self._step({"planner": self._plan_terms()}, 0.0, refused)
 
     def _plan_terms(self) -> Terms:
         if self.plan is None:
@@ -227,7 +218,8 @@ class GridGame(Env):
         self._over = success or self._turn >= self.turns
         rewards = total_rewards(terms)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": bool(refused)} | terms_info(terms)
-        info |= {"why_invalid": refused} if refused else {}
+        if refused:
+            info["why_invalid"] = refused
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info | {"steps": self._steps})
         seat = self.seats[self._acting]

@@ -108,16 +108,14 @@ def load_weights(body: BodyDep, ctx: ContextDep, owner: OwnerDep, queue: QueueDe
             return create_from_checkpoint(call, ctx, owner, queue)
         model = ctx.model(owner, call.model_id)
         source = ctx.checkpoint(owner, call.path)
-        _check_same_shape(call.path, model, source)
+        has = adapter_settings(source)
+        needs = adapter_settings(model)
+        differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
+        if differs:
+            raise BadRequest(
+                f"{call.path} does not fit model {model.id}: it has {', '.join(differs)}. Create a client from it."
+            )
         return queue.submit_numbered(owner, "load", load_job(call, source), call.model_id, call.seq_id)
-
-
-def _check_same_shape(path: str, model: TableRow, source: TableRow) -> None:
-    has = adapter_settings(source)
-    needs = adapter_settings(model)
-    differs = [f"{name} {has[name]}, not {needs[name]}" for name in needs if has[name] != needs[name]]
-    if differs:
-        raise BadRequest(f"{path} does not fit model {model.id}: it has {', '.join(differs)}. Create a client from it.")
 
 
 @router.post("/weights_info")

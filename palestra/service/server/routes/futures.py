@@ -49,7 +49,14 @@ async def retrieve_future(
         row = await asyncio.to_thread(_request, ctx, owner, call.request_id)
     if row.finished is None:
         return await asyncio.to_thread(_try_again, ctx, queue, row)
-    return _answer(row, binary=PROTOBUF_TYPE in accept)
+    if row.result_kind == "json":
+        return Response(row.result, media_type="application/json")
+    if PROTOBUF_TYPE in accept:
+        return Response(row.result, media_type=PROTOBUF_TYPE)
+    as_json = codec.forward_backward_to_json
+    if row.result_kind == "sample":
+        as_json = codec.sample_to_json
+    return Response(as_json(row.result), media_type="application/json")
 
 
 def _request(ctx: ServiceContext, owner: str, id: str) -> TableRow:
@@ -76,15 +83,6 @@ async def _answered_or_gone(request: Request, ids: Sequence[str], seconds: float
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _answer(row: TableRow, *, binary: bool) -> Response:
-    if row.result_kind == "json":
-        return Response(row.result, media_type="application/json")
-    if binary:
-        return Response(row.result, media_type=PROTOBUF_TYPE)
-    as_json = codec.sample_to_json if row.result_kind == "sample" else codec.forward_backward_to_json
-    return Response(as_json(row.result), media_type="application/json")
 
 
 def _try_again(ctx: ServiceContext, queue: RequestQueue, row: TableRow) -> Response:

@@ -42,7 +42,6 @@ class COMA(AlgorithmConfig):
     policy."""
 
     type: Literal["coma"] = "coma"
-    """Selects COMA."""
     rollout_length: int = Field(16, ge=1)
     """Rollout length: steps of every parallel game per batch."""
     gamma: float = Field(0.99, ge=0, le=1)
@@ -93,6 +92,8 @@ class CriticInputs:
 class COMALearner(NetLearner):
     """Learner of COMA. Raises ValueError unless every seat has discrete actions."""
 
+    uses_global_features = True
+
     def __init__(self, config: COMA, spec: NetLearnerSpec) -> None:
         env = spec.env
         sizes = [space.n for space in env.action_spaces if isinstance(space, Discrete)]
@@ -118,10 +119,6 @@ class COMALearner(NetLearner):
         net.to(self.device)
         target = copy.deepcopy(net).requires_grad_(False)
         return CentralCritic(net, target, StackedOptimizer(net, stack.seat_mapping.names, config, self.process_group))
-
-    @property
-    def uses_global_features(self) -> bool:
-        return True
 
     # ---- learning
 

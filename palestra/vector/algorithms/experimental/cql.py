@@ -27,7 +27,6 @@ class CQL(OfflineConfig, DeepQConfig):
     time is counted in its own decisions."""
 
     type: Literal["cql"] = "cql"
-    """Selects CQL."""
     conservative_coef: float = Field(1.0, ge=0)
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is deep Q-learning on the data. Scale it with the size of rewards."""

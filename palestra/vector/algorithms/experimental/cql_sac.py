@@ -28,7 +28,6 @@ class CQLSAC(OfflineConfig, SoftConfig, ActionValueConfig):
     """CQL for continuous actions: offline soft actor-critic on recorded episodes, with conservative critics."""
 
     type: Literal["cql_sac"] = "cql_sac"
-    """Selects CQL for continuous actions."""
     conservative_coef: float = Field(5.0, ge=0)
     """Weight of the gap between the soft maximum of action values and the value of the action in the data (the paper's
     alpha); 0 is soft actor-critic on the data. Scale it with the size of rewards."""
@@ -45,6 +44,7 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     data that do not fit the env or its policies."""
 
     config: CQLSAC
+    noise_correlation = 0.0
 
     def __init__(self, config: CQLSAC, spec: NetLearnerSpec) -> None:
         if not all(isinstance(space, Continuous) for space in spec.env.action_spaces):
@@ -57,10 +57,6 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     def build_replay(self) -> DataSet:
         seats = sorted(self.action_encoder.heads)
         return self.data_set(gamma=self.config.gamma, seats=seats, count_env_steps=self.config.critic == "central")
-
-    @property
-    def noise_correlation(self) -> float:
-        return 0.0
 
     def penalty(
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -36,7 +36,7 @@ class FACMAC(DeterministicConfig):
     """FACMAC: a mixed critic of the team and deterministic policies that ascend it together."""
 
     type: Literal["facmac"] = "facmac"
-    """Selects FACMAC."""
+    combines: ClassVar[Literal["nothing", "seats", "networks"]] = "seats"
     critic: Literal["own"] = "own"
     """Input of each seat's value: its own observation and action. The mixer adds the state."""
     mixer: Literal["qmix", "nonmonotonic", "vdn"] = "qmix"
@@ -45,10 +45,6 @@ class FACMAC(DeterministicConfig):
     policy gradients, since no action is chosen by a maximum; `vdn` adds the values."""
     mixer_units: int = Field(32, ge=1, le=65_536)
     """Units of the mixing network's hidden layer."""
-
-    @property
-    def combines(self) -> Literal["nothing", "seats", "networks"]:
-        return "seats"
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return FACMACLearner

@@ -149,7 +149,6 @@ class BC(AlgorithmConfig):
     the policy."""
 
     type: Literal["bc"] = "bc"
-    """Selects behaviour cloning."""
     demonstrations: EpisodeFiles
     """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them."""
     rollout_length: int = Field(16, ge=1)
@@ -225,7 +224,6 @@ class GAIL(ActorCriticConfig):
     recorded episodes."""
 
     type: Literal["gail"] = "gail"
-    """Selects GAIL."""
     demonstrations: EpisodeFiles
     """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them."""
     reward: ImitationReward = "positive"

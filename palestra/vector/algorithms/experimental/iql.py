@@ -35,7 +35,6 @@ class IQL(OfflineConfig, ActionValueConfig):
     """IQL: offline actor-critic on recorded episodes, for discrete and continuous actions."""
 
     type: Literal["iql"] = "iql"
-    """Selects IQL."""
     expectile: float = Field(0.7, gt=0, lt=1)
     """Expectile of the action values that defines a state's value: 0.5 gives the value of the policy that played,
     larger expectiles approach the value of the best action in the data."""

@@ -10,7 +10,7 @@ observations of the whole team.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self, cast
+from typing import ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -38,7 +38,7 @@ class MAT(PPO):
     transformer, and `retention_decay` gives it a memory of earlier steps."""
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
-    """Selects MAT."""
+    combines: ClassVar[Literal["nothing", "seats", "networks"]] = "seats"
     epochs: int = Field(4, ge=1)
     """Passes over each rollout; fewer than PPO's, since policy and values share a network."""
     minibatches: int = Field(4, ge=1)
@@ -54,10 +54,6 @@ class MAT(PPO):
                 "team, and its seats learn together: leave these settings out, or use type: mappo or happo"
             )
         return self
-
-    @property
-    def combines(self) -> Literal["nothing", "seats", "networks"]:
-        return "seats"
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return MATLearner

@@ -51,7 +51,6 @@ class MAVEN(MixingConfig):
     """MAVEN: QMIX whose values and mixer depend on a latent that the team commits to for a whole game."""
 
     type: Literal["maven"] = "maven"
-    """Selects MAVEN."""
     latents: int = Field(8, ge=2, le=1024)
     """Values of the latent that is drawn for each game: strategies that the team can commit to."""
     mi_coef: float = Field(0.1, ge=0)
@@ -90,6 +89,7 @@ class MAVENLearner(QMIXLearner):
     """Learner of MAVEN. Raises ValueError for pixel observations without a global state."""
 
     config: MAVEN
+    uses_global_features = True
     mixer_near_sum = False  # latents change a steep mixer's values more, which finds better strategies (docs/games.md)
 
     def __init__(self, config: MAVEN, spec: NetLearnerSpec) -> None:
@@ -129,10 +129,6 @@ class MAVENLearner(QMIXLearner):
     def latent_heads(self) -> list[LatentHead]:
         """The heads of the stacks."""
         return [head for head in self.heads if isinstance(head, LatentHead)]
-
-    @property
-    def uses_global_features(self) -> bool:
-        return True
 
     @property
     def mixer_state_size(self) -> int:

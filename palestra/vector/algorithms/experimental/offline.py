@@ -54,6 +54,7 @@ class OfflineLearner(NetLearner):
     """Base learner of offline learning, to be combined with a base learner that has a replay buffer."""
 
     config: OfflineConfig
+    is_warm = True  # there are data from the start
 
     def data_set(self, **options: Any) -> DataSet:
         """Reads the data and scales observations by them; `options` are those of `ReplayBuffer`. Raises ValueError if
@@ -70,11 +71,6 @@ class OfflineLearner(NetLearner):
                     )
         self.update_norms(RolloutTensors.of(batch, self.device))
         return found
-
-    @property
-    def is_warm(self) -> bool:
-        """True: there are data from the start."""
-        return True
 
     def remember(self, batch: RolloutBatch) -> None:
         """Does nothing: the data are given."""

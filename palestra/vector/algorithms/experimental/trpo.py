@@ -35,7 +35,6 @@ class TRPO(ActorCriticConfig):
     `critic: central`. The `lr` of the policies only sets the learning rate of the critics."""
 
     type: Literal["trpo"] = "trpo"
-    """Selects TRPO."""
     epochs: int = Field(4, ge=1)
     """Passes of the critics over each rollout; the policies take one step on all of it."""
     minibatches: int = Field(4, ge=1)

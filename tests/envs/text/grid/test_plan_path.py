@@ -127,7 +127,7 @@ def test_running_out_of_turns_is_truncation(monkeypatch):
 def test_action_of_the_wrong_seat_is_refused(monkeypatch):
     env = corner(monkeypatch)
     env.reset(0)
-    with pytest.raises(ValueError, match='"planner" acts next'):
+    with pytest.raises(ValueError, match="it is the turn of planner"):
         env.step({"executor": "up"})
 
 
