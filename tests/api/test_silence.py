@@ -64,7 +64,7 @@ GRID = {
         (TEXT, "train", ["loading tiny", "run runs/slow", "training 0/1, playing 0/1, 0:00:"]),
         (TEXT, "eval", ["evaluating slow.yaml, 0:00:", "evaluating slow.yaml 1/4"]),
         (GAME, "train", ["run runs/slow", "training 0/1, starting, 0:00:"]),
-        (GAME, "grid", ["grid both 0/1, 0:00:", "grid both 0/1, 0:00:2", "[1/1] slow-ppo-0 done"]),
+        (GAME, "grid", ["grid both: 1 cells", "grid both 0/1, 0:0", "[1/1] slow-ppo-0 done"]),
     ],
 )
 def test_no_silence_is_longer_than_ten_seconds(tmp_path, config, command, words):
