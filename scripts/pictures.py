@@ -73,7 +73,7 @@ def take_dashboard(page: Page, address: str) -> None:
     _take(page, f"{address}/#/run/demo", "dashboard-run")
     page.set_viewport_size({"width": 1120, "height": 720})
     _take(page, f"{address}/#/run/psro", "dashboard-population")
-    _take(page, f"{address}/#/run/demo/episodes/12/1", "dashboard-episode")
+    _take(page, f"{address}/#/run/demo/episodes/12/0", "dashboard-episode")
 
 
 def take_game(page: Page, address: str) -> None:

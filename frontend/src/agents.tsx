@@ -26,7 +26,7 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
       {data.evals.length > 0 && (
         <section>
           <h2>Held-out evaluations, by seat assignment</h2>
-          <Evaluations rows={data.evals} />
+          <Evaluations run={run} rows={data.evals} />
           <p class="hint">In brackets: 95 % intervals.</p>
         </section>
       )}
@@ -95,14 +95,14 @@ function Policies({ policies, base, leading }: { policies: Policy[]; base: strin
   );
 }
 
-function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
+function Evaluations({ run, rows }: { run: string; rows: AgentsData["evals"] }) {
   return (
     <div class="wide">
       <table class="list cards">
         <thead>
           <tr>
             <th>evaluation</th>
-            <th>in which seats</th>
+            <th>seats</th>
             <th class="right">first</th>
             <th class="right">last</th>
             <th class="right">played</th>
@@ -130,7 +130,13 @@ function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
                   {afterSteps(last.step)}
                 </td>
                 <td class="right" data-name="episodes">
-                  {num(last.episodes)}
+                  {last.recorded ? (
+                    <a href={to(["run", run, "episodes", last.step!, 0], { eval: row.name })} title="the transcripts of the last evaluation" onClick={() => keep(last)}>
+                      {num(last.episodes)}
+                    </a>
+                  ) : (
+                    num(last.episodes)
+                  )}
                 </td>
               </tr>
             );
@@ -192,7 +198,6 @@ function Changes({ run, name, lines }: { run: string; name: string; lines: Evalu
 function Instances({ run, name, first, second, instances }: { run: string; name: string; first: EvaluationLine; second: EvaluationLine; instances: number[] }) {
   const shown = instances.slice(0, LISTED);
   const linked = shown.filter((instance) => instance < second.recorded);
-  const keep = () => sessionStorage.setItem("episodes", JSON.stringify(linked.map((instance) => [second.step, instance])));
   const query = { eval: name, ...(first.recorded ? { from: String(first.step) } : {}) };
   return (
     <dd>
@@ -201,7 +206,7 @@ function Instances({ run, name, first, second, instances }: { run: string; name:
         <>
           {at > 0 && ", "}
           {instance < second.recorded ? (
-            <a href={to(["run", run, "episodes", second.step!, instance], query)} onClick={keep}>
+            <a href={to(["run", run, "episodes", second.step!, instance], query)} onClick={() => keep(second, linked)}>
               {instance}
             </a>
           ) : (
@@ -213,6 +218,11 @@ function Instances({ run, name, first, second, instances }: { run: string; name:
       {linked.length < shown.length && <span class="quiet"> (without a link: not recorded)</span>}
     </dd>
   );
+}
+
+// Lets the arrows of an episode's page go through these instances of an evaluation (default: all that are recorded).
+function keep(line: EvaluationLine, instances = [...Array(Math.min(line.recorded, line.outcomes?.length ?? 0)).keys()]): void {
+  sessionStorage.setItem("episodes", JSON.stringify(instances.map((instance) => [line.step, instance])));
 }
 
 // Members under whom they started from.

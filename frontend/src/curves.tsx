@@ -67,7 +67,7 @@ export function Curves({ details, route, tick }: Props) {
           </select>
         </label>
         {runs.length > 1 && (
-          <label>
+          <label title="runs that differ only in the seed, as mean, minimum and maximum; of runs with equal seeds the newest counts">
             <input type="checkbox" checked={seeds} onChange={(event) => amend(route, { seeds: event.currentTarget.checked ? "1" : null })} /> seeds
             as bands
           </label>
@@ -139,7 +139,7 @@ function drawnLines(curves: Curve[], panel: Panel, training: string, several: bo
   const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? evalTitle(curve.name) : curve.metric === "metrics/success" && curve.name === "team" ? training : curve.name);
   const labels = [...new Set(wanted.map(label))];
   const groups = [...new Set(wanted.map((curve) => curve.runs.join("\n")))];
-  return wanted.map((curve) => {
+  const lines = wanted.map((curve): Line => {
     const own = labels.indexOf(label(curve));
     const group = groups.indexOf(curve.runs.join("\n"));
     const whose = curve.runs.length > 1 ? `${curve.runs[0]} and ${curve.runs.length - 1} more seed${curve.runs.length > 2 ? "s" : ""}` : curve.runs[0];
@@ -155,6 +155,10 @@ function drawnLines(curves: Curve[], panel: Panel, training: string, several: bo
       raw: curve.raw,
     };
   });
+  // Equal curves would cover each other: the first is drawn, with the labels of all.
+  const keys = lines.map(({ x, y }) => JSON.stringify([x, y]));
+  const labelled = (line: Line, at: number) => ({ ...line, label: lines.filter((_, other) => keys[other] === keys[at]).map((one) => one.label).join(", ") });
+  return lines.map(labelled).filter((_, at) => keys.indexOf(keys[at]) === at);
 }
 
 const turns: (() => void)[] = [];

@@ -14,7 +14,7 @@ export interface Section {
   panels: Panel[];
 }
 
-const ORDER = ["Outcome", "Rewards by part", "Play", "Learning", "Speed", "Machine", "Other metrics"];
+const ORDER = ["Outcome", "Rewards by seat and term", "Play", "Learning", "Speed", "Machine", "Other metrics"];
 const LOGS: Record<string, string> = { metrics: "", evals: " (held-out)", timings: "" };
 
 export function sections(catalog: MetricCatalog, logs: Logs[], phases: string[]): Section[] {
@@ -40,8 +40,8 @@ export function sections(catalog: MetricCatalog, logs: Logs[], phases: string[])
 }
 
 function other(metric: string, key: string): [string, Panel] {
-  if (metric.startsWith("evals/returns/")) return ["Rewards by part", { title: `held-out return of ${key.slice(8)}`, unit: "reward per episode", metrics: [metric] }];
-  if (metric.startsWith("metrics/reward/")) return ["Rewards by part", { title: `reward term: ${key.slice(7).replaceAll("_", " ")}`, unit: "reward", metrics: [metric] }];
+  if (metric.startsWith("evals/returns/")) return ["Rewards by seat and term", { title: `held-out return of ${key.slice(8)}`, unit: "reward per episode", metrics: [metric] }];
+  if (metric.startsWith("metrics/reward/")) return ["Rewards by seat and term", { title: `reward term: ${key.slice(7).replaceAll("_", " ")}`, unit: "reward", metrics: [metric] }];
   const unit = key.endsWith("_per_s") ? "per second" : key.endsWith("_s") ? "seconds" : key.endsWith("_fraction") ? "share" : "";
   const title = key.replace(/_(per_s|s|fraction)$/, "").replaceAll("_", " ");
   return ["Other metrics", { title: `${title}${LOGS[metric.split("/")[0]] ?? ""}`, unit, metrics: [metric] }];

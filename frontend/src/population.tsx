@@ -24,7 +24,7 @@ export function Population({ run, route, tick }: { run: RunDetail; route: Route;
           {data.members} member{data.members === 1 ? "" : "s"}
         </span>
         <label>
-          of them at most{" "}
+          showing{" "}
           <select value={last} onChange={(event) => amend(route, { last: event.currentTarget.value })}>
             {["10", "20", "40", "100", "200"].map((size) => (
               <option value={size}>the newest {size}</option>
@@ -163,7 +163,7 @@ function Exploits({ rows }: { rows: Record<string, unknown>[] }) {
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => key !== "mixtures");
   return (
     <section>
-      <h2>Responses that learned against it</h2>
+      <h2>Learned best responses</h2>
       <div class="wide">
         <table class="list">
           <thead>

@@ -58,7 +58,7 @@ export function Runs({ route }: { route: Route }) {
         <label>
           <input type="checkbox" checked={bySeed} onChange={(event) => amend(route, { seeds: event.currentTarget.checked ? "1" : null })} /> group by seed
         </label>
-        <input list="settings" class="column" placeholder="+ column: lr, rank…" aria-label="add a column of a setting" onFocus={() => setChoosing(true)} onChange={(event) => add(event.currentTarget, settings, show)} />
+        <input list="settings" class="column" placeholder="+ column: lr, rank" aria-label="add a column of a setting" onFocus={() => setChoosing(true)} onChange={(event) => add(event.currentTarget, settings, show)} />
         <datalist id="settings">
           {data?.keys.map((key) => (
             <option value={key} />
@@ -97,8 +97,10 @@ export function Runs({ route }: { route: Route }) {
             {rows.slice(0, SHOWN).map(([run, ...others]) => {
               const names = [run, ...others].map((one) => one.name);
               const group = data?.groups.find((one) => one.experiment === run.experiment && one.runs.length === names.length);
-              const shown = others.length ? { ...run, success: null, return: null, seed: null, headline: group?.result ?? "" } : run;
-              return <Row key={run.name} run={shown} statuses={[...new Set([run, ...others].map((one) => one.status))]} {...{ names, settings, toggle }} chosen={names.every((name) => chosen.includes(name))} />;
+              const seeds = new Set([run, ...others].map((one) => one.seed)).size;
+              const result = seeds > 1 ? group?.result : [run, ...others].find((one) => one.headline)?.headline;
+              const shown = others.length ? { ...run, success: null, return: null, seed: null, headline: result ?? "" } : run;
+              return <Row key={run.name} run={shown} statuses={[...new Set([run, ...others].map((one) => one.status))]} {...{ names, seeds, settings, toggle }} chosen={names.every((name) => chosen.includes(name))} />;
             })}
           </tbody>
         </table>
@@ -111,13 +113,14 @@ export function Runs({ route }: { route: Route }) {
 interface RowProps {
   run: RunLine;
   names: string[]; // of the runs that differ only in the seed, in one row
+  seeds: number; // different ones among them
   statuses: string[];
   settings: string[];
   chosen: boolean;
   toggle: (names: string[]) => void;
 }
 
-function Row({ run, names, statuses, settings, chosen, toggle }: RowProps) {
+function Row({ run, names, seeds, statuses, settings, chosen, toggle }: RowProps) {
   const [, ...search] = run.success_label.match(/^search success \((.*)\)$/) ?? [];
   const several = names.length > 1;
   return (
@@ -151,7 +154,7 @@ function Row({ run, names, statuses, settings, chosen, toggle }: RowProps) {
         {run.algorithm}
       </td>
       <td class={`right ${run.seed == null && !several ? "none" : ""}`} data-name="seed">
-        {several ? `${names.length} runs` : (run.seed ?? "–")}
+        {several ? `${seeds} seed${seeds > 1 ? "s" : ""}${seeds < names.length ? ` in ${names.length} runs` : ""}` : (run.seed ?? "–")}
       </td>
       <td class="right" data-name="done">
         {run.total ? percent(Math.min(1, run.done / run.total)) : run.steps}
@@ -161,7 +164,7 @@ function Row({ run, names, statuses, settings, chosen, toggle }: RowProps) {
           {run.settings[key] || "–"}
         </td>
       ))}
-      <td class={`long result ${run.headline ? "" : "none"}`} data-name="result" title={several ? "mean over the seeds, with its 95 % interval (Student's t)" : undefined}>
+      <td class={`long result ${run.headline ? "" : "none"}`} data-name="result" title={several ? "mean over the seeds, with its 95 % interval (Student's t); a seed counts once, by its newest run" : undefined}>
         <b>{run.headline || "–"}</b>
       </td>
       <td data-name="alarms" class={run.alarms?.length ? "" : "none"}>

@@ -61,8 +61,8 @@ export function System({ run, tick }: { run: string; tick: number }) {
       </section>
       {data.workers.length > 0 && (
         <section data-workers>
-          <h2>Who does the work</h2>
-          <Table heads={["worker", "where", "done", "busy for", "lost", "replays", "last sign of life"]}>
+          <h2>Workers</h2>
+          <Table heads={["worker", "where", "done", "busy time", "lost", "replays", "last heartbeat"]}>
             {data.workers.map((one) => (
               <tr>
                 <td>{one.kind}</td>
@@ -88,7 +88,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
       )}
       {total > 0 && (
         <section>
-          <h2>The newest step</h2>
+          <h2>Time of the newest step, by phase</h2>
           <div class="phases" role="img" aria-label={data.phases.map((phase) => `${phase} ${duration(newest[phase])}`).join(", ")}>
             {data.phases.map((phase, at) => (
               <div class={`hue${at} phase`} style={{ flexGrow: (newest[phase] ?? 0) / total }}>
@@ -150,8 +150,8 @@ export function System({ run, tick }: { run: string; tick: number }) {
         ))}
       </section>
       <section>
-        <h2>On the disk</h2>
-        <Table heads={["", "bytes"]}>
+        <h2>Disk usage</h2>
+        <Table heads={["", "size"]}>
           {Object.entries(data.disk)
             .sort(([, a], [, b]) => b - a)
             .map(([name, size]) => (
@@ -163,7 +163,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
         </Table>
       </section>
       <section>
-        <h2>Made by</h2>
+        <h2>Command</h2>
         <pre class="text">{data.command.join(" ")}</pre>
         <dl class="facts">
           {Object.entries(data.meta).map(([key, value]) => (
@@ -182,7 +182,7 @@ function Table({ heads, children }: { heads: string[]; children: preact.Componen
         <thead>
           <tr>
             {heads.map((head) => (
-              <th class={["cores in use", "memory", "threads", "times", "bytes", "done", "busy for", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
+              <th class={["cores in use", "memory", "threads", "times", "size", "done", "busy time", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
             ))}
           </tr>
         </thead>

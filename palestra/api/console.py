@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from threading import Event, Thread
@@ -46,18 +46,16 @@ class PlainConsole(Console):
         """Context in which a thread prints `status()`, and for how long the outermost context has lasted, after each
         ten seconds without a line; nothing while that is "". An inner context replaces the status of an outer one."""
         outer, self._status = self._status, status
-        done = Event()
-        thread = Thread(target=self._break_silence, args=(done,), daemon=True)
-        if outer is None:
-            self._printed_at = time.monotonic() - IMPORTS_S
-            thread.start()
-        try:
-            yield
-        finally:
-            self._status = outer
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_status", outer)
             if outer is None:
-                done.set()
-                thread.join()
+                self._printed_at = time.monotonic() - IMPORTS_S
+                done = Event()
+                thread = Thread(target=self._break_silence, args=(done,), daemon=True)
+                thread.start()
+                stack.callback(thread.join)
+                stack.callback(done.set)
+            yield
 
     def _break_silence(self, done: Event) -> None:
         began = time.monotonic()

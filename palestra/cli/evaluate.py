@@ -235,17 +235,23 @@ def _print_judged(
 
 
 def _record(run: Path, name: str, checkpoint: int | None, results: list[EvalResult]) -> None:
-    """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
+    """Appends results to the run's evals.jsonl, and writes their first episode of each instance. If there are several,
+    the seats become part of the name."""
     from palestra.evaluation.target import find_checkpoint
     from palestra.runs import Run
+    from palestra.runs.eval_files import MAX_EVAL_EPISODES
+    from palestra.text.rollouts.metrics import first_of_each_instance
 
     after = find_checkpoint(run, checkpoint).step
     with Run.open(run) as opened:
         for scored in results:
             policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
             title = name if len(results) == 1 else f"{name}: {policy_names}"
-            metrics = {name: value for name, value in scored.metrics.items() if not isinstance(value, str)}
+            notes = ("no_nash_conv", "not_repeatable")
+            metrics = {name: value for name, value in scored.metrics.items() if name not in notes}
             opened.log_eval(after, title, {**metrics, "seats": scored.policy_names})
+            if first := first_of_each_instance(scored.episodes)[:MAX_EVAL_EPISODES]:
+                opened.write_eval_episodes(after, title, first)
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:

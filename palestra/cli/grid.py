@@ -52,7 +52,7 @@ def grid(  # noqa: PLR0913 - a parameter for each option
         palestra grid configs/grids/matrix_games.yaml --results
         palestra grid configs/grids/matrix_games.yaml --backend ray --address auto
     """
-    with user_errors(), interruptible("; the same command continues"):
+    with user_errors(), interruptible("; the same command continues"), console.busy(lambda: f"grid {file}"):
         from palestra.api.experiments.grid import grid_cells, load_grid
         from palestra.api.experiments.schedule import check_cells, finished_cells
         from palestra.core.config.shipped import find_config
@@ -102,6 +102,7 @@ def _run(
     """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
     from palestra.api.experiments.schedule import LOGS, run_cells
     from palestra.api.interrupt import StopOnInterrupt
+    from palestra.api.progress import CountingBar
     from palestra.core.failures import RunFailed
 
     ended: list[CellResult] = []
@@ -109,8 +110,10 @@ def _run(
     def on_end(result: CellResult) -> None:
         ended.append(result)
         print_line(f"[{len(ended)}/{len(cells)}] {_describe(result, folder, config)}")
+        bar.count(len(ended), len(cells))
 
-    with StopOnInterrupt() as interrupted:
+    with StopOnInterrupt() as interrupted, CountingBar(f"grid {config.name}", console) as bar:
+        bar.count(0, len(cells))
         run_cells(cells, folder, workers, on_end, interrupted, start)
     _print_results(config, folder)
     if failed := [result.cell.name for result in ended if result.status == "failed"]:

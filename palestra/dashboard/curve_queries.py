@@ -38,7 +38,8 @@ class CurveQuery(StrictModel):
     high: float | None = None
     """Upper bound of the x axis."""
     seeds: bool = False
-    """Combine runs that differ only in their seed into one curve: mean, minimum and maximum."""
+    """Combine runs that differ only in their seed into one curve: mean, minimum and maximum. Of runs with equal seeds
+    the newest counts."""
 
 
 def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]]:
@@ -59,13 +60,15 @@ def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]
 
 
 def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
-    """Groups runs whose configs differ only in name and seed, if `seeds`."""
+    """Groups runs whose configs differ only in name and seed, if `seeds`: the newest run of each seed."""
     if not seeds:
         return [[run] for run in runs]
-    groups: dict[str, list[CatalogRun]] = {}
+    groups: dict[str, dict[str, CatalogRun]] = {}
     for run in runs:
-        groups.setdefault(experiment_id(experiment_config(run.config)), []).append(run)
-    return list(groups.values())
+        group = groups.setdefault(experiment_id(experiment_config(run.config)), {})
+        seed = repr(run.config.get("seed"))
+        group[seed] = max(run, group.get(seed, run), key=lambda run: str(run.meta.get("created", "")))
+    return [list(group.values()) for group in groups.values()]
 
 
 def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:

@@ -49,8 +49,9 @@ def main_score(evals: Mapping[str, Tree], team: Tree) -> tuple[str, float, bool]
 
 
 def seed_groups(lines: Iterable[Tree]) -> list[Tree]:
-    """Returns the groups of two and more runs that differ only in the seed, each with the mean of their main results
-    and its 95 % interval (Student's t), if they have one in common."""
+    """Returns the groups of two and more runs, newest first, that differ only in the seed, each with the mean of their
+    main results and its 95 % interval (Student's t), if they have one in common. A seed counts once, by its newest run
+    with a result."""
     by_experiment: dict[str, list[Tree]] = {}
     for line in lines:
         by_experiment.setdefault(line["experiment"], []).append(line)
@@ -58,13 +59,14 @@ def seed_groups(lines: Iterable[Tree]) -> list[Tree]:
     for experiment, group in by_experiment.items():
         if experiment and len(group) > 1:
             names = [line["name"] for line in group]
-            groups.append({"experiment": experiment, "runs": names, "result": mean_result(group)})
+            by_seed = {repr(line["seed"]): line for line in reversed(group) if line["score"]}
+            groups.append({"experiment": experiment, "runs": names, "result": mean_result(list(by_seed.values()))})
     return groups
 
 
 def mean_result(group: Sequence[Tree]) -> str:
     """Returns "test 85.0% [80.1%, 89.9%]" over the runs of a group; "" if fewer than two have the same result."""
-    scores = [line["score"] for line in group if line["score"]]
+    scores = [line["score"] for line in group]
     if len(scores) < 2 or len({name for name, _, _ in scores}) > 1:
         return ""
     name, _, is_share = scores[0]

@@ -1,4 +1,4 @@
-"""Slow runs and evaluations, as processes that write into a pipe: something is heard every ten seconds."""
+"""Slow runs, evaluations and grids, as processes that write into a pipe: something is heard every ten seconds."""
 
 import itertools
 import os
@@ -49,6 +49,12 @@ GAME = {
     "policies": {"all": {"type": "net"}},
     "algorithm": {"type": "ppo", "rollout_length": 32},
 }
+GRID = {
+    "name": "both",
+    "seeds": [0],
+    "tasks": {"slow": {"config": "slow.yaml", "changes": {"evals": {"test": {"episodes": 2}}}}},
+    "algorithms": {"ppo": {}},
+}
 
 
 @pytest.mark.slow
@@ -58,12 +64,14 @@ GAME = {
         (TEXT, "train", ["loading tiny", "run runs/slow", "training 0/1, playing 0/1, 0:00:"]),
         (TEXT, "eval", ["evaluating slow.yaml, 0:00:", "evaluating slow.yaml 1/4"]),
         (GAME, "train", ["run runs/slow", "training 0/1, starting, 0:00:"]),
+        (GAME, "grid", ["grid both: 1 cells", "grid both 0/1, 0:0", "[1/1] slow-ppo-0 done"]),
     ],
 )
 def test_no_silence_is_longer_than_ten_seconds(tmp_path, config, command, words):
     (tmp_path / "slow_envs.py").write_text(SOURCE)
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(config))
-    typed = [Path(sys.executable).parent / "palestra", command, "slow.yaml"]
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    typed = [Path(sys.executable).parent / "palestra", command, "grid.yaml" if command == "grid" else "slow.yaml"]
     typed += ["--episodes", "4"] if command == "eval" else []
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "bufsize": 1}
     times = [time.monotonic()]

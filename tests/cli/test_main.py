@@ -15,7 +15,7 @@ from helpers.command_line import invoke
 from helpers.terminal_text import plain
 
 from palestra.core.config import parse, validate
-from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 
 SCRIPT = Path(sys.executable).parent / "palestra"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -336,6 +336,8 @@ def test_eval_can_record_its_result_in_the_run(run, tmp_path):
     *others, line = read_lines(path / "evals.jsonl")
     assert others == before and line["name"] == "swapped" and line["step"] == 2 and line["episodes"] == 4
     assert line["seats"]["guide"].startswith("walker@") and line["seats"]["walker"].startswith("guide@")
+    recorded = load_episodes(path / "eval_episodes/swapped/step-000002.parquet")
+    assert "".join("1" if episode.success else "0" for episode in recorded) == line["outcomes"]
 
 
 def test_eval_is_deterministic_and_read_only(run):

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import time
 import zipfile
 
@@ -129,6 +130,20 @@ def test_seeds_are_shown_as_a_band(client):
     assert banded[0]["y"] == pytest.approx(each.mean(axis=0), rel=1e-5)
     assert banded[0]["low"] == pytest.approx(each.min(axis=0), rel=1e-5)
     assert banded[0]["high"] == pytest.approx(each.max(axis=0), rel=1e-5)
+
+
+def test_equal_seeds_count_once_by_the_newest_run(tmp_path):
+    for name, seed, success, created in (("b", 0, 0.5, 2), ("a", 0, 0.1, 1), ("c", 1, 0.7, 1), ("new", 0, None, 3)):
+        with Run.create(tmp_path, f"name: {name}\nsteps: 1\nseed: {seed}\n", name) as run:
+            if success is not None:
+                run.log_eval(0, "test", {"success": success, "episodes": 10.0})
+        meta = tmp_path / name / "meta.json"
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"created": f"2026-01-0{created}T00:00:00"}))
+    client = TestClient(build_dashboard(tmp_path), base_url=HERE)
+    (group,) = get(client, "runs")["groups"]
+    assert len(group["runs"]) == 4 and group["result"].startswith("test 60.0% ")
+    (band,) = get(client, "curves", run=["b", "a", "c"], metric="evals/success", seeds=True)["curves"]
+    assert band["runs"] == ["b", "c"] and band["y"] == [pytest.approx(0.6)]
 
 
 def test_curves_support_smoothing_ranges_and_time(client):

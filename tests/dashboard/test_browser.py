@@ -333,7 +333,7 @@ def test_runs_have_columns_of_settings_tags_and_groups_of_seeds(look):
     expect(page.locator("tbody td[data-name=rank]").first).to_have_text("8")
     page.get_by_label("group by seed").check()
     expect(page.locator("tbody tr")).to_have_count(1)
-    expect(page.locator("tbody td[data-name=seed]")).to_have_text("2 runs")
+    expect(page.locator("tbody td[data-name=seed]")).to_have_text("2 seeds")
     expect(page.locator("tbody td[data-name=result]")).to_have_text(re.compile(r"dev [\d.]+% \[[\d.]+%, [\d.]+%\]"))
     shot(page, "runs-grouped")
     page.get_by_label("remove the column rank").click()
@@ -640,7 +640,7 @@ def test_population_page(look):
     expect(page.locator("svg.timeline rect").first).to_be_visible()
     expect(page.locator("svg.whisker").first).to_be_visible()
     shot(page, "population-league")
-    page.get_by_label("of them at most").select_option("10")
+    page.get_by_label("showing").select_option("10")
     expect(page.locator(".hint", has_text="The newest 10 of").first).to_be_visible()
 
 

@@ -105,12 +105,13 @@ def test_credit_rule_of_six_lines_is_trained_with_seeds_and_drawn(home: Path) ->
     assert "held-out" in Path("median.svg").read_text()
 
 
-def test_agent_program_of_two_models_is_trained(home: Path) -> None:
+def test_agent_program_of_two_models_learns_above_chance(home: Path) -> None:
     follow("environments/workflow.md", "Workflows: your own agent program")
     lines = [json.loads(line) for line in Path("runs/program/metrics.jsonl").read_text().splitlines()]
     last = {line["policy"]: line["updates"] for line in lines if line["policy"] != "team"}
     assert last.keys() == {"planner", "solver"} and min(last.values()) > 0
-    assert len(evals("program", "success")) == 2 and evals("program", "failed") == [0, 0]
+    before, after = evals("program", "success")
+    assert after > before + 0.1 and evals("program", "failed") == [0, 0]  # 0.37, 0.37 and 0.51 with seeds 0 to 2
 
 
 def test_gguf_file_plays_tic_tac_toe_and_is_watched(home: Path) -> None:

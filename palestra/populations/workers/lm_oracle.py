@@ -122,7 +122,7 @@ class LanguageWorker:
             raise ValueError(
                 f'env "{config.env.get("type")}" has no rules, which payoffs: exact needs: set payoffs: simulated'
             )
-        self._frozen: dict[str, Policy] = {UNIFORM_MEMBER: RandomPolicy()}
+        self._frozen: dict[str, Policy] = {UNIFORM_MEMBER: RandomPolicy(name=UNIFORM_MEMBER)}
         self._taught: LanguageLearner | None = None
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:

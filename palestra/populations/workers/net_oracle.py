@@ -149,13 +149,12 @@ def play_cells(
 
     A cell holds keys of `members`, one for each of the `sides`, which list their seats (default: each seat is a side).
     With `rotate_seats` they rotate over all sides, so that each member plays every side as equally often as `games`
-    allows. All games that start for a cell are played to their end and counted. Raises ValueError for a cell without a
-    member for each side, and RunFailed if a game does not end.
+    allows. All games that start for a cell are played to their end and counted. Raises RunFailed if a game does not
+    end.
     """
     N = len(rollout.env.seats)
     sides = sides or [[seat] for seat in range(N)]
     P = len(sides)
-    check_cells(cells, P)
     side_of = key_by_value(dict(enumerate(sides)))
     numbers = {name: number for number, name in enumerate(members)}
     rotations = P if rotate_seats else 1

@@ -36,13 +36,15 @@ class ScriptedPolicy:
 class RandomPolicy(ScriptedPolicy):
     """Uniform over the legal actions if the env lists them, otherwise 1 to `length` random words of `vocabulary`."""
 
-    def __init__(self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3) -> None:
+    def __init__(
+        self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3, name: str = "random"
+    ) -> None:
         def script(query: Query, rng: random.Random) -> str:
             if query.legal_actions:
                 return str(rng.choice(query.legal_actions))
             return " ".join(rng.choices(list(vocabulary), k=rng.randint(1, length)))
 
-        super().__init__(script, "random")
+        super().__init__(script, name)
 
 
 class ExpertPolicy(ScriptedPolicy):

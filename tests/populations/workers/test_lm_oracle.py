@@ -63,7 +63,7 @@ def test_a_side_of_two_seats_is_played_by_one_adapter(tmp_path: Path) -> None:
     pairs = worker(("solo", "pair", "pair"), env={"type": "text_kuhn", "players": 3}, steps=1, imitation_steps=0)
     opponents = Opponents({"solo": {"uniform": 1.0}})
     result = train(pairs, "both", tmp_path, player="pair", opponents=opponents)
-    assert len(result.opponents) == 1 and result.mean_return is not None
+    assert list(result.opponents) == ["uniform"] and result.mean_return is not None
     mixed, random = play(pairs, 8, ("uniform", "both"), ("uniform", "uniform"), members={"both": tmp_path})
     assert mixed.games == 8
     assert random.mean[0] == pytest.approx(-2 * random.mean[1]) != 0  # a side's result is the mean of its seats'
@@ -115,7 +115,7 @@ def test_uniform_play_has_the_known_nash_conv(taught_worker: LanguageWorker) -> 
 def test_trained_response_beats_uniform_play(taught_worker: LanguageWorker, response: Any, check_score: Any) -> None:
     out, stats = response
     check_score(value(taught_worker, {"bold": out}, "bold", "uniform")[0])  # uniform play: 0.125, at best 0.5
-    met = stats.opponents["random"]
+    met = stats.opponents["uniform"]
     assert met.games == 2 * 16 * 4 and met.mean_return == stats.mean_return
     assert met.wins + met.draws < met.games
 
@@ -213,7 +213,7 @@ def test_joint_lineups_are_sampled_together(tmp_path: Path) -> None:
     trio = worker(("player_0", "player_1", "player_2"), env={"type": "text_kuhn", "players": 3}, imitation_steps=0)
     opponents = Opponents(joint=(Lineup({"player_1": "uniform", "player_2": "uniform"}, 1.0),))
     stats = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
-    assert stats.opponents["random"].games == 2 * 16 * 4
+    assert stats.opponents["uniform"].games == 2 * 16 * 4
 
 
 def test_incompatible_tasks_are_refused() -> None:
