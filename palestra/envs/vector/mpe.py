@@ -11,6 +11,7 @@ actions: the strength of the push in each of these directions, 0 to 1 (the first
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,16 @@ from palestra.envs.batch.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_col
 from palestra.envs.batch.native import NativeEnv
 from palestra.envs.support.options import check_at_least
 from palestra.envs.vector.mpe_physics import begin_games, build_world, empty_world_arrays, step_arrays
-from palestra.envs.vector.mpe_rules import ADVERSARY, SPEAKER_LISTENER, SPREAD, TAG, advance, observe
+from palestra.envs.vector.mpe_rules import (
+    advance_adversary,
+    advance_speaker_listener,
+    advance_spread,
+    advance_tag,
+    observe_adversary,
+    observe_speaker_listener,
+    observe_spread,
+    observe_tag,
+)
 from palestra.envs.vector_base import Continuous, Discrete, Entities, Space, empty_step
 
 MOVES = ("nothing", "left", "right", "down", "up")
@@ -36,7 +46,6 @@ AGENT_RADIUS = 0.06
 class WorldSpec:
     """Seats and entities of one game; tuples are by seat, except `radius` (see `World`)."""
 
-    game: int  # of `mpe_rules`
     seats: tuple[Seat, ...]
     observation_sizes: tuple[int, ...]
     num_landmarks: int
@@ -47,8 +56,6 @@ class WorldSpec:
     landmark_range: float = 1.0
     has_goal: bool = False
     num_words: int = 0
-    local_ratio: float = 0.0
-    hunters: int = 0
 
 
 class _Particles(NativeEnv):
@@ -75,9 +82,6 @@ class _Particles(NativeEnv):
             max_speed=np.array(spec.max_speed or [math.inf] * len(spec.seats)),
             landmark_range=spec.landmark_range,
             has_goal=spec.has_goal,
-            game=spec.game,
-            local_ratio=spec.local_ratio,
-            hunters=spec.hunters,
         )
         self._view = step_arrays(self.vector_step, spec.observation_sizes)
         self.seat_colours = tuple(seat_colour(n) for n in range(len(spec.seats)))
@@ -87,12 +91,11 @@ class _Particles(NativeEnv):
 
     def _begin(self) -> None:
         begin_games(self._world, self._all)
-        observe(self._world, self._view, self._all)
+        self._observe()
 
     def _advance(self, actions: np.ndarray) -> None:
         kind, numbers = (np.float32, NUM_MOVES) if self.continuous else (np.int32, 1)
-        actions_BND = actions.astype(kind, copy=False).reshape(self.num_envs, len(self.seats), numbers)
-        advance(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
+        self._play(actions.astype(kind, copy=False).reshape(self.num_envs, len(self.seats), numbers))
 
     def render(self, game: int) -> np.ndarray:
         """Draws the agents in the colours of their seats, landmarks in grey, the goal in green."""
@@ -113,6 +116,14 @@ class _Particles(NativeEnv):
             canvas.line((wall, -1), (wall, 1), LIGHT_GREY)
             canvas.line((-1, wall), (1, wall), LIGHT_GREY)
         return canvas.picture()
+
+    @abstractmethod
+    def _observe(self) -> None:
+        """Writes the observations of every game."""
+
+    @abstractmethod
+    def _play(self, actions_BND: np.ndarray) -> None:
+        """Plays one joint step in every game; a discrete action is a row of one number."""
 
 
 class SimpleSpread(_Particles):
@@ -141,15 +152,14 @@ class SimpleSpread(_Particles):
                 f"local_ratio is {local_ratio}, but it is the share of an agent's own reward in what it gets: "
                 "give a number from 0 (only the team's) to 1 (only its own)"
             )
+        self.local_ratio = float(local_ratio)
         spec = WorldSpec(
-            game=SPREAD,
             seats=_seat_names("agent", agents),
             observation_sizes=(6 * agents,) * agents,
             num_landmarks=agents,
             accel=(5.0,) * agents,
             num_actions=(NUM_MOVES,) * agents,
             radius=(0.15,) * agents,
-            local_ratio=float(local_ratio),
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
         # of the first other agent and of its message
@@ -157,6 +167,14 @@ class SimpleSpread(_Particles):
         words = 4 * agents + 2
         others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
         self.observation_entities = ((Entities.in_a_row(4, agents, 2, PLACE), Entities(4, others, PLACE)),) * agents
+
+    def _observe(self) -> None:
+        observe_spread(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_spread(
+            self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.local_ratio
+        )
 
 
 class SimpleAdversary(_Particles):
@@ -174,7 +192,6 @@ class SimpleAdversary(_Particles):
     ) -> None:
         check_at_least("agents", agents, 1, "somebody must play")
         spec = WorldSpec(
-            game=ADVERSARY,
             seats=("adversary_0", *_seat_names("agent", agents)),
             observation_sizes=(4 * agents,) + (4 * agents + 2,) * agents,
             num_landmarks=agents,
@@ -183,6 +200,12 @@ class SimpleAdversary(_Particles):
             has_goal=True,
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
+
+    def _observe(self) -> None:
+        observe_adversary(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
 
 
 class SimpleTag(_Particles):
@@ -209,7 +232,6 @@ class SimpleTag(_Particles):
         check_at_least("num_obstacles", num_obstacles, 0, "obstacles are counted")
         width = 4 + 2 * num_obstacles + 2 * (num_adversaries + num_good - 1)
         spec = WorldSpec(
-            game=TAG,
             seats=_seat_names("adversary", num_adversaries) + _seat_names("agent", num_good),
             observation_sizes=(width + 2 * num_good,) * num_adversaries + (width + 2 * num_good - 2,) * num_good,
             num_landmarks=num_obstacles,
@@ -218,11 +240,17 @@ class SimpleTag(_Particles):
             radius=(0.075,) * num_adversaries + (0.05,) * num_good + (0.2,) * num_obstacles,
             max_speed=(1.0,) * num_adversaries + (1.3,) * num_good,
             landmark_range=0.9,
-            hunters=num_adversaries,
         )
+        self.hunters = num_adversaries
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
         seats = [(num_adversaries - 1, num_good)] * num_adversaries + [(num_adversaries, num_good - 1)] * num_good
         self.observation_entities = tuple(_tag_entities(num_obstacles, *others) for others in seats)
+
+    def _observe(self) -> None:
+        observe_tag(self._world, self._view, self._all, self.hunters)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.hunters)
 
 
 class SimpleSpeakerListener(_Particles):
@@ -238,7 +266,6 @@ class SimpleSpeakerListener(_Particles):
 
     def __init__(self, num_envs: int = 64, *, max_cycles: int = 25, continuous_actions: bool = False) -> None:
         spec = WorldSpec(
-            game=SPEAKER_LISTENER,
             seats=("speaker_0", "listener_0"),
             observation_sizes=(3, 11),
             num_landmarks=3,
@@ -248,6 +275,12 @@ class SimpleSpeakerListener(_Particles):
             num_words=3,
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
+
+    def _observe(self) -> None:
+        observe_speaker_listener(self._world, self._view, self._all)
+
+    def _play(self, actions_BND: np.ndarray) -> None:
+        advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
 
 
 def _tag_entities(obstacles: int, hunters: int, good: int) -> tuple[Entities, ...]:

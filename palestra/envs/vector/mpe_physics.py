@@ -29,7 +29,7 @@ _LOG2 = math.log(2)
 class World(NamedTuple):
     """B worlds for the kernels. `radius` is that of the entities that collide, which come first; `accel` is the force
     of a full push (0: cannot move), `max_speed` the maximum speed. Landmarks start within `landmark_range` of the
-    centre on both axes; if `has_goal`, each game draws one of them as its `goal`. `game` is a number of `mpe_rules`."""
+    centre on both axes; if `has_goal`, each game draws one of them as its `goal`."""
 
     rng: np.ndarray  # uint64 [B, RNG_WORDS]
     pos: np.ndarray  # float64 [B, E, 2]
@@ -43,9 +43,6 @@ class World(NamedTuple):
     max_speed: np.ndarray  # [N]
     landmark_range: float
     has_goal: bool
-    game: int
-    local_ratio: float  # of simple_spread: weight of an agent's own reward
-    hunters: int  # of simple_tag: number of adversaries, the first agents
 
 
 class MPEStepArrays(NamedTuple):
@@ -74,7 +71,7 @@ def empty_world_arrays(num_envs: int, num_agents: int, num_landmarks: int, num_w
 
 def build_world(memory: Arrays, **fixed: Any) -> World:
     """Builds a `World` on the arrays of `memory` (not copies) and its constants `fixed`: `radius`, `accel`,
-    and so on."""
+    `max_speed`, `landmark_range`, `has_goal`."""
     arrays: dict[str, Any] = {**memory, "force": np.zeros(memory["vel"].shape[1:])}
     return World(**arrays, **fixed)
 

@@ -1,7 +1,7 @@
 """Rewards and observations of the four MPE games, compiled; in the order of the `mpe2` package.
 
-For each game, `reward_*` writes the rewards of the step, `observe_*` the observations of the marked games; `advance`
-plays a whole step of any game. Shapes: `B` games, `N` seats, `D` numbers of an action.
+For each game, `reward_*` writes the rewards of the step, `observe_*` the observations of the marked games, `advance_*`
+plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
 """
 
 from __future__ import annotations
@@ -26,11 +26,28 @@ from palestra.envs.vector.mpe_physics import (
     write_vector,
 )
 
-SPREAD, ADVERSARY, TAG, SPEAKER_LISTENER = range(4)  # `World.game`
+
+@jit
+def advance_spread(
+    world: World,
+    arrays: MPEStepArrays,
+    all_B: np.ndarray,
+    actions_BND: np.ndarray,
+    continuous: bool,
+    max_cycles: int,
+    local_ratio: float,
+) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
+    apply_physics(world, actions_BND, continuous)
+    reward_spread(world, arrays, local_ratio)
+    observe_spread(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_games(world, arrays.truncated)
+    observe_spread(world, arrays, arrays.truncated)
 
 
 @jit
-def reward_spread(world: World, arrays: MPEStepArrays) -> None:
+def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> None:
     """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
     touches."""
     pos = world.pos
@@ -47,7 +64,7 @@ def reward_spread(world: World, arrays: MPEStepArrays) -> None:
                     rewards[b, i] -= 1
                     rewards[b, j] -= 1
         for i in range(agents):
-            rewards[b, i] = team * (1 - world.local_ratio) + rewards[b, i] * world.local_ratio
+            rewards[b, i] = team * (1 - local_ratio) + rewards[b, i] * local_ratio
 
 
 @jit
@@ -66,6 +83,19 @@ def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> 
                 at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
                 write_relative_positions(obs, b, i, at, pos, 0, agents)
             write_state(obs, arrays.state, arrays.observation_sizes, b)
+
+
+@jit
+def advance_adversary(
+    world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
+) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
+    apply_physics(world, actions_BND, continuous)
+    reward_adversary(world, arrays)
+    observe_adversary(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_games(world, arrays.truncated)
+    observe_adversary(world, arrays, arrays.truncated)
 
 
 @jit
@@ -101,20 +131,39 @@ def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) 
 
 
 @jit
-def reward_tag(world: World, arrays: MPEStepArrays) -> None:
+def advance_tag(
+    world: World,
+    arrays: MPEStepArrays,
+    all_B: np.ndarray,
+    actions_BND: np.ndarray,
+    continuous: bool,
+    max_cycles: int,
+    hunters: int,
+) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
+    apply_physics(world, actions_BND, continuous)
+    reward_tag(world, arrays, hunters)
+    observe_tag(world, arrays, all_B, hunters)
+    count_step(world, arrays, max_cycles)
+    begin_games(world, arrays.truncated)
+    observe_tag(world, arrays, arrays.truncated, hunters)
+
+
+@jit
+def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
     """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also pays for leaving
     the field."""
     pos = world.pos
     rewards = arrays.rewards
     for b in range(len(pos)):
         catches = 0
-        for prey in range(world.hunters, world.vel.shape[1]):
+        for prey in range(hunters, world.vel.shape[1]):
             caught = 0
-            for hunter in range(world.hunters):
+            for hunter in range(hunters):
                 caught += overlaps(pos, world.radius, b, prey, hunter)
             rewards[b, prey] = -10.0 * caught - _outside(pos[b, prey, 0]) - _outside(pos[b, prey, 1])
             catches += caught
-        for hunter in range(world.hunters):
+        for hunter in range(hunters):
             rewards[b, hunter] = 10.0 * catches
 
 
@@ -130,7 +179,7 @@ def _outside(x: float) -> float:
 
 
 @jit
-def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
+def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
     """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
     pos = world.pos
     vel = world.vel
@@ -143,10 +192,24 @@ def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> Non
                 at = write_vector(obs, b, i, at, pos, i)
                 at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
                 at = write_relative_positions(obs, b, i, at, pos, 0, agents)
-                for prey in range(world.hunters, agents):
+                for prey in range(hunters, agents):
                     if prey != i:
                         at = write_vector(obs, b, i, at, vel, prey)
             write_state(obs, arrays.state, arrays.observation_sizes, b)
+
+
+@jit
+def advance_speaker_listener(
+    world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
+) -> None:
+    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
+    apply_physics(world, actions_BND, continuous)
+    write_message(world, actions_BND, continuous)
+    reward_speaker_listener(world, arrays)
+    observe_speaker_listener(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_games(world, arrays.truncated)
+    observe_speaker_listener(world, arrays, arrays.truncated)
 
 
 @jit
@@ -181,37 +244,3 @@ def observe_speaker_listener(world: World, arrays: MPEStepArrays, which_B: np.nd
                 obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
                 obs[b, 1, at + k] = world.word[b, k]
             write_state(obs, arrays.state, arrays.observation_sizes, b)
-
-
-@jit
-def observe(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
-    """Writes the observations of the marked games."""
-    if world.game == SPREAD:
-        observe_spread(world, arrays, which_B)
-    elif world.game == ADVERSARY:
-        observe_adversary(world, arrays, which_B)
-    elif world.game == TAG:
-        observe_tag(world, arrays, which_B)
-    else:
-        observe_speaker_listener(world, arrays, which_B)
-
-
-@jit
-def advance(
-    world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
-) -> None:
-    """Plays a step of all games; those that reach `max_cycles` start anew in it."""
-    apply_physics(world, actions_BND, continuous)
-    if world.game == SPREAD:
-        reward_spread(world, arrays)
-    elif world.game == ADVERSARY:
-        reward_adversary(world, arrays)
-    elif world.game == TAG:
-        reward_tag(world, arrays)
-    else:
-        write_message(world, actions_BND, continuous)
-        reward_speaker_listener(world, arrays)
-    observe(world, arrays, all_B)
-    count_step(world, arrays, max_cycles)
-    begin_games(world, arrays.truncated)
-    observe(world, arrays, arrays.truncated)
