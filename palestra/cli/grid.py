@@ -106,15 +106,12 @@ def _run(
     from palestra.core.failures import RunFailed
 
     ended: list[CellResult] = []
-
-    def on_end(result: CellResult) -> None:
-        ended.append(result)
-        print_line(f"[{len(ended)}/{len(cells)}] {_describe(result, folder, config)}")
-        bar.count(len(ended), len(cells))
-
     with StopOnInterrupt() as interrupted, CountingBar(f"grid {config.name}", console) as bar:
         bar.count(0, len(cells))
-        run_cells(cells, folder, workers, on_end, interrupted, start)
+        for result in run_cells(cells, folder, workers, interrupted, start):
+            ended.append(result)
+            print_line(f"[{len(ended)}/{len(cells)}] {_describe(result, folder, config)}")
+            bar.count(len(ended), len(cells))
     _print_results(config, folder)
     if failed := [result.cell.name for result in ended if result.status == "failed"]:
         raise RunFailed(f"{len(failed)} cells failed: {', '.join(failed)}; what they printed is in {folder / LOGS}")

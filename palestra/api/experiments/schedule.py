@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -114,12 +114,10 @@ def run_cells(
     cells: Sequence[GridCell],
     root: Path,
     workers: int,
-    on_end: Callable[[CellResult], None],
     stop_requested: Callable[[], bool] = lambda: False,
     start: Callable[..., CellProcess] = StoppableProcess,
-) -> list[CellResult]:
-    """Trains the cells that are not done, `workers` at a time, and returns their results in the order in which they
-    ended.
+) -> Iterator[CellResult]:
+    """Trains the cells that are not done, `workers` at a time, and yields the result of each when it ends.
 
     A run that exists in `root` is resumed. A failed cell does not stop the others. Once `stop_requested` returns True,
     no further cell is started, and running ones end after their current step, with a checkpoint. `start` starts the
@@ -134,7 +132,6 @@ def run_cells(
             _record(CellResult(cell, "stopped", 0.0), root)
     stopping = False
     running = dict[str, tuple[GridCell, CellProcess, float]]()
-    results = list[CellResult]()
     try:
         while running or (waiting and not stopping):
             if not stopping and stop_requested():
@@ -148,14 +145,13 @@ def run_cells(
             for name, (cell, process, begun) in list(running.items()):
                 if process.exitcode is not None:
                     del running[name]
-                    results.append(_result(cell, process.exitcode, time.monotonic() - begun, root))
-                    _record(results[-1], root)
-                    on_end(results[-1])
+                    result = _result(cell, process.exitcode, time.monotonic() - begun, root)
+                    _record(result, root)
+                    yield result
             time.sleep(POLL_S)
     finally:
         for _, process, _ in running.values():
             process.kill()
-    return results
 
 
 def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult:

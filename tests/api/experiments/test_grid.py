@@ -154,12 +154,12 @@ def test_grid_on_two_ray_nodes_reports_failed_cells_and_unshared_folders(
     cells = grid_cells(load_grid(file), tmp_path)
     with ray_cluster.cluster({"num_cpus": 1}, {"num_cpus": 1}), ray_processes("auto", {"num_cpus": 1}, 2) as start:
         assert max_processes({"num_cpus": 1}) == 2
-        ended = {end.cell.name: end for end in run_cells(cells, Path("runs"), 2, lambda end: None, start=start)}
+        ended = {end.cell.name: end for end in run_cells(cells, Path("runs"), 2, start=start)}
         assert ended["two-dqn-0"].status == "done"
         assert ended["bad-dqn-0"].status == "failed" and "the simulator broke" in ended["bad-dqn-0"].reason
         away = partial(start_elsewhere, start)
         bad_cells = [cell for cell in cells if cell.name == "bad-dqn-0"]
-        (lost,) = run_cells(bad_cells, Path("runs"), 2, lambda end: None, start=away)
+        (lost,) = run_cells(bad_cells, Path("runs"), 2, start=away)
         assert "needs a file system that all nodes share" in lost.reason
 
 
@@ -257,7 +257,7 @@ def test_cell_whose_run_was_removed_is_trained_again(tmp_path: Path) -> None:
     assert finished_cells(tmp_path) == {"two-dqn-0", "two-dqn-1"}
     (tmp_path / "two-dqn-0").rmdir()
     assert finished_cells(tmp_path) == {"two-dqn-1"}
-    assert run_cells(cells, tmp_path, 1, print, lambda: True) == []  # stopped before it starts a process
+    assert list(run_cells(cells, tmp_path, 1, lambda: True)) == []  # stopped before it starts a process
     (tmp_path / "two-dqn-0").mkdir()
     assert finished_cells(tmp_path) == {"two-dqn-1"}
 
