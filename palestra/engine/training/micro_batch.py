@@ -1,4 +1,5 @@
-"""Samples as micro-batches: packing into forests, token weights, cutting to a size, and the inputs of a loss."""
+"""Samples as micro-batches: packing into forests, token weights, cutting to a size, and the inputs
+of a loss."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ MIN_PADDED_TOKENS = 1024  # smaller passes get no dummy tokens: adding rows to e
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one micro-batch, and the weight of each token of each sample in the batch mean."""
+    """The samples of one micro-batch, and the weight of each token of each sample in the batch
+    mean."""
 
     samples: list[Sample]
     token_weights: list[float]
 
 
 class TokenOutputs(NamedTuple):
-    """Model outputs for `M` answer tokens: log-probabilities [M] and entropies [M], float32, and the features [M, H]
-    from which the logits were computed."""
+    """Model outputs for `M` answer tokens: log-probabilities [M] and entropies [M], float32, and
+    the features [M, H] from which the logits were computed."""
 
     logp_M: Tensor
     entropy_M: Tensor
@@ -45,9 +47,9 @@ class TokenOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), the
-    temperatures (float32), the tokens that were kept in sampling (None: all), and the experts [S, L, K] that were used
-    in sampling (None: not recorded)."""
+    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the
+    tokens (int64), the temperatures (float32), the tokens that were kept in sampling (None: all),
+    and the experts [S, L, K] that were used in sampling (None: not recorded)."""
 
     forest: Forest
     layout: TreeLayout
@@ -74,8 +76,8 @@ class PackedBatch:
     def run_model(
         self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
     ) -> TokenOutputs:
-        """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of logits is computed
-        once; with `entropy_grad`, entropies have gradients."""
+        """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of
+        logits is computed once; with `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
         tensor = engine.tensor
         route = SingleAdapterRoute(adapter, dropout) if adapter else None
@@ -96,8 +98,8 @@ class PackedBatch:
 
 
 def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:
-    """Returns the forest of `samples`, the flat row that predicts each of the `M` answer tokens, and the tokens, both
-    int64 [M]."""
+    """Returns the forest of `samples`, the flat row that predicts each of the `M` answer tokens,
+    and the tokens, both int64 [M]."""
     sequences = [np.concatenate([s.prompt_ids, s.token_ids[:-1]]).astype(np.int64) for s in samples]
     forest = build_forest(sequences)
     rows = [path[len(s.prompt_ids) - 1 :] for s, path in zip(samples, forest.paths, strict=True)]
@@ -105,14 +107,14 @@ def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndar
 
 
 def token_weight(samples: Sequence[Sample]) -> float:
-    """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
-    sample weight of 1. Samples without gradient count too."""
+    """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al.,
+    2025, eq. 12), for a sample weight of 1. Samples without gradient count too."""
     return 1.0 / batch_denominator(samples)
 
 
 def trained_share(samples: Sequence[Sample]) -> float:
-    """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by it is a mean over
-    the trained tokens."""
+    """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by
+    it is a mean over the trained tokens."""
     return trained_weight(samples) / batch_denominator(samples)
 
 
@@ -122,8 +124,9 @@ def with_gradient(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None = None) -> list[MicroBatch]:
-    """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before sharing (a single group
-    may exceed it). `weight` is the weight of a token (None: these samples are a whole batch)."""
+    """Splits `samples`, in order, into micro-batches of at most `tokens` tokens counted before
+    sharing (a single group may exceed it). `weight` is the weight of a token (None: these samples
+    are a whole batch)."""
     weight = token_weight(samples) if weight is None else weight
     result: list[MicroBatch] = []
     part: list[Sample] = []
@@ -140,8 +143,8 @@ def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None =
 
 
 def split_over_ranks(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one group stay together;
-    most samples with a common prompt do."""
+    """Splits `samples` into `count` consecutive runs of similar numbers of tokens. Samples of one
+    group stay together; most samples with a common prompt do."""
     groups = by_group(samples)
     ends = np.cumsum([_length(group) for group in groups])
     result: list[list[Sample]] = [[] for _ in range(count)]
@@ -156,8 +159,8 @@ def _length(group: Sequence[Sample]) -> int:
 
 
 def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value_M: Tensor | None = None) -> LossInputs:
-    """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the device of `logp_M`.
-    `entropy_M` and `value_M` are [M] too."""
+    """Builds the loss inputs of a micro-batch from the model's outputs at its answer tokens, on the
+    device of `logp_M`. `entropy_M` and `value_M` are [M] too."""
     samples = pack.samples
     lengths = [len(s.token_ids) for s in pack.samples]
 
@@ -191,8 +194,8 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
 
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Splits `samples` into units that must not be separated: neighbours of one group, or a single sample without a
-    group."""
+    """Splits `samples` into units that must not be separated: neighbours of one group, or a single
+    sample without a group."""
     groups: list[list[Sample]] = []
     for sample in samples:
         if groups and sample.group >= 0 and sample.group == groups[-1][-1].group:
@@ -203,9 +206,9 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def by_prompt(samples: Sequence[Sample], *, nested: bool = False) -> list[list[Sample]]:
-    """Splits `samples` into units that compute a prompt once if they share a batch: neighbours with the same prompt or,
-    if `nested`, neighbours of which one's prompt begins with the other's (turns of one conversation). Never splits what
-    `by_group` keeps together."""
+    """Splits `samples` into units that compute a prompt once if they share a batch: neighbours with
+    the same prompt or, if `nested`, neighbours of which one's prompt begins with the other's (turns
+    of one conversation). Never splits what `by_group` keeps together."""
     units: list[list[Sample]] = []
     for group in by_group(samples):
         if units and _shares_prompt(units[-1][-1].prompt_ids, group[0].prompt_ids, nested=nested):

@@ -1,5 +1,5 @@
-"""Importance sampling for samples from another sampler or from older weights: the config keys that GRPO, PPO and
-distillation share."""
+"""Importance sampling for samples from another sampler or from older weights: the config keys that
+GRPO, PPO and distillation share."""
 
 from __future__ import annotations
 
@@ -72,11 +72,13 @@ class ImportanceSampling(StrictModel):
 
 
 async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with `old_logprobs`, which clipped ratios are relative to: the trainer's own before the
-    update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
+    """Returns the samples with `old_logprobs`, which clipped ratios are relative to: the trainer's
+    own before the update, since a sampler's differ by more than narrow bounds allow (by 0.01 in
+    bfloat16).
 
-    The first batch uses those of its own pass ("current"), unless there are several epochs. A forward pass gives the
-    others theirs first, batch by batch as in training, so that rounding is the same.
+    The first batch uses those of its own pass ("current"), unless there are several epochs. A
+    forward pass gives the others theirs first, batch by batch as in training, so that rounding is
+    the same.
     """
     found: dict[int, np.ndarray] = {}
     for batch in learner.batches(samples)[1:]:

@@ -1,4 +1,5 @@
-"""Learners of language models: an adapter on a shared base, or a separate full model, here or on a server."""
+"""Learners of language models: an adapter on a shared base, or a separate full model, here or on a
+server."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Scorer = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
 
 
 class Weights(Protocol):
-    """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs.
+    """Protocol of weights in training, in this process or on a server: the engine operations that a
+    learner needs.
 
     The defaults are those of weights elsewhere, which are not sampled in this process.
     """
@@ -54,8 +56,8 @@ class Weights(Protocol):
         return [list(samples)]
 
     def export(self, folder: Path) -> None:
-        """Writes the current adapter in PEFT's format, or the model, without optimizer state, for samplers in other
-        processes."""
+        """Writes the current adapter in PEFT's format, or the model, without optimizer state, for
+        samplers in other processes."""
         raise ValueError("the server that trains these weights samples them too: they are not exported")
 
     def load_exported(self, folder: Path) -> None:
@@ -71,8 +73,8 @@ def build_weights(
     critic: bool = False,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> AdapterWeights:
-    """Returns weights to train in this process: an adapter on an engine's base, new or from `config.path`, or its whole
-    model."""
+    """Returns weights to train in this process: an adapter on an engine's base, new or from
+    `config.path`, or its whole model."""
     if isinstance(config, FullPolicyConfig):
         full = AdapterWeights(engine, None, critic=critic, **weights_options(config, group))
         if config.reference != "none":
@@ -97,7 +99,8 @@ W = TypeVar("W", bound=AdapterWeights)
 
 
 def load_start(weights: W, config: LoraPolicyConfig) -> W:
-    """Returns the weights with the adapter at `config.path`, if there is one, which is also their reference."""
+    """Returns the weights with the adapter at `config.path`, if there is one, which is also their
+    reference."""
     if config.path and weights.adapter:
         load_into(weights.adapter, Path(config.path), weights.engine)
         weights.set_reference()
@@ -146,15 +149,16 @@ class LanguageLearner:
         return self.weights.is_local and self.sampler.engine is not None
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
-        `config.epochs`. Batches without any gradient are left out."""
+        """Splits `samples` into batches of about `config.batch_size` for one optimizer step each,
+        repeated for `config.epochs`. Batches without any gradient are left out."""
         batches = [batch for batch in self._split(samples) if any(sample.has_gradient for sample in batch)]
         return [list(batch) for batch in batches * self.config.epochs]
 
     def _split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Distributes conversations over batches or, where these are too few or too large, prompts, since a prompt is
-        computed in each batch that has an answer to it. They are shuffled, always in the same way: in order, a batch
-        could get one turn of every conversation. Where prompts are too few too, each batch has answers to all."""
+        """Distributes conversations over batches or, where these are too few or too large, prompts,
+        since a prompt is computed in each batch that has an answer to it. They are shuffled, always
+        in the same way: in order, a batch could get one turn of every conversation. Where prompts
+        are too few too, each batch has answers to all."""
         if not samples:
             return []
         size = self.config.batch_size or len(samples)
@@ -169,7 +173,8 @@ class LanguageLearner:
         return [list(chain.from_iterable(groups[i::count])) for i in range(min(count, len(groups)))]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: Any) -> Metrics:
-        """Adds the gradient of `loss`; returns its metrics. Other coroutines run between micro-batches."""
+        """Adds the gradient of `loss`; returns its metrics. Other coroutines run between
+        micro-batches."""
         # With a server or with remote samplers, training runs in a thread, so that the rollout continues.
         # Weights change only in `optim_step`.
         if not self.takes_turns:

@@ -48,8 +48,8 @@ MAX_CHECKPOINT_STEPS = 1_000_000  # env steps between two checkpoints, where the
 
 
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
-    """Returns the policy of each seat; `changes` take precedence over the run's `seats`. Raises ValueError for a seat
-    without a policy, and for an unknown name."""
+    """Returns the policy of each seat; `changes` take precedence over the run's `seats`. Raises
+    ValueError for a seat without a policy, and for an unknown name."""
     return resolve_seats(env.seats, list(config.policies), _plays(env), changes or {}, config.seats)
 
 
@@ -58,7 +58,8 @@ def _plays(env: VectorEnv) -> str:
 
 
 def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:
-    """Returns the seat indices of each trained policy; one policy per seat if `share_network` is false."""
+    """Returns the seat indices of each trained policy; one policy per seat if `share_network` is
+    false."""
     found: dict[str, list[int]] = {}
     for number, seat in enumerate(env.seats):
         policy = config.policies[named[seat]]
@@ -68,8 +69,8 @@ def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) 
 
 
 def build_vector_run(config: VectorConfig) -> VectorTrainer:
-    """Builds everything that `config` describes, ready for `run_training`, and starts the other processes if there are
-    any.
+    """Builds everything that `config` describes, ready for `run_training`, and starts the other
+    processes if there are any.
 
     Raises ValueError if parts of the config do not fit together.
     """
@@ -81,7 +82,8 @@ def build_vector_run(config: VectorConfig) -> VectorTrainer:
 
 
 def check_vector_run(config: VectorConfig) -> VectorTrainer:
-    """Builds the run for a single process. Raises ValueError if parts of the config do not fit together."""
+    """Builds the run for a single process. Raises ValueError if parts of the config do not fit
+    together."""
     torch.set_num_threads(config.torch_threads)
     return build_process(config, SINGLE_PROCESS)
 
@@ -95,7 +97,8 @@ def run_follower_rank(config: VectorConfig, ranks: ProcessGroup) -> None:
 
 
 def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
-    """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
+    """Builds one process's share of a run. Raises ValueError if parts of the config do not fit
+    together."""
     keep_freed_memory()
     nets = {name: policy for name, policy in config.policies.items() if isinstance(policy, TrainedNetConfig)}
     for algorithm in config.algorithms:
@@ -136,14 +139,16 @@ def build_process(config: VectorConfig, ranks: ProcessGroup) -> VectorTrainer:
 
 
 def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
-    """Returns the rollout in this process; for a GPU its arrays are in pinned memory, which is copied there faster."""
+    """Returns the rollout in this process; for a GPU its arrays are in pinned memory, which is
+    copied there faster."""
     return VectorRollout(env, np.arange(env.num_envs), pinned_zeros if device.type == "cuda" else np.zeros)
 
 
 def build_players(
     config: VectorConfig, env: VectorEnv, ranks: ProcessGroup, device: torch.device = CPU
 ) -> tuple[NetLearner | JointLearner, list[VectorPolicy]]:
-    """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
+    """Returns the learner of the trained policies, and the players of the other seats, on
+    `device`."""
     named = seat_policies(config, env)
     trained = trained_seats(config, env, named)
     learners: dict[str, NetLearner | JointLearner] = {}
@@ -171,7 +176,8 @@ def _build_learner(
     ranks: ProcessGroup,
     device: torch.device,
 ) -> NetLearner | JointLearner:
-    """Returns the learner of the policies that `algorithm` trains, from the `seats` of each network."""
+    """Returns the learner of the policies that `algorithm` trains, from the `seats` of each
+    network."""
     named = seat_policies(config, env)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
@@ -194,17 +200,20 @@ def _build_learner(
 
 
 def team_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
-    """Returns the team of each seat. Raises ValueError for a team of seats that the env does not have."""
+    """Returns the team of each seat. Raises ValueError for a team of seats that the env does not
+    have."""
     return resolve_teams(seat_policies(config, env), config.teams, _plays(env))
 
 
 def group_trained_teams(
     config: VectorConfig, algorithm: AlgorithmConfig, env: VectorEnv, seats: Mapping[str, Sequence[int]]
 ) -> dict[str, list[str]]:
-    """Returns the names of the networks of each team that `algorithm` trains, from the `seats` of each network.
+    """Returns the names of the networks of each team that `algorithm` trains, from the `seats` of
+    each network.
 
-    Raises ValueError if a network plays seats of two teams, if another algorithm trains a part of a team, or if there
-    are several networks or seats and no team has more than one of what the algorithm combines.
+    Raises ValueError if a network plays seats of two teams, if another algorithm trains a part of a
+    team, or if there are several networks or seats and no team has more than one of what the
+    algorithm combines.
     """
     team_of = team_by_seat(config, env)
     kind = algorithm_name(algorithm)
@@ -235,7 +244,8 @@ def group_trained_teams(
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
-    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy of its own name."""
+    """Returns the policy of each seat in training. A seat whose policy is not shared has a policy
+    of its own name."""
     named = seat_policies(config, env)
     for name, own in trained_seats(config, env, named).items():
         named |= {env.seats[seat]: name for seat in own}
@@ -255,7 +265,8 @@ class ActorSetup:
         return [*self.learner.rollout_policies(progress), *self.fixed_players]
 
     def acting_tensors(self) -> list[torch.Tensor]:
-        """Parameters of the acting networks, which the learner overwrites with its newest weights."""
+        """Parameters of the acting networks, which the learner overwrites with its newest
+        weights."""
         return self.learner.acting_tensors()
 
 
@@ -326,8 +337,9 @@ def make_fixed_players(
 def group_teams(
     named: Mapping[Seat, str], folder_of: Callable[[str], Path | None]
 ) -> list[tuple[str, tuple[Seat, ...]]]:
-    """Returns the policy and the seats of each player: one player for each seat, or one for all seats of a saved policy
-    whose network plays a team. `folder_of` returns the folder of a policy (None: it has none)."""
+    """Returns the policy and the seats of each player: one player for each seat, or one for all
+    seats of a saved policy whose network plays a team. `folder_of` returns the folder of a policy
+    (None: it has none)."""
     found: dict[object, tuple[str, tuple[Seat, ...]]] = {}
     teams = {name for name in set(named.values()) if (folder := folder_of(name)) and plays_team(folder)}
     for seat, name in named.items():
@@ -339,7 +351,8 @@ def group_teams(
 def make_fixed_player(
     config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
 ) -> VectorPolicy:
-    """Returns the player of some seats by a policy that is not trained; a network acts on `device`."""
+    """Returns the player of some seats by a policy that is not trained; a network acts on
+    `device`."""
     policy = config.policies[name]
     numbers = [env.seats.index(seat) for seat in seats]
     label = f"{name}/{'+'.join(seats)}"

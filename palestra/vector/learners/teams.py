@@ -1,7 +1,9 @@
-"""Several learners as one: policies with algorithms of their own, and the teams of an algorithm that combines seats.
+"""Several learners as one: policies with algorithms of their own, and the teams of an algorithm
+that combines seats.
 
-Each learner is that of a run which trains its seats alone: it sees the others as a part of the env. So opponents never
-share a mixer, a latent or a factor, whatever algorithm combines the seats of a team.
+Each learner is that of a run which trains its seats alone: it sees the others as a part of the env.
+So opponents never share a mixer, a latent or a factor, whatever algorithm combines the seats of a
+team.
 
 Shapes: `T` steps, `B` games, `N` seats, `S` seats of a team.
 """
@@ -27,8 +29,8 @@ SAME_REWARD = 1e-5  # rewards of one step that differ by less, in proportion to 
 
 @dataclass(frozen=True)
 class TeamSeats:
-    """The trained seats of a team: `policies` maps the policies of the config to the numbers of the seats that each
-    plays. A policy with a network for each seat is one of them."""
+    """The trained seats of a team: `policies` maps the policies of the config to the numbers of the
+    seats that each plays. A policy with a network for each seat is one of them."""
 
     name: str
     policies: Mapping[str, Sequence[int]]
@@ -40,8 +42,8 @@ class TeamSeats:
 
 
 class JointLearner:
-    """Learners of one env as one (a `VectorLearner` of palestra.vector.trainer): all train on the same rollouts. Each
-    has a `folder` of its own in a checkpoint."""
+    """Learners of one env as one (a `VectorLearner` of palestra.vector.trainer): all train on the
+    same rollouts. Each has a `folder` of its own in a checkpoint."""
 
     def __init__(self, folders: Sequence[str], learners: Sequence[NetLearner | JointLearner]) -> None:
         self.folders = list(folders)
@@ -98,8 +100,8 @@ class JointLearner:
 
 
 class TeamLearners(JointLearner):
-    """The learners of the teams of one algorithm called `algorithm`. It refuses a team whose seats turn out to be
-    opponents."""
+    """The learners of the teams of one algorithm called `algorithm`. It refuses a team whose seats
+    turn out to be opponents."""
 
     def __init__(self, algorithm: str, teams: Sequence[TeamSeats], learners: Sequence[NetLearner]) -> None:
         super().__init__([team.name for team in teams], learners)
@@ -113,8 +115,9 @@ class TeamLearners(JointLearner):
         return super().update(batch, progress)
 
     def check_rewards(self, batch: RolloutBatch) -> None:
-        """Raises ValueError if two policies of a team earn different rewards in a step, or if the seats of a team only
-        take rewards from each other: in all that it was paid first, their sum is 0."""
+        """Raises ValueError if two policies of a team earn different rewards in a step, or if the
+        seats of a team only take rewards from each other: in all that it was paid first, their sum
+        is 0."""
         for team in self.teams:
             if len(team.policies) > 1:
                 self._check_equal(team, batch)
@@ -150,7 +153,8 @@ class TeamLearners(JointLearner):
 
 
 def _mean_reward(rewards: np.ndarray, alive: np.ndarray, seats: Sequence[int]) -> np.ndarray:
-    """Returns the mean reward [T, B] of those of `seats` that are `alive` [T, B, N]; NaN where none is."""
+    """Returns the mean reward [T, B] of those of `seats` that are `alive` [T, B, N]; NaN where none
+    is."""
     mask = alive[..., list(seats)]
     total = np.where(mask, rewards[..., list(seats)], 0.0).sum(-1)
     count = mask.sum(-1)

@@ -200,7 +200,7 @@ def test_package_env_runs_in_process_or_subprocesses() -> None:
         assert assert_equal_games(here.step(actions), there.step(actions), [0, 1])
     here.close()
     there.close()
-    with pytest.raises(ValueError, match="num_processes: -1 is too small"):
+    with pytest.raises(ValueError, match="num_processes is -1: 0 plays in this process"):
         PackageVectorEnv(Counting, 2, -1)
 
 
