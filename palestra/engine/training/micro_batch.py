@@ -17,7 +17,7 @@ from palestra.core.types import Sample, is_sampled
 from palestra.engine.bases.model import Engine
 from palestra.engine.forward.linear import padded_rows
 from palestra.engine.forward.routing_replay import packed_experts
-from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, padded_forest
+from palestra.engine.forward.tree_attention import Forest, TreeLayout, build_forest, common_prefix, padded_forest
 from palestra.engine.lora.adapters import Adapter
 from palestra.engine.lora.routes import SingleAdapterRoute
 from palestra.engine.lora.variants import Dropout
@@ -219,8 +219,8 @@ def by_prompt(samples: Sequence[Sample], *, nested: bool = False) -> list[list[S
 
 
 def _shares_prompt(first: np.ndarray, second: np.ndarray, *, nested: bool) -> bool:
-    length = min(len(first), len(second))
-    return (nested or len(first) == len(second)) and bool(np.array_equal(first[:length], second[:length]))
+    length = min if nested else max
+    return common_prefix(first, second) == length(len(first), len(second))
 
 
 def _numbers(samples: Sequence[Sample]) -> np.ndarray:

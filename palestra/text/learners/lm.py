@@ -159,9 +159,9 @@ class LanguageLearner:
         since a prompt is computed in each batch that has an answer to it. They are shuffled, always
         in the same way: in order, a batch could get one turn of every conversation. Where prompts
         are too few too, each batch has answers to all."""
-        if not samples:
-            return []
         size = self.config.batch_size or len(samples)
+        if len(samples) <= size:
+            return [list(samples)]
         count = math.ceil(len(samples) / size)
         for nested in (True, False):
             units = by_prompt(samples, nested=nested)
