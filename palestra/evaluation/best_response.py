@@ -113,16 +113,18 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         others[label] = _frozen_tree(setup, seats[0], name)
         places |= dict.fromkeys(seats, label)
     places[seat] = RESPONSE
-    algorithm = base.algorithm.model_dump(exclude_unset=True) if base.algorithm.type in ONE_LEARNER else {"type": "ppo"}
+    own = net.algorithm or base.algorithm
+    algorithm = own.model_dump(exclude_unset=True) if own.type in ONE_LEARNER else {"type": "ppo"}
+    response = net.model_dump(exclude_unset=True, exclude={"algorithm"}) | {"type": "net"}
     return {
         "name": RESPONSE,
         "seed": seed % 2**31,
         "env": dict(setup.env_config),
         "env_steps": steps,
         "checkpoint_every": steps,
-        "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **others},
+        "policies": {RESPONSE: response, **others},
         "seats": places,
-        "algorithm": {"type": base.algorithm.type} | algorithm,
+        "algorithm": {"type": own.type} | algorithm,
         "device": str(setup.device),
     }
 

@@ -156,6 +156,11 @@ class VectorConfig(PolicyRunConfig):
                 )
             same_length = own.model_copy(update={"rollout_length": length})
             self.policies[name] = policy.model_copy(update={"algorithm": same_length})
+        if self.algorithm not in (*self.algorithms, PPO(rollout_length=length)):
+            raise ValueError(
+                f"algorithm: {self.algorithm.type} trains no policy, since each has an algorithm of its own: write "
+                f"algorithm: {{type: ppo, rollout_length: {length}}}, for the length of rollouts alone"
+            )
         return self
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import palestra as pl
-from palestra.evaluation.best_response import NUM_ENVS, _mean_returns, _response_tree, learn_best_responses
+from palestra.evaluation.best_response import NUM_ENVS, RESPONSE, _mean_returns, _response_tree, learn_best_responses
 from palestra.evaluation.game_policy import enumerate_game, policy_table
 from palestra.evaluation.target import find_target
 from palestra.evaluation.vector import open_vector_eval
@@ -67,3 +67,20 @@ def test_response_is_trained_by_the_algorithm_of_the_run(
         return  # which other tests train
     found = learn_best_responses(find_target(run), steps=512, episodes=20)
     assert [one.player for one in found] == seats and all(math.isfinite(one.gain) for one in found)
+
+
+def test_response_is_trained_by_the_algorithm_of_its_seat(tmp_path: Path) -> None:
+    """Where policies have algorithms of their own: one that trains a policy alone, else PPO."""
+    net = {"type": "net", "hidden": [8]}
+    run = pl.train(
+        env={"type": "kuhn_poker", "num_envs": 32},
+        policies={"player_0": net | {"algorithm": "a2c"}, "player_1": net | {"algorithm": "nfsp"}},
+        algorithm={"type": "ppo", "rollout_length": 16},
+        env_steps=512,
+        root=tmp_path,
+        name="duel",
+    )
+    with open_vector_eval(find_target(run.path), {}, {}, num_envs=4, greedy=False) as setup:
+        trees = [_response_tree(setup, seat, 512, 0) for seat in setup.env.seats]
+    assert [tree["algorithm"]["type"] for tree in trees] == ["a2c", "ppo"]
+    assert all("algorithm" not in tree["policies"][RESPONSE] for tree in trees)

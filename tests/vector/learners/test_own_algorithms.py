@@ -35,6 +35,8 @@ def config(red: dict[str, Any] | None, blue: dict[str, Any] | None, **changes: A
     policies = {name: NET | {"algorithm": one} if one else {"type": "random"} for name, one in own.items()}
     seats = {"seat[01]": "red", "seat[23]": "blue"}
     tree = {"name": "both", "env": {"type": "two_step"}, "policies": policies, "seats": seats, "algorithm": PPO}
+    if red is None and "policies" not in changes:
+        tree["algorithm"] = {"type": "ppo", "rollout_length": 8}  # trains no policy
     return validate(VectorConfig, tree | changes)
 
 
@@ -86,9 +88,12 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="vdn trains team all as a whole, and another algorithm trains its seat seat0"):
         build(config(PPO, OTHERS["vdn"], teams={"*": "all"}))
     with pytest.raises(ValueError, match=r"set algorithm\.off_policy_correction: vtrace"):
-        config(PPO | {"off_policy_correction": "vtrace"}, DQN, num_actors=1)
+        vtrace = PPO | {"off_policy_correction": "vtrace"}
+        config(vtrace, DQN, algorithm=vtrace, num_actors=1)
     seated = {"red": NET | {"algorithm": DQN}, "blue": {"type": "random"}}
     with pytest.raises(ValueError, match="no trained policy plays a seat"):
-        build(config(None, None, policies=seated, seats={"*": "blue"}))
+        build(config(None, None, policies=seated, seats={"*": "blue"}, algorithm={"type": "ppo", "rollout_length": 8}))
+    with pytest.raises(ValueError, match="algorithm: a2c trains no policy, since each has an algorithm of its own"):
+        config(DQN, DQN, algorithm={"type": "a2c"})
     with pytest.raises(ValueError, match=r"policies\.blue\.algorithm"):
         config(PPO, {"type": "dqm"})
