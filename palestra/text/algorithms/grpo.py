@@ -9,10 +9,10 @@ observations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from palestra.text.credit.estimators import (
     group_advantages,
     process_advantages,
     role_advantages,
+    state_advantages,
     turn_advantages,
 )
 from palestra.text.credit.importance import add_old_logprobs
@@ -79,7 +80,7 @@ class GRPO(GRPOConfig):
     def advantages(self, values: Sequence[float], group: SiblingGroup) -> list[float]:
         """Returns the advantage of each sibling of `group` from their values [K]. A subclass with a credit rule of its
         own overrides this. Not called with `baseline: batch` or `role`, which compare values of all groups, nor for
-        `supervision: process` or `turn`, whose advantages come from the rewards of turns."""
+        another `supervision` than `outcome`, whose advantages come from the rewards of turns."""
         scaled = self.scale == "std" and not group.is_flat
         baseline = cast("GroupBaseline", self.baseline)
         return group_advantages(values, baseline=baseline, scale="std" if scaled else "none")
@@ -123,8 +124,8 @@ class GRPO(GRPOConfig):
         spread = _spread_of_answers(groups, advantages) if is_scaled else 1.0
         samples: list[Sample] = []
         without = 0
-        for (_, group), values in zip(groups, advantages, strict=True):
-            turns = self._by_turn(group, [value / spread for value in values])
+        scaled = [(np.array(values) / spread).tolist() for values in advantages]
+        for (_, group), turns in zip(groups, self._turns_of_all(groups, scaled), strict=True):
             added = self._annotate(group, turns, gaps, spread)
             samples += [] if self._is_skipped(turns) else added
             without += not any(map(any, turns))
@@ -163,9 +164,27 @@ class GRPO(GRPOConfig):
         if self.supervision == "outcome":
             return [[value] * len(nodes) for value, nodes in zip(advantages, group.nodes, strict=True)]
         estimate = process_advantages if self.supervision == "process" else turn_advantages
-        baseline = cast("GroupBaseline", self.baseline)
-        scale = cast('Literal["std", "none"]', self.scale)
-        return estimate(group.turn_rewards, gamma=self.gamma, baseline=baseline, scale=scale)
+        return self._estimate(estimate, group.turn_rewards)
+
+    def _turns_of_all(
+        self, groups: Sequence[tuple[str, SiblingGroup]], advantages: Sequence[Sequence[float]]
+    ) -> Iterator[list[list[float]]]:
+        """Yields what `_by_turn` returns for each (env, group)."""
+        if self.supervision != "state":
+            yield from (self._by_turn(group, own) for (_, group), own in zip(groups, advantages, strict=True))
+            return
+        visited: list[list[tuple[str, Seat, str]]] = []
+        for env, group in groups:
+            for nodes in group.nodes:
+                visited.append([(env, group.seat, str(node.observations[group.seat])) for node in nodes])
+        rewards = list(chain.from_iterable(group.turn_rewards for _, group in groups))
+        found = iter(self._estimate(state_advantages, visited, rewards))
+        for _, group in groups:
+            yield [next(found) for _ in group.nodes]
+
+    def _estimate(self, estimate: Callable[..., list[list[float]]], *values: Any) -> list[list[float]]:
+        """Returns the advantages of turns by an estimator, with the config's options."""
+        return estimate(*values, gamma=self.gamma, baseline=self.baseline, scale=self.scale)
 
     def _is_skipped(self, advantages: Sequence[Sequence[float]]) -> bool:
         """True if a group with these advantages, by sibling and turn, is left out of the mean."""

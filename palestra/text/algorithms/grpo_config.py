@@ -35,13 +35,14 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     scale: Scale = "std"
     """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
     whole `batch` (REINFORCE++)."""
-    supervision: Literal["outcome", "process", "turn"] = "outcome"
+    supervision: Literal["outcome", "process", "turn", "state"] = "outcome"
     """What the rewards of turns are credited to, with `branch_at: root`. `outcome`: a trajectory's return to all its
     turns. `process`: rewards of all turns of a group are normalised together, and a turn's advantage is the sum of its
     own and the later ones (Shao et al., 2024, sec. 4.1.3). `turn`: the return from a turn on is compared with the
-    siblings' returns from the same turn on."""
+    siblings' returns from the same turn on. `state`: with the returns from all turns of the batch in which the seat
+    had the same observation (the step level of GiGPO, Feng et al., 2025), for envs whose states recur, as boards do."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of later rewards per turn of the seat, with `supervision: process` or `turn`."""
+    """Discount of later rewards per turn of the seat, with any `supervision` but `outcome`."""
     loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
     """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al., 2024),
     `trajectory` every sibling, all turns of a trajectory together; `constant` divides the sum over an answer's tokens
@@ -174,7 +175,9 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     def _check_supervision(self) -> Self:
         if self.supervision == "outcome":
             if self.gamma != 1:
-                raise ValueError("gamma discounts the rewards of turns: set supervision: process or turn, or gamma: 1")
+                raise ValueError(
+                    "gamma discounts the rewards of turns: set supervision: process, turn or state, or gamma: 1"
+                )
             return self
         chosen = f"supervision: {self.supervision}"
         if self.branch_at == "turn":
@@ -196,6 +199,11 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
 
     @model_validator(mode="after")
     def _check_refill(self) -> Self:
+        if self.flat_groups == "refill" and self.supervision == "state":
+            raise ValueError(
+                "flat_groups: refill looks at one episode, and supervision: state compares the turns of all: set "
+                "flat_groups: count or skip"
+            )
         if self.flat_groups == "refill" and self.baseline in ("batch", "role", "none"):
             raise ValueError(
                 f"flat_groups: refill needs values that are compared with their siblings', and baseline: "

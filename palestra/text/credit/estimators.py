@@ -8,7 +8,7 @@ kinds of credit relate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain, combinations
 from math import comb
 from typing import Literal
@@ -83,6 +83,35 @@ def turn_advantages(
         own = group_advantages([returns[number][turn] for number in there], baseline=baseline, scale=scale)
         for number, advantage in zip(there, own, strict=True):
             advantages[number].append(advantage)
+    return advantages
+
+
+def state_advantages(
+    states: Sequence[Sequence[Hashable]],
+    rewards: Sequence[Sequence[float]],
+    *,
+    gamma: float = 1.0,
+    baseline: GroupBaseline = "mean",
+    scale: Literal["std", "none"] = "std",
+) -> list[list[float]]:
+    """Returns the advantage of each turn of each trajectory: its discounted return to go, compared with the returns to
+    go of all turns in the same state (GiGPO's step-level advantage, Feng et al., 2025, eq. 7). A state that occurs once
+    has advantage 0, unless the baseline is `none`.
+
+    Two trajectories with states [s, t] and [s, u] and rewards [0, 1] and [0, 0] have advantages [1, 0] and [-1, 0].
+    """
+    returns = [returns_to_go(own, gamma) for own in rewards]
+    places: dict[Hashable, list[tuple[int, int]]] = {}
+    for number, visited in enumerate(states):
+        for turn, state in enumerate(visited):
+            places.setdefault(state, []).append((number, turn))
+    advantages = [[0.0] * len(own) for own in returns]
+    for there in places.values():
+        values = [returns[number][turn] for number, turn in there]
+        for (number, turn), advantage in zip(
+            there, group_advantages(values, baseline=baseline, scale=scale), strict=True
+        ):
+            advantages[number][turn] = advantage
     return advantages
 
 

@@ -10,7 +10,7 @@ from palestra.runs.loop import run_training
 from palestra.text.algorithms.grpo import GRPO
 from palestra.text.build.build import build
 from palestra.text.config import TextConfig
-from palestra.text.credit.estimators import process_advantages, returns_to_go, turn_advantages
+from palestra.text.credit.estimators import process_advantages, returns_to_go, state_advantages, turn_advantages
 
 ROOT3 = 3**0.5
 
@@ -68,6 +68,32 @@ def test_turn_advantages_by_hand():
     assert turn_advantages([[1], [1, 5]], baseline="max", scale="none") == [[-5], [0, 0]]
 
 
+def test_state_advantages_by_hand():
+    """State s has returns to go 3 and 1, t 2 and 4 in two trajectories at different turns, u only one."""
+    found = state_advantages([["s", "t"], ["s"], ["u", "t"]], [[1, 2], [1], [0, 4]], scale="none")
+    assert found == [[1, -1], [-1], [0, 1]]
+    assert state_advantages([["s", "t"], ["t"]], [[1, 2], [4]], gamma=0.5) == [[0, -1], [1]]
+    assert state_advantages([["s"], ["t"]], [[1], [5]], baseline="none", scale="none") == [[1], [5]]
+    assert state_advantages([], []) == []
+
+
+def test_answers_of_two_episodes_to_one_observation_are_compared():
+    """The siblings of an episode see other boards in their second turns, which an episode of another instance saw."""
+    one, two = lines([0, 1], [0, 0]), lines([0, 0], [0, 0])
+    boards = {0: "start", 1: "start", 2: "left", 3: "right"}
+    for episode in (one, two):
+        for node, board in zip(sorted(episode.nodes, key=lambda node: node.depth), boards.values(), strict=True):
+            node.observations = {"a": board}
+    algorithm = GRPO(branch_at="root", group_size=2, scale="none", supervision="state")
+    samples, metrics = algorithm.build_samples([one, two], "p")
+    by_board: dict[str, list[float]] = {}
+    for node in [*one.nodes, *two.nodes]:
+        by_board.setdefault(node.observations["a"], []).append(node.advantages["a"])
+    assert sorted(by_board["start"]) == [-0.25, -0.25, -0.25, 0.75]
+    assert sorted(by_board["left"]) == [-0.5, 0.5] and by_board["right"] == [0, 0]
+    assert len(samples) == 8 and metrics["zero_std_fraction"] == 0
+
+
 def test_a_turn_is_credited_with_what_follows_it():
     """A good first turn and a bad second one: the return of the trajectory would hide both."""
     episode = lines([1, 0], [0, 1])
@@ -116,7 +142,8 @@ def test_refill_keeps_an_episode_with_advantages_of_turns_alone():
         ({"supervision": "process", "branch_at": "root", "baseline": "others"}, "set baseline: mean or none"),
         ({"supervision": "turn", "branch_at": "root", "scale": "batch"}, "scale: std or none"),
         ({"supervision": "turn", "branch_at": "root", "kl_in_reward": True, "kl_coef": 0.1}, "kl_in_reward: false"),
-        ({"gamma": 0.9, "branch_at": "root"}, "set supervision: process or turn"),
+        ({"gamma": 0.9, "branch_at": "root"}, "set supervision: process, turn or state"),
+        ({"supervision": "state", "branch_at": "root", "flat_groups": "refill"}, "set flat_groups: count or skip"),
     ],
 )
 def test_incompatible_settings_are_refused(settings, message):
@@ -125,7 +152,7 @@ def test_incompatible_settings_are_refused(settings, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("supervision", ["process", "turn"])
+@pytest.mark.parametrize("supervision", ["process", "turn", "state"])
 def test_policy_learns_from_rewards_of_turns(base, tmp_path, supervision):
     """Each of four turns of a seat earns 1 for an answer of one parity: the return is 2 by chance."""
     tree = {
