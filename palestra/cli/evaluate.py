@@ -170,7 +170,9 @@ def _print_results(title: str, results: list[EvalResult], cross: bool) -> None:
     else:
         console.print(_eval_table(title, results[0].policy_names, metrics))
         if why := metrics.get("no_nash_conv"):
-            print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
+            is_vector = not results[0].episodes
+            bound = " --best-response 1000000 finds a lower bound on it." if is_vector else ""
+            print_line(f"NashConv is not computed: {why}.{bound}")
     if note := metrics.get("not_repeatable"):
         print_line(note)
 

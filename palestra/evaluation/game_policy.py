@@ -36,6 +36,7 @@ from palestra.vector.build.build import member_folder, policy_by_seat
 from palestra.vector.build.envs import make_vector_env
 from palestra.vector.config import FrozenNetConfig, RandomActionsConfig, VectorConfig
 
+MAX_NODES_OF_EVAL = 600_000  # largest game tree whose NashConv every evaluation computes (takes about 15 s)
 InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
 
 
@@ -205,16 +206,14 @@ def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -
     return GamePolicy(_game_options(env), game.action_names, tuple(players), nash_conv(game, policy))
 
 
-def nash_conv_metrics(
-    env_config: Mapping[str, Any], policy_of: Callable[[GameTree], np.ndarray], max_nodes: int
-) -> dict[str, Any]:
+def nash_conv_metrics(env_config: Mapping[str, Any], policy_of: Callable[[GameTree], np.ndarray]) -> dict[str, Any]:
     """Returns `nash_conv`, the NashConv of the policy [I, A] that `policy_of` returns for the game's tree. If the game
-    cannot be enumerated within `max_nodes`, or the policy is not a function of the information state, returns the
-    reason as `no_nash_conv`; for an env that never has rules, such as a cooperative task, returns {}."""
+    cannot be enumerated within `MAX_NODES_OF_EVAL`, or the policy is not a function of the information state, returns
+    the reason as `no_nash_conv`; for an env that never has rules, such as a cooperative task, returns {}."""
+    if not may_have_rules(str(env_config["type"])):
+        return {}
     try:
-        game = enumerate_game(env_config, max_nodes)
+        game = enumerate_game(env_config, MAX_NODES_OF_EVAL)
         return {"nash_conv": nash_conv(game, policy_of(game))}
     except (ValueError, RuntimeError) as error:  # OpenSpiel raises RuntimeError for what a game does not implement
-        if not may_have_rules(str(env_config["type"])):
-            return {}
         return {"no_nash_conv": error.reason if isinstance(error, GameTooLarge) else str(error)}

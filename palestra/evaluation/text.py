@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from palestra.core.config import validate
 from palestra.core.files import read_json
 from palestra.core.seeding import derive_seed
@@ -21,7 +23,11 @@ from palestra.engine.bases.names import looks_like_base
 from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.remote.remote_env import make_env
 from palestra.envs.support.splits import Split
+from palestra.envs.text.board_games import TextGame
+from palestra.evaluation.game_policy import nash_conv_metrics
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
+from palestra.populations.tabular.game_tree import GameTree
+from palestra.populations.workers.action_reader import LMActionReader
 from palestra.runs.seats import resolve_seats
 from palestra.text.build.build import make_episode_runner, seat_policies, with_split
 from palestra.text.build.engines import Engines
@@ -47,12 +53,13 @@ OTHER_NAMES = "base, expert, random, human, RUN:NAME, URL#MODEL, or a base: tiny
 
 class TextEvalSetup(NamedTuple):
     """An episode runner and its seat assignment: `policy_names` maps seats to policy names; `load_policy` returns a
-    policy by name (the policy "base" by the seat that it plays, too) and loads each only once. Each instance is played
-    `samples` times."""
+    policy by name (the policy "base" by the seat that it plays, too) and loads each only once. `env_config` is the
+    config of the env. Each instance is played `samples` times."""
 
     runner: EpisodeRunner
     policy_names: dict[Seat, str]
     load_policy: Callable[..., Policy]
+    env_config: dict[str, Any]
     samples: int = 1
 
     @property
@@ -93,6 +100,7 @@ class TextEvalSetup(NamedTuple):
             **seat_returns(played),
             **sample_metrics(played, self.samples),
             **instance_outcomes(played[:: self.samples]),
+            **nash_conv_metrics(self.env_config, partial(table_of_seats, self.env_config, policies)),
         }
         return EvalResult({seat: policy.name for seat, policy in policies.items()}, metrics, played)
 
@@ -119,7 +127,21 @@ def open_text_eval(
     sampler = None if in_process else config.sampler
     engines = Engines(config.device, config.max_num_seqs, sampler, kv_cache_gib=config.kv_cache_gib)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
-    return TextEvalSetup(make_episode_runner(changed, split, config.max_joint_steps), names, cache(load), samples)
+    runner = make_episode_runner(changed, split, config.max_joint_steps)
+    return TextEvalSetup(runner, names, cache(load), changed, samples)
+
+
+def table_of_seats(env_config: Mapping[str, Any], policies: Mapping[Seat, Policy], game: GameTree) -> np.ndarray:
+    """Returns the action probabilities [I, A] of the policies at their seats of a text game. Raises ValueError for a
+    policy that has none."""
+    env = make_env(**env_config)
+    assert isinstance(env, TextGame)
+    reader = LMActionReader(env, game)
+    table = np.zeros(game.action_mask.shape)
+    for player, seat in enumerate(env.seats):
+        rows = game.player_rows(player)
+        table[rows] = reader.policy(policies[seat].name, policies[seat])[rows]
+    return table
 
 
 def _seat_of_base(name: str, seat: Seat) -> tuple[Seat, ...]:

@@ -28,7 +28,6 @@ from palestra.vector.rollouts.episodes import record_vector_episodes
 from palestra.vector.trainer import play_eval
 
 MAX_NUM_ENVS = 256  # parallel copies of the env
-MAX_NODES_OF_EVAL = 600_000  # largest game tree whose NashConv every evaluation computes (takes about 15 s)
 OTHER_NAMES = "random, script:NAME or RUN:NAME"
 
 
@@ -89,7 +88,6 @@ class VectorEvalSetup:
         metrics |= nash_conv_metrics(
             self.env_config,
             lambda game: policy_table(self.target, self.env, game, names, self.greedy),
-            MAX_NODES_OF_EVAL,
         )
         return EvalResult(player_names(self.env, players), metrics, [])
 

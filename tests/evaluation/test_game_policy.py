@@ -234,7 +234,7 @@ def test_eval_explains_a_missing_nash_conv(game: str, options: Any, why: str, tm
 
 
 def test_eval_reports_a_too_large_game(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("palestra.evaluation.vector.MAX_NODES_OF_EVAL", 50)
+    monkeypatch.setattr("palestra.evaluation.game_policy.MAX_NODES_OF_EVAL", 50)
     run = train(tmp_path, "kuhn_poker")
     shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8).output).split())
     assert "not computed: kuhn_poker has more than 50 nodes, too many for exact values. --best-response" in shown
@@ -249,9 +249,35 @@ def test_error_of_openspiel_keeps_the_other_metrics() -> None:
     def fails(tree: Any) -> Any:
         raise pyspiel.SpielError("not implemented")
 
-    assert nash_conv_metrics({"type": "openspiel", "game": "kuhn_poker"}, fails, 1000) == {
-        "no_nash_conv": "not implemented"
-    }
+    assert nash_conv_metrics({"type": "openspiel", "game": "kuhn_poker"}, fails) == {"no_nash_conv": "not implemented"}
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "expected"),
+    [
+        ({"type": "text_kuhn"}, {"*": "random"}, "11/12"),  # the known value of uniform play
+        ({"type": "text_tic_tac_toe"}, {"player_0": "random", "player_1": "expert"}, "expert is no language model"),
+        ({"type": "text_kuhn", "rendering": "full"}, {"*": "tiny"}, "evaluate at temperature 0"),
+        ({"type": "text_connect_four"}, {"*": "random"}, None),
+    ],
+)
+def test_eval_of_a_text_game(env: dict[str, Any], options: dict[str, str], expected: str | None) -> None:
+    """NashConv of the policies at the seats, the reason why there is none, or neither in a game without a tree."""
+    found = evaluate(env.pop("type"), env, options, episodes=2).metrics
+    if expected is None:
+        assert not {"nash_conv", "no_nash_conv"} & found.keys()
+    elif "/" in expected:
+        assert found["nash_conv"] == pytest.approx(11 / 12)
+    else:
+        assert expected in found["no_nash_conv"] and "nash_conv" not in found
+
+
+def test_greedy_language_agent_has_the_nash_conv_of_its_play() -> None:
+    """The tiny base says no legal word in Kuhn poker, in either rendering: the env draws for it."""
+    for rendering in ("compact", "full"):
+        env = {"rendering": rendering}
+        found = evaluate("text_kuhn", env, {"*": "tiny"}, episodes=2, sampling={"temperature": 0.0, "max_tokens": 4})
+        assert found.metrics["nash_conv"] == pytest.approx(11 / 12)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import copy
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
@@ -95,20 +95,25 @@ class TextGame(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         ((seat, answer),) = actions.items()
         legal = self.rules.legal_actions(self.state)
-        matching = [action for action in legal if self._means(answer, self.action_words[action])]
-        action = matching[0] if matching else self.rng.choice(legal)
+        said = self.action_of(answer, legal)
+        action = self.rng.choice(legal) if said is None else said
         self.state = self.rules.next_state(self.state, action)
-        info: dict[str, Any] = {"invalid": {seat: not matching}, "action": self.action_words[action]}
-        if not matching:
+        is_invalid = said is None
+        info: dict[str, Any] = {"invalid": {seat: is_invalid}, "action": self.action_words[action]}
+        if is_invalid:
             words = ", ".join(self.action_words[action] for action in legal)
             info["why_invalid"] = {seat: f"it is none of the words allowed ({words}); one was drawn at random"}
-        return self._step_result({} if matching else {seat: {FORM_TERM: 0.0 - self.illegal_penalty}}, info)
+        return self._step_result({seat: {FORM_TERM: 0.0 - self.illegal_penalty}} if is_invalid else {}, info)
 
     def fork(self) -> Self:
         """Returns an independent copy; states are immutable, so only the random generator is copied."""
         twin = copy.copy(self)
         twin.rng = copy.copy(self.rng)
         return twin
+
+    def action_of(self, answer: Any, legal: Sequence[int]) -> int | None:
+        """Returns the one of the `legal` actions that an answer selects; None if it selects none."""
+        return next((action for action in legal if self._means(answer, self.action_words[action])), None)
 
     def _means(self, answer: Any, word: str) -> bool:
         if self.rendering == "compact":

@@ -30,8 +30,8 @@ from palestra.envs.remote.remote_env import make_env
 from palestra.envs.text.board_games import TextGame
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.population import Mix, Player
-from palestra.populations.tabular.game_tree import GameTree, build_game_tree
 from palestra.populations.tasks import PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.workers.action_reader import LMActionReader
 from palestra.populations.workers.exact import ExactSolver, seats_by_player, sides_of
 from palestra.populations.workers.game_results import (
     check_cells,
@@ -50,7 +50,6 @@ from palestra.text.learners.lm_config import LoraPolicyConfig
 from palestra.text.policies.base import Policy, Query
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.text.policies.scripted import RandomPolicy, ScriptedPolicy
-from palestra.text.policies.word_probabilities import word_probabilities
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
@@ -115,7 +114,7 @@ class LanguageWorker:
         self.seats = seats_by_player(players, len(env.seats))
         self.sides = sides_of(players, len(env.seats))
         self.engines = Engines(config.device, config.max_num_seqs, kv_cache_gib=config.kv_cache_gib)
-        self.action_reader = LMActionReader(env, self.engines, config.policy) if isinstance(env, TextGame) else None
+        self.action_reader = LMActionReader(env) if isinstance(env, TextGame) and env.is_tabular else None
         has_teams = len(self.sides) < len(env.seats)
         self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader and not has_teams else None
         if config.payoffs == "exact" and self.exact is None:
@@ -310,39 +309,6 @@ class LMSeatAssigner:
             opponents=opponent_results(own, theirs, members, list(self.numbers)),
             metrics=dict(metrics),
         )
-
-
-class LMActionReader:
-    """Action probabilities of language members in a game with rules, from token probabilities.
-
-    The probability of answers that are not a legal action is spread evenly over the legal actions, as the env replaces
-    such an answer by a random legal action.
-    """
-
-    def __init__(self, env: TextGame, engines: Engines, config: LoraPolicyConfig) -> None:
-        self.tree: GameTree = build_game_tree(env.rules)
-        self.engine = engines.shared_engine(config)[0]
-        legal = [row.nonzero()[0].tolist() for row in self.tree.action_mask]
-        self.words = [[env.action_words[action] for action in own] for own in legal]
-        roles = [env.roles[env.seats[player]] for player in self.tree.state_player]
-        observations = [
-            env.format_observation(words, own) for words, own in zip(self.tree.info_state_texts, legal, strict=True)
-        ]
-        self.queries = [Query(role, observation) for role, observation in zip(roles, observations, strict=True)]
-        self._policies: dict[str, np.ndarray] = {}
-
-    def policy(self, name: str, policy: Policy) -> np.ndarray:
-        """Returns a member's action probabilities, float64 [I, A], computed once per name."""
-        if name not in self._policies:
-            table = self.tree.action_mask / self.tree.action_mask.sum(1, keepdims=True)
-            if isinstance(policy, LanguagePolicy):
-                probabilities = word_probabilities(self.engine, policy, self.queries, self.words)
-                rest = 1.0 - probabilities.sum(1)
-                table *= rest[:, None]
-                for i, legal in enumerate(self.tree.action_mask):
-                    table[i, legal] += probabilities[i, : legal.sum()]
-            self._policies[name] = table
-        return self._policies[name]
 
 
 def branch_returns(episode: Episode) -> list[list[float]]:

@@ -25,20 +25,16 @@ from palestra.text.policies.lm import LanguagePolicy
 MAX_SPELLINGS = 256  # maximum number of spellings of a word
 
 
-def word_probabilities(
-    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
-) -> np.ndarray:
+def word_probabilities(policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]) -> np.ndarray:
     """Returns the probability [O, W] float64 that the answer to each query is exactly each of its `words` [O][<= W]; 0
     for missing words.
 
-    Answers that contain tokens without text, such as special tokens, are not counted. A policy at temperature 0 gives
-    one answer to each query, with probability 1.
+    Answers that contain tokens without text, such as special tokens, are not counted.
 
     Raises ValueError for a policy whose answers are not sampled from the model's own distribution (other temperatures,
-    top-k, top-p or stop conditions), since the model's probabilities are then not those of the policy.
+    top-k, top-p or stop conditions), since the model's probabilities are then not those of the policy; for one whose
+    answers depend on more than the query; and for one that is sampled on a server.
     """
-    if policy.sampling.temperature == 0:
-        return _only_answers(engine, policy, queries, words)
     sampling = policy.sampling
     changed = sampling.temperature != 1 or sampling.top_k or sampling.top_p != 1
     if changed or sampling.stop or sampling.stop_token_ids or not sampling.stop_at_eos:
@@ -46,12 +42,12 @@ def word_probabilities(
             f"policy {policy.name} does not sample its answers from the model's own distribution ({sampling}), so "
             "their probabilities are not the model's: set temperature to 1 or 0, and leave the other settings out"
         )
-    most = policy.sampling.max_tokens
+    engine, prompts = _prompts(policy, queries)
+    most = sampling.max_tokens
     ends = end_token_ids(engine)
     questions: list[ScoreRequest] = []
     where: list[tuple[int, int, int, bool]] = []
-    for o, (query, query_words) in enumerate(zip(queries, words, strict=True)):
-        prompt = policy.encode_prompt(query)
+    for o, (prompt, query_words) in enumerate(zip(prompts, words, strict=True)):
         for w, word in enumerate(query_words):
             for spelling in token_spellings(engine.tokenizer, word):
                 if len(spelling) <= most:
@@ -68,17 +64,36 @@ def word_probabilities(
     return probs
 
 
-def _only_answers(
-    engine: Engine, policy: LanguagePolicy, queries: Sequence[Query], words: Sequence[Sequence[str]]
-) -> np.ndarray:
-    """Returns [O, W] float64 for a policy at temperature 0: 1 where the word is its answer, else 0."""
-    requests = [Request(policy.encode_prompt(query), 1, policy.sampling, policy.adapter) for query in queries]
-    probs = np.zeros((len(queries), max(map(len, words))))
-    answers = [sampled for (sampled,) in Sampler(engine).sample_all(requests)]
-    for o, (request, sampled, query_words) in enumerate(zip(requests, answers, words, strict=True)):
-        text = policy.read(sampled, request.prompt_ids).text
-        probs[o, : len(query_words)] = [word == text for word in query_words]
-    return probs
+def greedy_answers(policy: LanguagePolicy, queries: Sequence[Query]) -> list[str]:
+    """Returns the one answer of a policy at temperature 0 to each query. Raises ValueError as `word_probabilities`
+    does."""
+    assert policy.sampling.temperature == 0
+    engine, prompts = _prompts(policy, queries)
+    requests = [Request(prompt, 1, policy.sampling, policy.adapter) for prompt in prompts]
+    answers = Sampler(engine).sample_all(requests)
+    return [policy.read(sampled, prompt).text for (sampled,), prompt in zip(answers, prompts, strict=True)]
+
+
+def _prompts(policy: LanguagePolicy, queries: Sequence[Query]) -> tuple[Engine, list[np.ndarray]]:
+    """Returns the model of a policy and its prompts [P]. Raises ValueError if the policy's answers do not follow from
+    the prompts alone."""
+    engine = policy.sampler.engine
+    if engine is None:
+        raise ValueError(
+            f"policy {policy.name} is sampled on a server, which does not give its probabilities: sample in this "
+            "process"
+        )
+    if policy.history == "conversation":
+        raise ValueError(
+            f"policy {policy.name} remembers its conversation (history: conversation), so its answers do not follow "
+            "from the observation"
+        )
+    if policy.sampling.thinking_token_budget is not None or policy.context.max_tokens is not None:
+        raise ValueError(
+            f"policy {policy.name} has a budget (sampling.thinking_token_budget or context.max_tokens), which changes "
+            "its answers: leave it out"
+        )
+    return engine, [policy.encode_prompt(query) for query in queries]
 
 
 @lru_cache(maxsize=4096)

@@ -172,7 +172,7 @@ def test_imitation_has_its_own_learning_rate(tmp_path: Path, check_score: Any) -
     reader = still.action_reader
     assert reader is not None
     taught: Any = still._member("taught", {"taught": tmp_path})
-    check_score(word_probabilities(reader.engine, taught, reader.queries, reader.words).sum(1).min())
+    check_score(word_probabilities(taught, reader.queries, reader.words).sum(1).min())
 
 
 @pytest.mark.parametrize(("odds", "least", "most"), [(1.0, 0.4, 0.6), (1e6, 0.0, 1.0)])
