@@ -60,18 +60,18 @@ def _without_meta_strategies(record: PopulationRecord, plan: PlanConfig, player:
     if isinstance(plan, LeagueConfig):
         names = [member.name for member in members if member.info.get("role") == "main"]
     if isinstance(plan, PBTConfig):
-        names = _best_rated(record)
+        names = _best_rated(record, player)
     if not names:
         which = "frozen copy of a main agent" if isinstance(plan, LeagueConfig) else f"trained member of {player}"
         raise ValueError(f"{record.path} has no {which} yet: train it for longer")
     return {names[-1]: 1.0}
 
 
-def _best_rated(record: PopulationRecord) -> list[str]:
-    """Returns the latest member of the learner of population-based training whose last rating is the highest, the first
-    of equals; [] if none has a member in the population."""
+def _best_rated(record: PopulationRecord, player: Player) -> list[str]:
+    """Returns the latest member of the player's learner of population-based training whose last rating is the highest,
+    the first of equals; [] if none has a member in the population."""
     ratings = {line["policy"]: line["rating"] for line in record.metrics if line.get("rating") is not None}
-    members = {member.name for member in record.members}
+    members = {member.name for member in record.members if member.player == player}
     trained = [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
     latest = {task.learner: task.output_member for task in trained}
     rated = [name for name in ratings if latest.get(name) in members]

@@ -10,7 +10,14 @@ from typer.testing import CliRunner
 import palestra as pl
 from palestra.cli.main import app
 from palestra.core.config import validate
+from palestra.evaluation.final_strategies import final_mixtures
+from palestra.evaluation.report.population_data import read_record
 from palestra.populations.build.build import PopulationConfig, build_population, players_by_side
+from palestra.populations.plans.league import League, LeagueConfig
+from palestra.populations.plans.pbt import PBTConfig
+from palestra.populations.population import Member, Population
+from palestra.populations.tasks import PlayTask, TrainTask
+from palestra.runs import read_lines
 
 TREE: dict[str, Any] = {
     "name": "tug",
@@ -33,7 +40,25 @@ TREE: dict[str, Any] = {
 PSRO = TREE["population"]
 
 
-@pytest.mark.parametrize("plan", [PSRO, {"type": "self_play", "slices": 2, "env_steps": 512, "nash_conv_every": 0}])
+LEAGUE = {
+    "type": "league",
+    "slices": 2,
+    "min_slices": 1,
+    "max_slices": 2,
+    "league_exploiters": 1,
+    "env_steps": 512,
+    "games_per_cell": 40,
+}
+PLANS = {
+    "psro": PSRO,
+    "self_play": {"type": "self_play", "slices": 2, "env_steps": 512, "nash_conv_every": 0},
+    "league": LEAGUE,
+    "pbt": {"type": "pbt", "num_learners": 2, "slices": 2, "select_every": 1, "env_steps": 512, "truncation": 0.5},
+}
+NEWEST = {"league": "main_0-2", "pbt": "learner_1-2"}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) -> None:
     config = validate(PopulationConfig, TREE | {"population": plan})
     assert players_by_side(config) == ("left", "right")
@@ -42,7 +67,77 @@ def test_sides_train_against_each_other(tmp_path: Path, plan: dict[str, Any]) ->
     assert crossed.exit_code == 0, crossed.output
     shown = CliRunner().invoke(app, ["league", "standings", str(run.path)])
     assert shown.exit_code == 0, shown.output
-    assert "left-1" in shown.output and "right-2" in shown.output
+    for side in ("left", "right"):
+        newest = NEWEST.get(plan["type"])
+        assert (f"{side}_{newest}" if newest else f"{side}-2") in shown.output
+
+
+def test_learners_of_a_league_of_sides_meet_the_other_side_only(tmp_path: Path) -> None:
+    """In all slices and games; each side has learners of every role, and the run's result has a member of each."""
+    run = pl.train(validate(PopulationConfig, TREE | {"population": LEAGUE}), root=tmp_path)
+    other = {"left": "right", "right": "left"}
+    record = read_record(run.path, ("left", "right"))
+    trained = [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
+    roles = ("main", "main_exploiter", "league_exploiter")
+    learners = {f"{side}_{role}_0" for side in other for role in roles}
+    assert {task.learner for task in trained} == learners
+    for task in trained:
+        assert task.learner.startswith(task.player) and not task.self_play
+        assert list(task.opponents.mixes) == [other[task.player]]
+        for name in task.opponents.names():
+            assert name == "uniform" or name.startswith(other[task.player])
+    cells = [cell for done in record.tasks if isinstance(done.task, PlayTask) for cell in done.task.cells]
+    assert cells
+    for left, right in cells:
+        assert left == "uniform" or left.startswith("left")
+        assert right == "uniform" or right.startswith("right")
+    final = final_mixtures(record, LeagueConfig())
+    assert final == {side: {f"{side}_main_0-2": 1.0} for side in other}
+
+
+def test_main_exploiters_of_a_side_target_the_main_agents_of_the_other() -> None:
+    population = Population(("hunters", "prey"))
+    population.add(Member("uniform", ""))
+    plan = League(LeagueConfig(explore_share=0.0), population, ("hunters", "prey"))
+    mixture = plan.logic.mixture
+    main, exploiter = plan.learners["hunters_main_0"], plan.learners["hunters_main_exploiter_0"]
+    assert mixture(main) == mixture(exploiter) == {"uniform": 1.0}  # nobody has trained
+    prey = plan.learners["prey_main_0"]
+    prey.latest = "prey_main_0-1"
+    assert mixture(exploiter) == {"prey_main_0": 1.0}
+    assert mixture(main) == {"uniform": 0.5, "prey_main_0": 0.5}
+    assert mixture(prey) == {"uniform": 1.0}
+    population.add(Member("prey_main_exploiter_0-1", "prey", "members/x"))
+    plan.learners["prey_main_exploiter_0"].frozen_copies.append("prey_main_exploiter_0-1")
+    plan.win_rates.add("hunters_main_0", "prey_main_exploiter_0-1", games=100, points=20)
+    assert mixture(main)["prey_main_exploiter_0-1"] > 0.15  # the exploiter that targets hunters, and beats them
+    assert "prey_main_exploiter_0-1" not in mixture(prey)
+
+
+def test_a_league_of_two_single_seats_has_an_exact_distance(tmp_path: Path) -> None:
+    """Best responses of each player of Kuhn poker to the other's: a NashConv once both have a main agent's copy."""
+    tree = {
+        "env": {"type": "kuhn_poker"},
+        "seats": {"player_0": "first", "player_1": "second"},
+        "population": LEAGUE | {"slices": 3, "nash_conv_every": 1},
+        "oracle": {"type": "exact"},
+        "backend": {"type": "inline"},
+    }
+    run = pl.train(validate(PopulationConfig, tree), root=tmp_path)
+    found = [line["nash_conv"] for line in read_lines(run.path / "metrics.jsonl") if "nash_conv" in line]
+    assert found and all(0 <= gap <= 4 for gap in found)
+
+
+def test_learners_of_a_side_copy_one_another_only(tmp_path: Path) -> None:
+    plan = PLANS["pbt"] | {"slices": 4}
+    run = pl.train(validate(PopulationConfig, TREE | {"population": plan}), root=tmp_path)
+    record = read_record(run.path, ("left", "right"))
+    trained = [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
+    copied = [task for task in trained if task.copied_from]
+    assert copied
+    assert all(task.copied_from.startswith(task.player) for task in copied)
+    final = final_mixtures(record, PBTConfig())
+    assert [next(iter(mix)).partition("_")[0] for mix in final.values()] == ["left", "right"]
 
 
 def test_hunters_and_prey_of_different_shape(tmp_path: Path) -> None:
@@ -64,7 +159,7 @@ def test_hunters_and_prey_of_different_shape(tmp_path: Path) -> None:
         ),
         ({"seats": {"*": "all"}}, "seats gives all seats to all, which has no opponent then"),
         ({"symmetric": True}, "symmetric: true has one population for every seat, without sides"),
-        ({"population": {"type": "league"}}, "population.type league has one population for every seat"),
+        ({"population": {"type": "league"}, "seats": {"left_*": "left"}}, "or two sides.* has players left, right_0"),
         ({"population": PSRO | {"nash_conv_every": 1}}, "seats gives one several: set population.nash_conv_every: 0"),
         ({"oracle": TREE["oracle"] | {"payoffs": "exact"}}, "exact results are of players with one seat"),
     ],

@@ -58,8 +58,8 @@ class PopulationConfig(RunConfig):
 
     name: RunName = "population"
     symmetric: bool = False
-    """One population plays every seat; else each seat has its own. Leagues and population-based training are always
-    symmetric."""
+    """One population plays every seat; else each seat has its own. Leagues and population-based training are symmetric
+    unless `seats` names sides."""
     seats: dict[Seat, Player] = {}
     """Maps seats to players, with the wildcards `*` and `?`: `{"adversary_*": hunters, "agent_*": prey}`. The seats of
     a player are a side, which a member plays as a whole. A seat that no key matches is a player of its own name."""
@@ -171,10 +171,11 @@ def _sides(by_seat: tuple[Player, ...]) -> tuple[Player, ...]:
 def _players(config: PopulationConfig, seats: tuple[Seat, ...]) -> tuple[Player, ...]:
     """Returns the player at each seat. Raises ValueError for a key of `seats` that matches none, for a single player,
     and if one population plays all seats although they have sides."""
-    one = config.symmetric or isinstance(config.population, LeagueConfig | PBTConfig)
+    one = config.symmetric or (isinstance(config.population, LeagueConfig | PBTConfig) and not config.seats)
     if one and config.seats:
-        why = "symmetric: true" if config.symmetric else f"population.type {config.population.type}"
-        raise ValueError(f"{why} has one population for every seat, without sides: leave seats out, or use psro")
+        raise ValueError(
+            "symmetric: true has one population for every seat, without sides: leave seats or symmetric out"
+        )
     for key in config.seats:
         check_matches(key, seats, "seats", f'env "{config.env.get("type")}" plays {", ".join(seats)}')
     by_seat = tuple(SHARED_PLAYER if one else find_assigned(seat, config.seats) or seat for seat in seats)

@@ -14,42 +14,44 @@ win rate is never measured again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from palestra.core.seeding import derive_seed
 from palestra.core.types import TEAM, Metrics
 from palestra.parallel.tasks import Result, Task
+from palestra.populations.payoffs import MemberProfile
 from palestra.populations.plans.league_rules import LeagueConfig, LeagueLearner, LeagueLogic, OpponentWeights
 from palestra.populations.plans.slices import slice_task
 from palestra.populations.population import Member, Mix, Player, Population
-from palestra.populations.tasks import AssessResult, AssessTask, PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.populations.tasks import AssessResult, AssessTask, Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 
 __all__ = ["League", "LeagueConfig"]
 
 
 class League:
-    """Plan of a league. `population` plays all `seats` (default: two).
+    """Plan of a league. `population` has one player, whose members play all `seats` (default: two), or two, which are
+    the sides of the game: each then has learners of every role.
 
     Its initial members are the first of the league's history and of every main agent's past. All learners start from
-    the first of them that has weights, and are reset to it. Raises ValueError if the population has several players or
-    no member.
+    the first of them that has weights, and are reset to it. Raises ValueError if the population has more players or no
+    member.
     """
 
     def __init__(
         self, config: LeagueConfig, population: Population, seats: Sequence[Player] = (), seed: int = 0
     ) -> None:
-        if len(population.players) != 1 or not len(population):
+        if len(population.players) > 2 or not len(population):
             raise ValueError(
-                "a league needs a population with one player, whose members play every seat, and with an initial "
-                f"member to play against; this one has players {', '.join(population.players)} and {len(population)} "
-                "members"
+                "a league needs one player, whose members play every seat, or two sides, and an initial member to play "
+                f"against; this population has players {', '.join(population.players)} and {len(population)} members"
             )
         self.config = config
         self.population = population
         self.seed = seed
-        self.seats = tuple(seats) or population.players * 2
-        self.initial_member = next((member.name for member in population if member.weights), "")
+        self.seats = tuple(seats) or population.players * (3 - len(population.players))
+        self.initial_member = {player: self._first_with_weights(player) for player in population.players}
         self.logic = LeagueLogic(config, list(self._learners()), population)
         self.learners = self.logic.learners
         self.win_rates = self.logic.win_rates
@@ -60,12 +62,17 @@ class League:
             str, dict[str, list[str]]
         ] = {}  # by task and opponent member: the names whose win rates it counts for
 
+    def _first_with_weights(self, player: Player) -> str:
+        """Returns the name of a player's first member that has weights; "" if there is none."""
+        return next((one.name for one in self.population if one.weights and one.player in ("", player)), "")
+
     def _learners(self) -> Iterable[LeagueLearner]:
         roles = self.config.roles()
-        for number, role in enumerate(roles):
-            yield LeagueLearner(
-                f"{role}_{number - roles.index(role)}", role, start=self.initial_member, parent=self.initial_member
-            )
+        for player, start in self.initial_member.items():
+            side = "" if len(self.initial_member) == 1 else f"{player}_"
+            for number, role in enumerate(roles):
+                name = f"{side}{role}_{number - roles.index(role)}"
+                yield LeagueLearner(name, role, player, start=start, parent=start)
 
     def initial_tasks(self) -> Sequence[Task]:
         return [self._slice(learner) for learner in self.learners.values()]
@@ -107,8 +114,9 @@ class League:
         self_play = weights.current.pop(learner.name, 0.0)
         latest = {name: self.learners[name].latest for name in weights.current}
         members = self._draw_opponents(learner, weights, latest)
-        task = slice_task(self.config, self.population, learner, members, start=learner.start, self_play=self_play)
-        numbers = self.logic.number_of
+        opponents = Opponents({self.logic.rival_of[learner.player]: members})
+        task = slice_task(self.config, self.population, learner, opponents, start=learner.start, self_play=self_play)
+        numbers = self.logic.met_by(learner).number_of
         names = {m: [m] if m in numbers and weights.frozen[numbers[m]] else [] for m in members}
         for name, member in latest.items():
             if member in names:
@@ -119,10 +127,10 @@ class League:
     def _draw_opponents(self, learner: LeagueLearner, weights: OpponentWeights, latest: Mapping[str, str]) -> Mix:
         """Returns the distribution of a slice's opponents, in which a learner is its member in `latest`. It has
         `opponents_per_slice` draws from `weights`, or if that is 0 all of `weights`."""
-        history = self.logic.history()
+        history = self.logic.met_by(learner).names
         shares = np.append(weights.frozen, list(weights.current.values()))
         if not shares.any():  # nothing but self-play
-            return {self.logic.initial_members[0]: 1.0}
+            return {history[0]: 1.0}
         shares /= shares.sum()
         if draws := self.config.opponents_per_slice:
             rng = np.random.default_rng(derive_seed(self.seed, "opponents", learner.name, learner.slices))
@@ -155,20 +163,20 @@ class League:
         before = self._rated_opponents(learner)
         name = learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
-        self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
+        self.population.add(Member(name, learner.player, f"members/{name}", learner.parent or None, info))
         learner.frozen_copies.append(name)
         learner.slices_since_freeze = 0
         learner.parent = name
         if self._begins_anew(learner):
-            learner.start = learner.parent = self.initial_member
+            learner.start = learner.parent = self.initial_member[learner.player]
             learner.latest = ""
             self.win_rates.remove(learner.name)
         self._metrics[TEAM] = self.summary()
-        return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
+        return [*(self._play(learner, name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
 
     def _rated_opponents(self, learner: LeagueLearner) -> list[str]:
         """Returns the earlier members that a new copy of the learner plays, oldest first."""
-        history = self.logic.history()
+        history = list(self.logic.met_by(learner).names)
         wanted = self.config.rated_opponents
         if not wanted or wanted >= len(history):
             return history
@@ -181,30 +189,42 @@ class League:
         if learner.role != "main" or not every or copies % every:
             return []
         newest = learner.frozen_copies[-1]
+        strategies = {learner.player: {newest: 1.0}}
+        for other in self.learners.values():
+            if other.role == "main" and other.player != learner.player and other.frozen_copies:
+                strategies[other.player] = {other.frozen_copies[-1]: 1.0}
+        if len(strategies) < len(self.population.players):
+            return []
         self._counts[f"assess/{newest}"] = {"env_steps": self.env_steps, "games": self.games}
+        names = list(chain.from_iterable(strategies.values()))
         return [
             AssessTask(
                 f"assess/{newest}",
                 iteration=copies,
-                strategies={self.population.players[0]: {newest: 1.0}},
-                members=self.population.names_with_files([newest]),
+                strategies=strategies,
+                members=self.population.names_with_files(names),
             )
         ]
 
-    def _play(self, name: str, others: Sequence[str]) -> list[PlayTask]:
+    def _play(self, learner: LeagueLearner, name: str, others: Sequence[str]) -> list[PlayTask]:
+        """Returns the games of a learner's new copy `name` against members that it meets."""
         tasks: list[PlayTask] = []
         for i in range(0, len(others), self.config.cells_per_task):
             some = others[i : i + self.config.cells_per_task]
-            cells = tuple((name, *[other] * (len(self.seats) - 1)) for other in some)
-            tasks.append(
-                PlayTask(
-                    f"play/{name}/{len(tasks)}",
-                    cells=cells,
-                    games_per_cell=self.config.games_per_cell,
-                    members=self.population.names_with_files([name, *some]),
-                )
+            task = PlayTask(
+                f"play/{name}/{len(tasks)}",
+                cells=tuple(self._cell(learner, name, other) for other in some),
+                games_per_cell=self.config.games_per_cell,
+                members=self.population.names_with_files([name, *some]),
             )
+            tasks.append(task)
         return tasks
+
+    def _cell(self, learner: LeagueLearner, name: str, other: str) -> MemberProfile:
+        """Returns the members at the seats: `name` at the learner's side, or at the first seat, `other` elsewhere."""
+        if len(self.population.players) == 1:
+            return (name, *[other] * (len(self.seats) - 1))
+        return tuple(name if player == learner.player else other for player in self.seats)
 
     def _begins_anew(self, learner: LeagueLearner) -> bool:
         if learner.role == "league_exploiter":

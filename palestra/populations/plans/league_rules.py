@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from palestra.populations.plans.matchmaking import UNPLAYED_WIN_RATE, PFSPWeighting, WinRates, pfsp
 from palestra.populations.plans.slices import SliceConfig
-from palestra.populations.population import Mix, Population
+from palestra.populations.population import Mix, Player, Population
 
 Role = Literal["main", "main_exploiter", "league_exploiter"]
 
@@ -92,7 +92,7 @@ def without_monotone_suffix(rates: Sequence[float]) -> int:
 
 @dataclass
 class LeagueLearner:
-    """A policy in training.
+    """A policy in training, of `player`.
 
     `start` is the member from whose weights its next slice starts ("": new weights), `latest` the member that its last
     slice produced ("": none since a reset), `parent` the frozen copy that it continues, `frozen_copies` its frozen
@@ -101,6 +101,7 @@ class LeagueLearner:
 
     name: str
     role: Role
+    player: Player
     start: str = ""
     latest: str = ""
     parent: str = ""
@@ -124,12 +125,35 @@ class OpponentWeights:
             self.current[name] = self.current.get(name, 0.0) + weight * share
 
 
+@dataclass
+class History:
+    """The frozen members of a player, oldest first, and the number of each."""
+
+    names: list[str] = field(default_factory=list)
+    number_of: dict[str, int] = field(default_factory=dict)
+
+    def numbers(self, names: Iterable[str]) -> np.ndarray:
+        """Returns the numbers of members, int64."""
+        return np.array([self.number_of[name] for name in names], np.int64)
+
+    def add(self, name: str) -> None:
+        self.number_of[name] = len(self.names)
+        self.names.append(name)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class LeagueLogic:
     """The league's decisions, from the current win rates. The past of a main agent starts with the population's initial
     members.
 
-    Decisions are computed on arrays over the history, since a league of thousands of members makes some after every
-    slice.
+    With one player, whose members play every seat, its learners meet each other. With two, the sides of a game, each
+    side's learners meet those of the other: main agents of one side train against those of the other and against the
+    exploiters that target them. There is no self-play then.
+
+    Decisions are computed on arrays over the history of the players that a learner meets, since a league of thousands
+    of members makes some after every slice.
     """
 
     def __init__(self, config: LeagueConfig, learners: Sequence[LeagueLearner], population: Population) -> None:
@@ -137,15 +161,16 @@ class LeagueLogic:
         self.population = population
         self.win_rates = WinRates(config.win_rate_decay)
         self.learners = {learner.name: learner for learner in learners}
-        self._history: list[str] = []
-        self.number_of: dict[str, int] = {}
-        self.initial_members = list(self.history())
+        self.rival_of = dict(zip(population.players, reversed(population.players), strict=True))
+        self._histories = {player: History() for player in population.players}
+        self._num_seen = 0
+        self.initial_members = {player: list(self.history(player).names) for player in population.players}
 
     def mixture(self, learner: LeagueLearner) -> Mix:
         """Returns the mixture of opponents for a learner's next slice: frozen members, and learners with their current
         weights. Its own name stands for self-play."""
         weights = self.opponent_weights(learner)
-        names = self.history()
+        names = self.met_by(learner).names
         frozen = {names[i]: float(weights.frozen[i]) for i in np.flatnonzero(weights.frozen)}
         return frozen | weights.current
 
@@ -159,15 +184,15 @@ class LeagueLogic:
         if learner.role != "main_exploiter":
             weights.frozen += explore / len(rates)
         else:
-            weights.add(explore, self._uniform(self.judges(learner)))
+            weights.add(explore, self._uniform(learner, self.judges(learner)))
         return weights
 
     def _main(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
         config = self.config
-        mains = self.learners_of("main")
+        mains = self.rivals(learner, "main")
         weights = OpponentWeights(config.pfsp_share * pfsp(rates, "squared"))
-        rivals = self.learners_of("main_exploiter")
-        exploiters = self._numbers(chain.from_iterable(rival.frozen_copies for rival in rivals))
+        copies = [rival.frozen_copies for rival in self.rivals(learner, "main_exploiter")]
+        exploiters = self.met_by(learner).numbers(chain.from_iterable(copies))
         for other in mains:
             now = self._current(learner, other, config.weak_win_rate, rates)
             verified = self._verification(other, exploiters, rates) or now
@@ -180,14 +205,14 @@ class LeagueLogic:
         if there are none, None. `rates` are the learner's win rates against the history."""
         if len(exploiters) and rates[exploiters].min() < self.config.weak_win_rate:
             return self._pfsp_weights(exploiters, rates, "squared")
-        past = self._numbers(self.past(other))
+        past = self._histories[other.player].numbers(self.past(other))
         past = past[: without_monotone_suffix(rates[past].tolist())]
         if len(past) and rates[past].min() < self.config.strong_win_rate:
             return self._pfsp_weights(past, rates, "squared")
         return None
 
     def _main_exploiter(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
-        mains = self.learners_of("main")
+        mains = self.rivals(learner, "main")
         weights = OpponentWeights(np.zeros(len(rates)))
         for main in mains:
             weights.add(1 / len(mains), self._current(learner, main, self.config.lost_win_rate, rates))
@@ -202,28 +227,31 @@ class LeagueLogic:
         has_weights = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if has_weights and self.win_rates.rate(learner.name, main.name) > bar:
             return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
-        return self._pfsp_weights(self._numbers(self.past(main)), rates, "variance")
+        past = self._histories[main.player].numbers(self.past(main))
+        return self._pfsp_weights(past, rates, "variance")
 
     def _pfsp_weights(self, numbers: np.ndarray, rates: np.ndarray, weighting: PFSPWeighting) -> OpponentWeights:
         weights = OpponentWeights(np.zeros(len(rates)))
         weights.frozen[numbers] = pfsp(rates[numbers], weighting)
         return weights
 
-    def _uniform(self, names: Sequence[str]) -> OpponentWeights:
-        """Returns the uniform mixture of learners, or of frozen members."""
-        weights = OpponentWeights(np.zeros(len(self.history())))
+    def _uniform(self, learner: LeagueLearner, names: Sequence[str]) -> OpponentWeights:
+        """Returns the uniform mixture of learners, or of frozen members, that a learner meets."""
+        history = self.met_by(learner)
+        weights = OpponentWeights(np.zeros(len(history)))
         for name in names:
             if name in self.learners:
                 weights.current[name] = 1 / len(names)
             else:
-                weights.frozen[self.number_of[name]] = 1 / len(names)
+                weights.frozen[history.number_of[name]] = 1 / len(names)
         return weights
 
     def history_rates(self, learner: LeagueLearner) -> np.ndarray:
-        """Returns a learner's win rates against all frozen members, float64 [history]."""
-        rates = np.full(len(self.history()), UNPLAYED_WIN_RATE)
+        """Returns a learner's win rates against all frozen members that it meets, float64 [history]."""
+        history = self.met_by(learner)
+        rates = np.full(len(history), UNPLAYED_WIN_RATE)
         for name, rate in self.win_rates.rates_of(learner.name).items():
-            if (number := self.number_of.get(name)) is not None:
+            if (number := history.number_of.get(name)) is not None:
                 rates[number] = rate
         return rates
 
@@ -233,32 +261,35 @@ class LeagueLogic:
             return self.history_rates(learner)
         return np.array([self.win_rates.rate(learner.name, name) for name in self.judges(learner)])
 
-    def _numbers(self, names: Iterable[str]) -> np.ndarray:
-        """Returns the numbers of frozen members in the history, int64."""
-        self.history()
-        return np.array([self.number_of[name] for name in names], np.int64)
-
-    def learners_of(self, role: Role) -> list[LeagueLearner]:
-        return [learner for learner in self.learners.values() if learner.role == role]
+    def rivals(self, learner: LeagueLearner, role: Role) -> list[LeagueLearner]:
+        """Returns the learners of a role that a learner meets; with one player also itself."""
+        rival = self.rival_of[learner.player]
+        return [other for other in self.learners.values() if (other.player, other.role) == (rival, role)]
 
     def past(self, learner: LeagueLearner) -> list[str]:
         """Returns the initial members and a main agent's frozen copies, oldest first."""
-        return [*self.initial_members, *learner.frozen_copies]
+        return [*self.initial_members[learner.player], *learner.frozen_copies]
 
-    def history(self) -> list[str]:
-        """Returns all frozen members, oldest first. The list grows with the population."""
-        if len(self._history) < len(self.population):
-            for name in islice(self.population.members, len(self._history), None):
-                self.number_of[name] = len(self._history)
-                self._history.append(name)
-        return self._history
+    def met_by(self, learner: LeagueLearner) -> History:
+        """Returns the frozen members that a learner meets."""
+        return self.history(self.rival_of[learner.player])
+
+    def history(self, player: Player) -> History:
+        """Returns all frozen members of a player. The histories grow with the population."""
+        for member in islice(self.population.members.values(), self._num_seen, None):
+            for owner, history in self._histories.items():
+                if member.player in ("", owner):
+                    history.add(member.name)
+        self._num_seen = len(self.population)
+        return self._histories[player]
 
     def judges(self, learner: LeagueLearner) -> list[str]:
         """Returns the opponents that a learner must beat to be frozen early: the main agents for a main exploiter, else
         the whole history."""
         if learner.role != "main_exploiter":
-            return self.history()
-        return [main.name for main in self.learners_of("main") if main.latest] or self.initial_members
+            return self.met_by(learner).names
+        mains = [main.name for main in self.rivals(learner, "main") if main.latest]
+        return mains or self.initial_members[self.rival_of[learner.player]]
 
     def should_freeze(self, learner: LeagueLearner) -> bool:
         if learner.slices_since_freeze < self.config.min_slices:

@@ -8,7 +8,7 @@ compared with the latest ratings of the others when its slice ends. The settings
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +21,8 @@ from palestra.core.types import Metrics
 from palestra.parallel.tasks import Result, Task
 from palestra.populations.plans.matchmaking import WinRates
 from palestra.populations.plans.slices import SliceConfig, slice_task
-from palestra.populations.population import Member, Mix, Population
-from palestra.populations.tasks import TrainResult, TrainTask
+from palestra.populations.population import Member, Mix, Player, Population
+from palestra.populations.tasks import Opponents, TrainResult, TrainTask
 
 
 class SearchSpace(StrictModel):
@@ -78,18 +78,19 @@ class PBTConfig(SliceConfig):
     """Probability that a copied setting is drawn anew from its range instead of perturbed."""
     self_play: float = Field(0.2, ge=0, le=1)
     """Share of a learner's games against its own current weights; its other games are against the other learners'
-    latest members."""
+    latest members. Without effect in a game of sides, whose learners meet those of the other sides."""
 
 
 @dataclass
 class PBTLearner:
-    """A policy in training.
+    """A policy in training, of `player`.
 
     `copied_from` names the learner whose weights and settings its next slice has copied ("": it continues its own
     weights); `has_trained` is True once it has trained with its current settings.
     """
 
     name: str
+    player: Player
     settings: dict[str, float]
     latest: str = ""
     slices: int = 0
@@ -99,28 +100,32 @@ class PBTLearner:
 
 
 class PBT:
-    """Plan of population-based training. `population` plays all seats; at the end it also holds each learner's last
-    member.
+    """Plan of population-based training. `population` has one player, whose members play all seats, or several, which
+    are the sides of the game: each then has learners of its own, which meet those of the others and copy one another.
+    At the end it also holds each learner's last member.
 
-    Raises ValueError if the population has several players or no member.
+    Raises ValueError if the population has no member.
     """
 
     def __init__(self, config: PBTConfig, population: Population, seed: int = 0) -> None:
-        if len(population.players) != 1 or not len(population):
-            raise ValueError(
-                "population-based training needs a population with one player, whose members play every seat, and with "
-                f"an initial member, for example uniform; this one has players {', '.join(population.players)} and "
-                f"{len(population)} members"
-            )
+        if not len(population):
+            raise ValueError("population-based training needs an initial member, for example uniform")
         self.config = config
         self.population = population
         self.seed = seed
         self.win_rates = WinRates(config.win_rate_decay)
-        names = [f"learner_{number}" for number in range(config.num_learners)]
-        self.learners = {name: PBTLearner(name, self._sample_settings(self._rng(name, 0))) for name in names}
+        self.learners = {learner.name: learner for learner in self._new_learners()}
         self.env_steps = 0
         self._slice_rating = 0.0  # of the last slice's learner, before selection
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
+
+    def _new_learners(self) -> Iterator[PBTLearner]:
+        players = self.population.players
+        for player in players:
+            side = f"{player}_" if len(players) > 1 else ""
+            for number in range(self.config.num_learners):
+                name = f"{side}learner_{number}"
+                yield PBTLearner(name, player, self._sample_settings(self._rng(name, 0)))
 
     def initial_tasks(self) -> Sequence[Task]:
         return [self._slice(learner) for learner in self.learners.values()]
@@ -161,32 +166,48 @@ class PBT:
         return {"iteration": done, "iterations": in_all, "members": len(self.population), "env_steps": self.env_steps}
 
     def _slice(self, learner: PBTLearner) -> TrainTask:
-        mix, self_play = self._mixture(learner)
+        opponents, self_play = self._opponents(learner)
         copied_from = learner.copied_from
         learner.copied_from = ""
         task = slice_task(
             self.config,
             self.population,
             learner,
-            mix,
+            opponents,
             start=learner.latest,
             self_play=self_play,
             settings=dict(learner.settings),
             copied_from=copied_from,
         )
-        self.opponents[task.name] = {
-            other.latest: other.name for other in self.learners.values() if other.latest in mix
-        }
+        names = opponents.names()
+        latest = {other.latest: other.name for other in self.learners.values()}
+        self.opponents[task.name] = {member: name for member, name in latest.items() if member in names}
         return task
 
-    def _mixture(self, learner: PBTLearner) -> tuple[Mix, float]:
-        others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
-        others = [name for name in dict.fromkeys(others) if name != learner.latest]
-        if not others or self.config.self_play == 1:
-            return {
-                next(iter(self.population)).name: 1.0
-            }, 1.0  # with self_play 1 the opponent never plays, but a task must name one
-        return {name: 1 / len(others) for name in others}, self.config.self_play
+    def _opponents(self, learner: PBTLearner) -> tuple[Opponents, float]:
+        """Returns the opponents of a learner's next slice, and the share of its games against its own weights."""
+        initial = next(iter(self.population)).name
+        mixes: dict[Player, Mix] = {}
+        for player in self._players_met(learner):
+            others = [other.latest for other in self._rivals(learner) if other.player == player and other.latest]
+            names = [name for name in dict.fromkeys(others) if name != learner.latest]
+            mixes[player] = {name: 1 / len(names) for name in names}
+        if len(self.population.players) > 1:
+            return Opponents({player: mix or {initial: 1.0} for player, mix in mixes.items()}), 0.0
+        (mix,) = mixes.values()
+        if mix and self.config.self_play < 1:
+            return Opponents(mixes), self.config.self_play
+        # With self_play 1 the opponent never plays, but a task must name one.
+        return Opponents({learner.player: {initial: 1.0}}), 1.0
+
+    def _players_met(self, learner: PBTLearner) -> list[Player]:
+        """Returns the players whose members a learner meets: the other sides, or the only player."""
+        return [player for player in self.population.players if player != learner.player] or [learner.player]
+
+    def _rivals(self, learner: PBTLearner) -> list[PBTLearner]:
+        """Returns the other learners that a learner meets."""
+        players = self._players_met(learner)
+        return [other for other in self.learners.values() if other is not learner and other.player in players]
 
     # ---- exploit and explore
 
@@ -194,13 +215,14 @@ class PBT:
         """Returns a learner's current rating: a win rate from 0 to 1 or a mean return, as `PBTConfig.rating` says."""
         if self.config.rating == "return":
             return learner.score
-        others = [other.name for other in self.learners.values() if other is not learner]
-        return float(np.mean([self.win_rates.rate(learner.name, other) for other in others]))
+        rates = [self.win_rates.rate(learner.name, other.name) for other in self._rivals(learner)]
+        return float(np.mean(rates))
 
     def _evolve(self, learner: PBTLearner) -> None:
-        """Applies truncation selection once all learners have trained: if `learner` is among the worst, it may copy one
-        of the best."""
-        ranked = sorted(self.learners.values(), key=self.rating)  # stable: equals remain in the learners' order
+        """Applies truncation selection once all learners of the side have trained: if `learner` is among the worst, it
+        may copy one of the best."""
+        side = [other for other in self.learners.values() if other.player == learner.player]
+        ranked = sorted(side, key=self.rating)  # stable: equals remain in the learners' order
         ends = min(math.ceil(self.config.truncation * len(ranked)), len(ranked) // 2)
         best = [other for other in ranked[-ends:] if other.has_trained]
         if learner not in ranked[:ends] or not best or not all(other.slices for other in ranked):
@@ -232,4 +254,4 @@ class PBT:
     def _keep(self, learner: PBTLearner) -> None:
         info = {"learner": learner.name, "settings": dict(learner.settings), "rating": self.rating(learner)}
         name = learner.latest
-        self.population.add(Member(name, self.population.players[0], f"members/{name}", None, info))
+        self.population.add(Member(name, learner.player, f"members/{name}", None, info))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from palestra.core.config import StrictModel
-from palestra.populations.population import Mix, Population
+from palestra.populations.population import Player, Population
 from palestra.populations.tasks import Opponents, TrainTask
 
 
@@ -28,27 +28,28 @@ class SliceConfig(StrictModel):
 
 
 class SliceLearner(Protocol):
-    """A policy in training: its name, and the number of slices it has trained."""
+    """A policy in training: its name and player, and the number of slices it has trained."""
 
     name: str
+    player: Player
     slices: int
 
 
 def slice_task(
-    config: SliceConfig, population: Population, learner: SliceLearner, mix: Mix, *, start: str, **more: Any
+    config: SliceConfig, population: Population, learner: SliceLearner, opponents: Opponents, *, start: str, **more: Any
 ) -> TrainTask:
-    """Returns the task of a learner's next slice, against members drawn from `mix`, from the weights of member `start`
-    ("": new weights). `population` has one player; `more` are further fields of the task."""
-    (player,), member = population.players, f"{learner.name}-{learner.slices + 1}"
+    """Returns the task of a learner's next slice against `opponents`, from the weights of member `start` ("": new
+    weights). `more` are further fields of the task."""
+    member = f"{learner.name}-{learner.slices + 1}"
     return TrainTask(
         f"train/{member}",
         learner=learner.name,
-        player=player,
-        opponents=Opponents({player: mix}),
+        player=learner.player,
+        opponents=opponents,
         start=start or None,
         env_steps=None if config.train_steps else config.env_steps,
         train_steps=config.train_steps or None,
-        members=population.names_with_files([*mix, start]),
+        members=population.names_with_files([*opponents.names(), start]),
         output_member=member,
         **more,
     )

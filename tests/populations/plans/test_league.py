@@ -35,7 +35,9 @@ def league(*members, seed=0, **config):
 def set_win_rates(made, name, **rates):
     """Sets a learner's win rates against members (hyphens in their names written as underscores)."""
     for other, rate in rates.items():
-        away = next((m for m in [*made.logic.history(), *made.learners] if m.replace("-", "_") == other), other)
+        away = next(
+            (m for m in [*made.logic.history("player").names, *made.learners] if m.replace("-", "_") == other), other
+        )
         made.win_rates.add(name, away, games=100, points=100 * rate)
 
 
@@ -147,7 +149,7 @@ def test_share_of_games_refreshes_the_judging_win_rates():
     assert mix["uniform"] == mix["main_0-2"] == pytest.approx(0.1)
     assert mix["main_0-4"] == pytest.approx(0.1 + 0.7 * 0.5) and mix[ME] == pytest.approx(0.7 * 0.5)
     assert made.logic.judges(made.learners["main_exploiter_0"]) == [ME]
-    assert made.logic.judges(made.learners["league_exploiter_0"]) == made.logic.history()
+    assert made.logic.judges(made.learners["league_exploiter_0"]) == made.logic.history("player").names
 
 
 # tasks and results

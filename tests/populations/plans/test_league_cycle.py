@@ -87,7 +87,7 @@ def final_worst(folder: Path, seed, **config):
         result = worker.run_task(task, members, folder / task.output_member)
         members[task.output_member] = folder / task.output_member
         waiting += plan.on_result(task, result)
-    history = [strategy(name, members) for name in plan.logic.history()]
+    history = [strategy(name, members) for name in plan.logic.history("player").names]
     return worst(strategy(plan.learners["main_0"].frozen_copies[-1], members), history)
 
 
@@ -112,7 +112,11 @@ def train(folder: Path, stop=lambda: False, resumed=False):
         run_plan(plan, backend, run, stop=stop)
     backend.close()
     known = {member.name: folder / member.weights for member in plan.population if member.weights}
-    return {name: strategy(name, known) for name in plan.logic.history() if name == "uniform" or known[name].exists()}
+    return {
+        name: strategy(name, known)
+        for name in plan.logic.history("player").names
+        if name == "uniform" or known[name].exists()
+    }
 
 
 def test_league_resume_after_stop_is_bit_identical(tmp_path):
