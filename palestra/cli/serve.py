@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from palestra.api.console import print_line, require_packages, user_errors
+from palestra.api.console import console, print_line, require_packages, user_errors
+
+if TYPE_CHECKING:
+    from palestra.service.serve import ServeOptions
 
 ThreadsOption = Annotated[int, typer.Option(min=1, help="torch threads on a CPU")]
 MaxSequencesOption = Annotated[int, typer.Option(min=1, help="sequences sampled at once")]
@@ -57,6 +62,9 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         int, typer.Option(min=1, help="maximum tokens in the answer of one call; each top-k alternative counts")
     ] = 2**21,
     models: Annotated[int, typer.Option(min=1, help="maximum models in training per key")] = 64,
+    check: Annotated[
+        bool, typer.Option("--check", help="print what will not work with these options, and do not serve")
+    ] = False,
 ) -> None:
     """Serve training and sampling over HTTP to clients of Tinker and MinT.
 
@@ -64,6 +72,7 @@ def serve(  # noqa: PLR0913 - a parameter for each option
 
         palestra serve
         palestra serve --base small=/models/small --alias Qwen/Qwen3-0.6B=small --port 9000
+        palestra serve --base small=/models/small --check
         palestra keys add ada --auth keys.txt && palestra serve --host 0.0.0.0 --auth keys.txt
 
     Ctrl-C or SIGTERM ends the server after pending requests, with every model saved; a second one ends it at once.
@@ -97,7 +106,25 @@ def serve(  # noqa: PLR0913 - a parameter for each option
                 poll=poll, queue=queue, queue_bytes=queue_bytes, answer_tokens=answer_tokens, models=models
             ),
         )
-        run_server(options, print_line)
+        if check:
+            _show_findings(options)
+        else:
+            run_server(options, print_line)
+
+
+def _show_findings(options: ServeOptions) -> None:
+    """Prints what `palestra serve` would meet. Raises ValueError if something will not work."""
+    from palestra.service.check import check_options
+
+    table = Table("what", "", "finding")
+    failed = 0
+    for found in check_options(options):
+        failed += found.verdict == "fails"
+        style = {"fails": "bold red", "note": "yellow"}.get(found.verdict, "")
+        table.add_row(found.what, Text(found.verdict, style), Text(found.text))
+    console.print(table)
+    if failed:
+        raise ValueError(f"{failed} of these will not work")
 
 
 def serve_sampler(  # noqa: PLR0913 - a parameter for each option
