@@ -1,12 +1,13 @@
-"""`palestra serve --check`: what will not work with the given options, found without serving and without loading a
-model."""
+"""`palestra serve --check`: what will not work with the given options.
+
+It is found without serving, and without loading a model.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from palestra.core.accel.devices import resolve_device
@@ -31,7 +32,7 @@ Verdict = Literal["ok", "note", "fails"]
 
 
 class Finding(NamedTuple):
-    """What was looked at, and what there is to say: `fails` will not work, a `note` may surprise."""
+    """What was looked at, and what there is to say. `fails` will not work, a `note` may surprise."""
 
     what: str
     verdict: Verdict
@@ -39,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def check_options(options: ServeOptions) -> Iterator[Finding]:
-    """Yields what `palestra serve` would meet with these options, in the order in which it would."""
+    """Yields what `palestra serve` would meet with these options, in its order."""
     checks: dict[str, Callable[[ServeOptions], Iterator[Finding]]] = {
         "aliases": check_aliases,
         "bases": check_bases,
@@ -74,12 +75,14 @@ def check_bases(options: ServeOptions) -> Iterator[Finding]:
         info = load_base_info(name, path, options.aliases)
         lines = describe_base(path)
         names = ", ".join([name, *info.public_names])
-        yield Finding(what, "ok", f"{info.architecture}, up to {info.max_length:,} tokens, as {names}")
+        length = f"up to {info.max_length:,} tokens"
+        yield Finding(what, "ok", f"{info.architecture}, {length}, as {names}")
         for line in lines:
             yield Finding(what, "ok" if "packed rows" in line else "note", line)
         for found in check_conversations(tokenizer_of(info.path)):
             if found.verdict in ("differs", "refused"):
-                yield Finding(what, "note", f"/chat/completions, {found.probe}: {found.note or found.verdict}")
+                note = found.note or found.verdict
+                yield Finding(what, "note", f"/chat/completions, {found.probe}: {note}")
 
 
 def check_memory(options: ServeOptions) -> Iterator[Finding]:
@@ -97,14 +100,16 @@ def check_memory(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("memory", "fails", f"{text}: serve fewer or smaller bases")
         return
     yield Finding("memory", "ok", text)
+    left = free - weights
+    cache = left / 2 if options.kv_cache_gib is None else options.kv_cache_gib
+    if cache >= left:
+        text = f"--kv-cache-gib {cache:g} leaves no memory for models in training"
+        yield Finding("memory", "fails", text)
+        return
     for name, shape in shapes.items():
         trained = adapter_params(shape, LoraConfig(rank=RANK)) * BYTES_IN_TRAINING / 2**30
-        left = free - weights if options.kv_cache_gib is None else free - weights - options.kv_cache_gib
-        cache = "half of the rest, the other being its KV cache," if options.kv_cache_gib is None else "the rest"
-        room = left / 2 if options.kv_cache_gib is None else left
-        if room <= 0:
-            raise ValueError(f"--kv-cache-gib {options.kv_cache_gib:g} leaves no memory for models in training")
-        text = f"a model of rank {RANK} takes {trained:.3f} GiB in training: {cache} holds {int(room / trained):,}"
+        text = f"a model of rank {RANK} takes {trained:.3f} GiB in training: beside a KV cache of "
+        text += f"{cache:.1f} GiB there is room for {int((left - cache) / trained):,}"
         yield Finding(f"base {name}", "ok", text)
 
 
@@ -120,7 +125,8 @@ def check_data(options: ServeOptions) -> Iterator[Finding]:
     if lock.exists() and not options.front_only:
         acquire_lock(lock, f"the server's data in {options.data}").close()
     if options.front_only and not (options.data / "secret").exists():
-        yield Finding("data", "fails", f"no server has been on {options.data}, which --front-only joins")
+        text = f"no server has been on {options.data}, which --front-only joins"
+        yield Finding("data", "fails", text)
     free = shutil.disk_usage(existing).free / 2**30
     verdict: Verdict = "ok" if free >= MIN_DISK_GIB else "note"
     yield Finding("data", verdict, f"{options.data}, {free:.1f} GiB free on its disk")
@@ -139,26 +145,24 @@ def check_store(options: ServeOptions) -> Iterator[Finding]:
 
 def check_keys(options: ServeOptions) -> Iterator[Finding]:
     """Yields who may use the server."""
-    if options.auth is None:
-        inside = is_loopback(options.host)
-        who = "any key is accepted, from this machine" if inside else "anyone who reaches this machine may use it"
-        yield Finding("keys", "ok" if inside else "note", who if inside else f"{who}: set --auth")
+    auth = options.auth
+    if auth is None:
+        if is_loopback(options.host):
+            yield Finding("keys", "ok", "any key is accepted, from this machine")
+        else:
+            yield Finding("keys", "note", "anyone who reaches this machine may use it: set --auth")
         return
-    owners = read_keys(check_readable(options.auth))
-    if not owners:
-        text = f"{options.auth} has no key, so nobody is let in: palestra keys add NAME --auth {options.auth}"
+    make_one = f"`palestra keys add NAME --auth {auth}`"
+    if not auth.exists():
+        raise ValueError(f"no file of keys at {auth}: make one with {make_one}")
+    keys = read_keys(auth)
+    if not keys:
+        text = f"{auth} has no key, so nobody is let in: {make_one} adds one"
         yield Finding("keys", "fails", text)
         return
-    yield Finding("keys", "ok", f"{len(owners)} keys in {options.auth}; a change counts at once")
-    if options.auth.stat().st_mode & 0o077:
-        yield Finding("keys", "note", f"others can read the hashes in {options.auth}: chmod 600 {options.auth}")
-
-
-def check_readable(path: Path) -> Path:
-    """Returns `path`. Raises ValueError if there is no such file."""
-    if not path.exists():
-        raise ValueError(f"no file of keys at {path}: make one with `palestra keys add NAME --auth {path}`")
-    return path
+    yield Finding("keys", "ok", f"{len(keys)} keys in {auth}; a change counts at once")
+    if auth.stat().st_mode & 0o077:
+        yield Finding("keys", "note", f"others can read the hashes in {auth}: chmod 600 {auth}")
 
 
 def check_port(options: ServeOptions) -> Iterator[Finding]:

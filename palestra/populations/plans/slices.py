@@ -36,10 +36,18 @@ class SliceLearner(Protocol):
 
 
 def slice_task(
-    config: SliceConfig, population: Population, learner: SliceLearner, opponents: Opponents, *, start: str, **more: Any
+    config: SliceConfig,
+    population: Population,
+    learner: SliceLearner,
+    opponents: Opponents,
+    *,
+    start: str,
+    **more: Any,
 ) -> TrainTask:
-    """Returns the task of a learner's next slice against `opponents`, from the weights of member `start` ("": new
-    weights). `more` are further fields of the task."""
+    """Returns the task of a learner's next slice against `opponents`.
+
+    It starts from the weights of member `start` ("": new weights). `more` are further fields of the task.
+    """
     member = f"{learner.name}-{learner.slices + 1}"
     return TrainTask(
         f"train/{member}",
