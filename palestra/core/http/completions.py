@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from palestra.core.http.bodies import read_json
 from palestra.core.http.calls import (
     ANY_KEY,
     CallRefused,
+    ChatCall,
     ChatReply,
     SessionProtocol,
     assistant_message,
@@ -60,7 +61,10 @@ class ChatServer:
         self._thread.join()
 
     def _app(self) -> Starlette:
-        routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._complete, methods=["POST"])]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+        ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
@@ -84,21 +88,28 @@ class ChatServer:
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in session.models]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _complete(self, request: Request) -> Response:
+    async def _answer(self, request: Request, to_chat_body: Callable[[Any], Any]) -> tuple[ChatCall, ChatReply]:
+        """Returns the call of a request, whose JSON `to_chat_body` brings into the form of chat completions, and its
+        answer."""
         body = await request.body()
         session = self._session(request)
         try:
-            asked = await asyncio.to_thread(lambda: parse_call(read_json(body), session.models))
+            asked = await asyncio.to_thread(lambda: parse_call(to_chat_body(read_json(body)), session.models))
             session.deliver(asked)
             answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
         except CallRefused as error:
             raise HTTPException(410, str(error)) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        reply = ChatReply(answer) if isinstance(answer, str) else answer
-        message = assistant_message(reply.text, reply.thought, asked.chat.tools)
+        return asked, ChatReply(answer) if isinstance(answer, str) else answer
+
+    async def _complete(self, request: Request) -> Response:
+        asked, reply = await self._answer(request, lambda body: body)
+        message = assistant_message(reply.text, reply.thought, asked.chat)
         finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
+        if warning := asked.form.check(message):
+            head["warning"] = warning
         if asked.stream:
             return _stream(head, message, finish, _usage(reply) if asked.stream_usage else {})
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
@@ -122,12 +133,12 @@ def _events(head: Json, message: Json, finish: str, usage: Json) -> Iterator[str
 
 
 def _usage(reply: ChatReply) -> dict[str, Any]:
-    if reply.token_counts is None:
-        return {}
-    read, written = reply.token_counts
+    read, written = reply.token_counts or (0, 0)  # clients read the field unasked
     return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        error.detail = f"there is no {request.url.path} here: POST to /v1/chat/completions"
     return JSONResponse(error_body(error.status_code, error.detail), error.status_code)
