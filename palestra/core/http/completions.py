@@ -1,4 +1,4 @@
-"""HTTP server of OpenAI's chat completions on a background thread, used by `chat_server.py`."""
+"""HTTP server of OpenAI's chat completions and responses on a background thread, used by `chat_server.py`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from palestra.core.http.calls import (
 from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import OriginPolicy
+from palestra.core.http.responses import build_response, response_stream, to_chat_body
 from palestra.core.http.server import HttpServer, run_in_thread
 
 HTTP_LIMITS = HttpLimits(max_body_bytes=16 * MIB)
@@ -64,6 +65,7 @@ class ChatServer:
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
 
@@ -115,6 +117,14 @@ class ChatServer:
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
 
+    async def _respond(self, request: Request) -> Response:
+        asked, reply = await self._answer(request, to_chat_body)
+        message = assistant_message(reply.text, reply.thought, asked.chat)
+        response = build_response(next(_numbers), asked, message, reply, asked.form.check(message))
+        if asked.stream:
+            return Response(response_stream(response), media_type="text/event-stream")
+        return JSONResponse(response)
+
 
 def _stream(head: Json, message: Json, finish: str, usage: Json) -> Response:
     """Returns the answer as server-sent events, with all text in one event."""
@@ -140,5 +150,5 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        error.detail = f"there is no {request.url.path} here: POST to /v1/chat/completions"
+        error.detail = f"there is no {request.url.path} here: POST to /v1/chat/completions or /v1/responses"
     return JSONResponse(error_body(error.status_code, error.detail), error.status_code)
