@@ -1,4 +1,4 @@
-"""An AutoGen team of two agents that speak in turn: a caller with tools, and a checker that answers in a schema.
+"""Two agents of AutoGen: a caller with tools, whose answers are streamed, and a checker that answers in a schema.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/frameworks/autogen_team.py
 """

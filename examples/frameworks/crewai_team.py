@@ -35,14 +35,14 @@ def solve(census: Census) -> int | None:
         goal="find the number",
         backstory="",
         tools=[search, calculator],
-        llm=LLM(model="openai/caller", base_url=os.environ["OPENAI_BASE_URL"]),
+        llm=LLM(model="caller", provider="openai"),
         max_iter=5,
     )
     checker = Agent(
         role="math reasoner",
         goal="check the number",
         backstory="",
-        llm=LLM(model="openai/checker", base_url=os.environ["OPENAI_BASE_URL"], stream=True),
+        llm=LLM(model="checker", provider="openai", stream=True),
     )
     call = Task(description=census.question, expected_output="a number", agent=caller)
     Crew(agents=[caller], tasks=[call]).kickoff()

@@ -3,8 +3,6 @@
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python examples/frameworks/smolagents_team.py
 """
 
-import os
-
 from census import Census, main, number_in
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
@@ -36,21 +34,19 @@ def solve(census: Census) -> int | None:
         """
         return census.calculator(expression)
 
-    def model(name: str) -> OpenAIModel:
-        return OpenAIModel(name, os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-
     caller = ToolCallingAgent(
         [search, calculator],
-        model("caller"),
+        OpenAIModel("caller"),
         prompt_templates=PROMPTS | {"system_prompt": "tools agent"},
         max_steps=4,
         stream_outputs=True,
         verbosity_level=0,
     )
     caller.run(census.question)
+    model = OpenAIModel("checker")
     checker = CodeAgent(
         [],
-        model("checker"),
+        model,
         prompt_templates=PROMPTS | {"system_prompt": "math reasoner"},
         max_steps=2,
         use_structured_outputs_internally=True,
@@ -60,7 +56,7 @@ def solve(census: Census) -> int | None:
     if answer is not None:
         return answer
     asked = [{"role": "system", "content": "math reasoner"}, {"role": "user", "content": census.to_check()}]
-    return number_in(str(model("checker").generate(asked).content))  # then a plain number will do
+    return number_in(str(model.generate(asked).content))  # then a plain number will do
 
 
 if __name__ == "__main__":

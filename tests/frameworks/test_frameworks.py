@@ -34,7 +34,8 @@ EXAMPLES = ROOT / "examples" / "frameworks"
 SEATS = ["caller", "checker"]
 SEED = 3
 TRIES = 2  # the scripted checker's first answer is not in its form
-STEPS, GROUP_SIZE = 2, 4
+STEPS = 2
+GROUP_SIZE = 3
 
 
 @dataclass(frozen=True)

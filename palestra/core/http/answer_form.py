@@ -1,8 +1,9 @@
-"""What a call asks of the form of its answer: JSON (`response_format`), the call of a tool (`tool_choice`), or one call
-at most (`parallel_tool_calls`).
+"""What a call asks of the form of its answer: JSON (`response_format`), the call of a tool
+(`tool_choice`), or one call at most (`parallel_tool_calls`).
 
-No model is forced into the form, and none is shown the schema: an algorithm needs what the policy itself says. A reply
-in another form reaches the program as it is, with the field `warning`; in a workflow it counts as an invalid answer.
+No model is forced into the form, and none is shown the schema: an algorithm needs what the policy
+itself says. A reply in another form reaches the program as it is, with the field `warning`; in a
+workflow it counts as an invalid answer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from palestra.core.chat import Json
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer without calls (`keys`: a JSON object with these; None: any text), the tool that it must
-    call ("": any of them; None: it need not), and whether two calls are too many."""
+    """The form of an answer without calls (`keys`: a JSON object with these; None: any text), the
+    tool that it must call ("": any of them; None: it need not), and whether two calls are too many.
+    """
 
     keys: tuple[str, ...] | None = None
     tool: str | None = None
@@ -29,7 +31,8 @@ class AnswerForm:
         """Returns the form that a request asks for. Raises ValueError if it is not a form."""
         is_parallel = body.get("parallel_tool_calls")
         if not isinstance(is_parallel, bool | None):
-            raise ValueError(f"'parallel_tool_calls' is {str(is_parallel)[:64]!r}: send true or false")
+            given = str(is_parallel)[:64]
+            raise ValueError(f"'parallel_tool_calls' is {given!r}: send true or false")
         names = [(tool.get("function") or tool).get("name") for tool in body.get("tools") or ()]
         keys = _parse_keys(body.get("response_format"))
         return cls(keys, _parse_tool(body.get("tool_choice"), names), is_parallel is False)
@@ -53,7 +56,7 @@ class AnswerForm:
 
 
 def _parse_keys(response_format: Any) -> tuple[str, ...] | None:
-    """Returns the keys that an answer in this `response_format` must have; None if it may be any text."""
+    """Returns the keys that an answer in a `response_format` must have; None if it may be any."""
     if response_format in (None, {}, {"type": "text"}):
         return None
     kind = response_format.get("type") if isinstance(response_format, dict) else None
@@ -63,8 +66,8 @@ def _parse_keys(response_format: Any) -> tuple[str, ...] | None:
     schema = described.get("schema") if isinstance(described, dict) else None
     required = schema.get("required", []) if isinstance(schema, dict) else None
     if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        forms = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ...}}'
-        raise ValueError(f"'response_format' is {str(response_format)[:64]!r}: send {forms}")
+        known = "text, json_object, or json_schema with a json_schema.schema"
+        raise ValueError(f"'response_format' is {str(response_format)[:64]!r}: send type {known}")
     return tuple(required)
 
 
@@ -75,9 +78,10 @@ def _parse_tool(choice: Any, names: Sequence[str]) -> str | None:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice != "required" and name not in names:
-        raise ValueError(f"tool_choice {str(choice)[:64]!r} is neither auto, none, required nor a function of tools")
+        known = "auto, none, required or a function of tools"
+        raise ValueError(f"tool_choice is {str(choice)[:64]!r}: send {known}")
     if not names:
-        raise ValueError("tool_choice asks for a call, and the request has no tools: send tools, or auto")
+        raise ValueError("tool_choice asks for a call, and there are no tools: send tools, or auto")
     return name or ""
 
 

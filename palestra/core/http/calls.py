@@ -26,7 +26,8 @@ SAMPLING_KEYS = (
     "stop_token_ids",
 )
 FORM_KEYS = {"response_format", "tool_choice", "parallel_tool_calls"}
-CALL_KEYS = {"model", "messages", "tools", "n", "stream", "stream_options", *FORM_KEYS, *SAMPLING_KEYS}
+CALL_KEYS = {"model", "messages", "tools", "n", "stream", "stream_options"}
+CALL_KEYS |= {*FORM_KEYS, *SAMPLING_KEYS}
 
 # What clients send that changes nothing about an answer: bookkeeping of a provider, with any value,
 BOOKKEEPING = {"user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -71,7 +72,8 @@ class ChatReply:
 @dataclass(frozen=True)
 class ChatCall:
     """One call: the model, the chat, the sampling settings (a subset of `SAMPLING_KEYS`, as received), whether its
-    answer is streamed, with token counts at the end, the form that it asks for, and the future of its answer."""
+    answer is streamed, with token counts at the end, the form that it asks for, and the future of
+    its answer."""
 
     model: str
     chat: Chat
@@ -141,7 +143,7 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
     if body.get("stream") not in (None, True, False):
         raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
     check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
-    choice = "none" if body.get("tool_choice") == "none" else "auto"  # others are of the answer's form
+    choice = "none" if body.get("tool_choice") == "none" else "auto"  # others are of the form
     chat = parse_conversation(body.get("messages"), body.get("tools"), choice)
     form = AnswerForm.parse(body)
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
@@ -234,9 +236,12 @@ def _check_types(messages: Any, tools: Any) -> None:
 
 
 def assistant_message(text: str, thought: str, chat: Chat) -> Json:
-    """Returns an answer to a conversation in OpenAI's format. Without tools, nothing in its text is a call. Calls are
-    numbered on from those of the conversation: clients drop a call whose id they have seen."""
-    message = parse_assistant_message(text) if chat.tools else {"role": "assistant", "content": text.strip()}
+    """Returns an answer to a conversation in OpenAI's format. Without tools, nothing in its text is
+    a call. Calls are numbered on from those of the conversation: clients drop a call whose id they
+    have seen."""
+    message: Json = {"role": "assistant", "content": text.strip()}
+    if chat.tools:
+        message = parse_assistant_message(text)
     earlier = sum(len(turn.get("tool_calls") or ()) for turn in chat.messages)
     for i, call in enumerate(message.get("tool_calls", ()), earlier):
         call["id"] = f"call_{i}"

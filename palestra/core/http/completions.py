@@ -1,4 +1,4 @@
-"""HTTP server of OpenAI's chat completions and responses on a background thread, used by `chat_server.py`."""
+"""HTTP server of OpenAI's chat completions and responses on a background thread, for `chat_server.py`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from palestra.core.http.server import HttpServer, run_in_thread
 
 HTTP_LIMITS = HttpLimits(max_body_bytes=16 * MIB)
 DRAIN_TIMEOUT_S = 2  # seconds for running calls to end on shutdown
+Convert = Callable[[Any], Any]
 _numbers = itertools.count()
 
 
@@ -90,13 +91,17 @@ class ChatServer:
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in session.models]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _answer(self, request: Request, to_chat_body: Callable[[Any], Any]) -> tuple[ChatCall, ChatReply]:
-        """Returns the call of a request, whose JSON `to_chat_body` brings into the form of chat completions, and its
-        answer."""
+    async def _answer(self, request: Request, convert: Convert) -> tuple[ChatCall, ChatReply]:
+        """Returns the call of a request and its answer. `convert` turns the request's JSON into
+        that of chat completions."""
         body = await request.body()
         session = self._session(request)
+
+        def parse() -> ChatCall:
+            return parse_call(convert(read_json(body)), session.models)
+
         try:
-            asked = await asyncio.to_thread(lambda: parse_call(to_chat_body(read_json(body)), session.models))
+            asked = await asyncio.to_thread(parse)
             session.deliver(asked)
             answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
         except CallRefused as error:
@@ -120,7 +125,7 @@ class ChatServer:
     async def _respond(self, request: Request) -> Response:
         asked, reply = await self._answer(request, to_chat_body)
         message = assistant_message(reply.text, reply.thought, asked.chat)
-        response = build_response(next(_numbers), asked, message, reply, asked.form.check(message))
+        response = build_response(next(_numbers), asked, message, reply)
         if asked.stream:
             return Response(response_stream(response), media_type="text/event-stream")
         return JSONResponse(response)
@@ -150,5 +155,6 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        error.detail = f"there is no {request.url.path} here: POST to /v1/chat/completions or /v1/responses"
+        known = "POST to /v1/chat/completions or /v1/responses"
+        error.detail = f"there is no {request.url.path} here: {known}"
     return JSONResponse(error_body(error.status_code, error.detail), error.status_code)

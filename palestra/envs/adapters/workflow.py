@@ -403,7 +403,8 @@ def _reply(action: Any) -> ChatReply:
 
 
 def _check_forms(turn: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> dict[str, Any]:
-    """Returns the step's info with the answers that break the form that their call asks for; empty if none asks."""
+    """Returns the step's info with the answers that break the form their call asks for; empty if
+    none asks for one."""
     reasons = {
         seat: asked.form.check(assistant_message(reply.text, "", asked.chat))
         for seat, (asked, reply) in turn.items()
