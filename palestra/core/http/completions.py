@@ -1,4 +1,4 @@
-"""HTTP server of OpenAI's chat completions and responses on a background thread, for `chat_server.py`."""
+"""HTTP server of OpenAI's chat completions and responses on a thread (`chat_server.py`)."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _events(response: Json) -> Iterator[Json]:
     yield {"type": "response.created", "response": begun}
     for i, item in enumerate(response["output"]):
         at = {"item_id": item["id"], "output_index": i}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield {"type": "response.output_item.added", "output_index": i, "item": item | empty}
         if item["type"] == "function_call":
             name = "response.function_call_arguments"
