@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-users release test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real check test test-all test-gpu test-browser test-wheel test-users release test-clients test-frameworks test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,16 @@ $(SKYRL_TESTS):
 
 test-clients: $(INSTALLED) $(SKYRL_TESTS) $(CLIENTS:%=.cache/clients/%/.installed) ## run the official Tinker and MinT clients against a server
 	$(BIN)/python -m pytest -m clients tests/clients
+
+# Agent frameworks, each in a venv of its own, without palestra: their programs run as processes.
+FRAMEWORKS := langgraph openai_agents smolagents autogen crewai
+.cache/frameworks/%/.installed: tests/frameworks/sets/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -r $<
+	touch $@
+
+test-frameworks: $(INSTALLED) $(FRAMEWORKS:%=.cache/frameworks/%/.installed) ## train agent programs of five frameworks
+	$(BIN)/python -m pytest -m peers tests/frameworks
 
 # Packages of envs in a venv of their own: what some need excludes what other tests need.
 ENVS := .cache/envs

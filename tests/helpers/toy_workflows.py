@@ -88,6 +88,13 @@ def counting(play: WorkflowContext) -> WorkflowResult:
     return WorkflowResult(info={"usage": reply["usage"], "choice": reply["choices"][0]})
 
 
+def forms(play: WorkflowContext) -> WorkflowResult:
+    """Asks for JSON, then for anything."""
+    heard = [said(ask(play, "agent", "how many?", response_format={"type": "json_object"}))]
+    heard.append(said(ask(play, "agent", "sure?")))
+    return WorkflowResult(info={"heard": heard})
+
+
 def restless(play: WorkflowContext) -> dict[str, float]:
     """Makes other model calls each time that it is played."""
     ask(play, "agent", f"{random.random()}")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.core.chat import Chat, Json, parse_assistant_message, thought_of, to_template_message
+from palestra.core.http.answer_form import AnswerForm
 from palestra.core.plain_values import plain_value
 
 ANY_KEY = ""  # key of a session that accepts any key
@@ -24,7 +25,9 @@ SAMPLING_KEYS = (
     "stop",
     "stop_token_ids",
 )
-CALL_KEYS = {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", *SAMPLING_KEYS}
+FORM_KEYS = {"response_format", "tool_choice", "parallel_tool_calls"}
+CALL_KEYS = {"model", "messages", "tools", "n", "stream", "stream_options"}
+CALL_KEYS |= {*FORM_KEYS, *SAMPLING_KEYS}
 
 # What clients send that changes nothing about an answer: bookkeeping of a provider, with any value,
 BOOKKEEPING = {"user", "metadata", "store", "service_tier", "safety_identifier"}
@@ -69,13 +72,15 @@ class ChatReply:
 @dataclass(frozen=True)
 class ChatCall:
     """One call: the model, the chat, the sampling settings (a subset of `SAMPLING_KEYS`, as received), whether its
-    answer is streamed, with token counts at the end, and the future of its answer."""
+    answer is streamed, with token counts at the end, the form that it asks for, and the future of
+    its answer."""
 
     model: str
     chat: Chat
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     stream_usage: bool = False
+    form: AnswerForm = field(default_factory=AnswerForm)
     answer: Future[str | ChatReply] = field(default_factory=Future)
 
 
@@ -138,10 +143,12 @@ def parse_call(body: Any, models: Sequence[str]) -> ChatCall:
     if body.get("stream") not in (None, True, False):
         raise ValueError(f"stream is {str(body['stream'])[:64]!r}: send true or false")
     check_limits(body.get("max_tokens"), body.get("max_completion_tokens"))
-    chat = parse_conversation(body.get("messages"), body.get("tools"), body.get("tool_choice"))
+    choice = "none" if body.get("tool_choice") == "none" else "auto"  # others are of the form
+    chat = parse_conversation(body.get("messages"), body.get("tools"), choice)
+    form = AnswerForm.parse(body)
     settings = {key: body[key] for key in SAMPLING_KEYS if body.get(key) is not None}
     usage = wants_stream_usage(body.get("stream_options"))
-    return ChatCall(name, chat, settings, bool(body.get("stream")), usage)
+    return ChatCall(name, chat, settings, bool(body.get("stream")), usage, form)
 
 
 def asks_nothing(key: str, value: Any) -> bool:
@@ -155,7 +162,7 @@ def check_limits(earlier: Any, later: Any) -> None:
         raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
 
 
-def _check_part(part: Json, used: Collection[str], where: str) -> None:
+def check_part(part: Json, used: Collection[str], where: str) -> None:
     """Raises ValueError for the first field of a part of a request that has a value and is not used."""
     for key, value in part.items():
         if key not in used and value not in EMPTY:
@@ -167,7 +174,7 @@ def wants_stream_usage(options: Any) -> bool:
     invalid."""
     if options is not None and not isinstance(options, dict):
         raise ValueError('stream_options must be an object, such as {"include_usage": true}')
-    _check_part(options or {}, ("include_usage", "include_obfuscation"), "stream_options")
+    check_part(options or {}, ("include_usage", "include_obfuscation"), "stream_options")
     return bool((options or {}).get("include_usage"))
 
 
@@ -211,12 +218,12 @@ def _check_message(message: Json, where: str) -> None:
     if content is None and not message.get("tool_calls") and not thought_of(message):
         raise ValueError(f"{where}: the message has no content: give a text, which may be empty")
     for part in content if isinstance(content, list) else ():
-        _check_part(part, ("type", "text", "cache_control"), f"{where}.content")
+        check_part(part, ("type", "text", "cache_control"), f"{where}.content")
     for call in message.get("tool_calls") or ():
-        _check_part(call, ("id", "type", "function", "index"), f"{where}.tool_calls")
+        check_part(call, ("id", "type", "function", "index"), f"{where}.tool_calls")
         if call.get("type", "function") not in ("function", None):
             raise ValueError(f"{where}.tool_calls: type {str(call['type'])[:64]!r} is not used here: send functions")
-        _check_part(call["function"], ("name", "arguments"), f"{where}.tool_calls.function")
+        check_part(call["function"], ("name", "arguments"), f"{where}.tool_calls.function")
 
 
 def _check_types(messages: Any, tools: Any) -> None:
@@ -228,9 +235,16 @@ def _check_types(messages: Any, tools: Any) -> None:
         raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong)) from None
 
 
-def assistant_message(text: str, thought: str, tools: Sequence[Json]) -> Json:
-    """Returns an answer in OpenAI's format. Without tools, nothing in its text is a call."""
-    message = parse_assistant_message(text) if tools else {"role": "assistant", "content": text.strip()}
+def assistant_message(text: str, thought: str, chat: Chat) -> Json:
+    """Returns an answer to a conversation in OpenAI's format. Without tools, nothing in its text is
+    a call. Calls are numbered on from those of the conversation: clients drop a call whose id they
+    have seen."""
+    message: Json = {"role": "assistant", "content": text.strip()}
+    if chat.tools:
+        message = parse_assistant_message(text)
+    earlier = sum(len(turn.get("tool_calls") or ()) for turn in chat.messages)
+    for i, call in enumerate(message.get("tool_calls", ()), earlier):
+        call["id"] = f"call_{i}"
     return message | ({"reasoning_content": thought} if thought else {})
 
 

@@ -1,4 +1,4 @@
-"""HTTP server of OpenAI's chat completions on a background thread, used by `chat_server.py`."""
+"""HTTP server of OpenAI's chat completions and responses on a thread (`chat_server.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from palestra.core.http.bodies import read_json
 from palestra.core.http.calls import (
     ANY_KEY,
     CallRefused,
+    ChatCall,
     ChatReply,
     SessionProtocol,
     assistant_message,
@@ -31,10 +32,12 @@ from palestra.core.http.calls import (
 from palestra.core.http.limits import MIB, AdmissionMiddleware, HttpLimits, bearer_token, cancel_on_disconnect
 from palestra.core.http.listen import open_listener, url_host
 from palestra.core.http.origin_middleware import OriginPolicy
+from palestra.core.http.responses import build_response, response_stream, to_chat_body
 from palestra.core.http.server import HttpServer, run_in_thread
 
 HTTP_LIMITS = HttpLimits(max_body_bytes=16 * MIB)
 DRAIN_TIMEOUT_S = 2  # seconds for running calls to end on shutdown
+Convert = Callable[[Any], Any]
 _numbers = itertools.count()
 
 
@@ -60,7 +63,11 @@ class ChatServer:
         self._thread.join()
 
     def _app(self) -> Starlette:
-        routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._complete, methods=["POST"])]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
+        ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
@@ -84,25 +91,44 @@ class ChatServer:
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "palestra"} for name in session.models]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _complete(self, request: Request) -> Response:
+    async def _answer(self, request: Request, convert: Convert) -> tuple[ChatCall, ChatReply]:
+        """Returns the call of a request and its answer. `convert` turns the request's JSON into
+        that of chat completions."""
         body = await request.body()
         session = self._session(request)
+
+        def parse() -> ChatCall:
+            return parse_call(convert(read_json(body)), session.models)
+
         try:
-            asked = await asyncio.to_thread(lambda: parse_call(read_json(body), session.models))
+            asked = await asyncio.to_thread(parse)
             session.deliver(asked)
             answer = await cancel_on_disconnect(request.receive, asyncio.wrap_future(asked.answer))
         except CallRefused as error:
             raise HTTPException(410, str(error)) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        reply = ChatReply(answer) if isinstance(answer, str) else answer
-        message = assistant_message(reply.text, reply.thought, asked.chat.tools)
+        return asked, ChatReply(answer) if isinstance(answer, str) else answer
+
+    async def _complete(self, request: Request) -> Response:
+        asked, reply = await self._answer(request, lambda body: body)
+        message = assistant_message(reply.text, reply.thought, asked.chat)
         finish = "tool_calls" if "tool_calls" in message else "length" if reply.hit_length_limit else "stop"
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": asked.model}
+        if warning := asked.form.check(message):
+            head["warning"] = warning
         if asked.stream:
             return _stream(head, message, finish, _usage(reply) if asked.stream_usage else {})
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], **_usage(reply)})
+
+    async def _respond(self, request: Request) -> Response:
+        asked, reply = await self._answer(request, to_chat_body)
+        message = assistant_message(reply.text, reply.thought, asked.chat)
+        response = build_response(next(_numbers), asked, message, reply)
+        if asked.stream:
+            return Response(response_stream(response), media_type="text/event-stream")
+        return JSONResponse(response)
 
 
 def _stream(head: Json, message: Json, finish: str, usage: Json) -> Response:
@@ -122,12 +148,13 @@ def _events(head: Json, message: Json, finish: str, usage: Json) -> Iterator[str
 
 
 def _usage(reply: ChatReply) -> dict[str, Any]:
-    if reply.token_counts is None:
-        return {}
-    read, written = reply.token_counts
+    read, written = reply.token_counts or (0, 0)  # clients read the field unasked
     return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        known = "POST to /v1/chat/completions or /v1/responses"
+        error.detail = f"there is no {request.url.path} here: {known}"
     return JSONResponse(error_body(error.status_code, error.detail), error.status_code)

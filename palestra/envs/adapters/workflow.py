@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import IO, Any, ClassVar, Self
 
 from palestra.core.chat import same_message
 from palestra.core.config import load_object
-from palestra.core.http.calls import CallRefused, ChatCall, ChatReply
+from palestra.core.http.answer_form import AnswerForm
+from palestra.core.http.calls import CallRefused, ChatCall, ChatReply, assistant_message
 from palestra.core.http.chat_server import ChatSession
 from palestra.core.types import Answer, Seat, Step
 from palestra.core.user_functions import check_function
@@ -145,10 +146,12 @@ class Workflow(Env):
             raise ValueError(f"{sorted(self._asked)} acts next, but the actions are for {sorted(actions)}")
         turn = {seat: (asked, _reply(actions[seat])) for seat, asked in self._asked.items()}
         self._played.append(turn)
+        checked = _check_forms(turn)
         for asked, reply in turn.values():
             if not asked.answer.done():  # else the program closed the connection
                 asked.answer.set_result(reply)
-        return await self._next()
+        step = await self._next()
+        return replace(step, info={**checked, **step.info})
 
     async def fork(self) -> Self:
         """Restarts the program and replays the answers. Raises ValueError if its requests differ."""
@@ -397,6 +400,20 @@ def _reply(action: Any) -> ChatReply:
         return ChatReply(str(action))
     counts = (len(action.prompt_ids), len(action.token_ids)) if len(action.token_ids) else None
     return ChatReply(action.text, action.stop_reason == "length", counts)
+
+
+def _check_forms(turn: Mapping[Seat, tuple[ChatCall, ChatReply]]) -> dict[str, Any]:
+    """Returns the step's info with the answers that break the form their call asks for; empty if
+    none asks for one."""
+    reasons = {
+        seat: asked.form.check(assistant_message(reply.text, "", asked.chat))
+        for seat, (asked, reply) in turn.items()
+        if asked.form != AnswerForm()
+    }
+    if not reasons:
+        return {}
+    broken = {seat: reason for seat, reason in reasons.items() if reason}
+    return {"invalid": {seat: seat in broken for seat in reasons}, "why_invalid": broken}
 
 
 def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.core.chat import MESSAGE_KEYS, to_template_message
+from palestra.core.chat import MESSAGE_KEYS, Chat, render_tool_call, to_template_message
+from palestra.core.http.answer_form import AnswerForm
 from palestra.core.http.calls import (
     BOOKKEEPING,
     CALL_KEYS,
@@ -63,7 +64,10 @@ def test_a_field_of_a_message_is_used_or_refused_by_name(name: str, value: Any, 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"required": [1]}}}),
+        ("response_format", "json"),
         ("logit_bias", {"70": -100}),
         ("presence_penalty", 1.5),
         ("frequency_penalty", 2.0),
@@ -71,7 +75,8 @@ def test_a_field_of_a_message_is_used_or_refused_by_name(name: str, value: Any, 
         ("min_p", 0.5),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-        ("parallel_tool_calls", False),
+        ("tool_choice", "any"),
+        ("parallel_tool_calls", 0),
         ("continue_final_message", True),
         ("add_generation_prompt", False),
         ("chat_template_kwargs", {"enable_thinking": False}),
@@ -102,8 +107,45 @@ def test_no_tool_is_offered_and_no_call_is_read_with_tool_choice_none() -> None:
     call = parse_call(body(tools=[TOOL], tool_choice="none"), ["a"])
     assert call.chat.tools == ()
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert assistant_message(text, "", call.chat.tools)["content"] == text
-    assert "tool_calls" in assistant_message(text, "", [TOOL])
+    assert assistant_message(text, "", call.chat)["content"] == text
+    assert "tool_calls" in assistant_message(text, "", Chat(tuple(HELLO), (TOOL,)))
+
+
+ADD, OTHER = render_tool_call("add", {}), render_tool_call("other", {})
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "required": ["people"]}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "broken"),
+    [
+        ({"response_format": {"type": "json_object"}}, "{}", ""),
+        ({"response_format": {"type": "json_object"}}, "[1]", "no JSON object"),
+        ({"response_format": {"type": "json_object"}}, ADD, ""),
+        ({"response_format": SCHEMA}, '{"people": 3}', ""),
+        ({"response_format": SCHEMA}, '{"persons": 3}', "lacks the key 'people'"),
+        ({"response_format": SCHEMA}, "three", "no JSON object"),
+        ({"tool_choice": "required"}, OTHER, ""),
+        ({"tool_choice": "required"}, "three", "calls no tool"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, ADD, ""),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, OTHER, "calls 'other'"),
+        ({"parallel_tool_calls": False}, ADD, ""),
+        ({"parallel_tool_calls": False}, ADD + ADD, "has 2 calls"),
+        ({}, ADD + ADD, ""),
+    ],
+)
+def test_an_answer_is_checked_against_the_form_that_is_asked_for(asked: Any, answer: str, broken: str) -> None:
+    call = parse_call(body(tools=[TOOL], **asked), ["a"])
+    assert call.chat.tools == (TOOL,)
+    found = call.form.check(assistant_message(answer, "", call.chat))
+    assert broken in found and bool(broken) == bool(found)
+    assert (call.form == AnswerForm()) == (not asked)
+
+
+def test_calls_are_numbered_through_a_conversation() -> None:
+    """The Agents SDK drops a call whose id it has seen."""
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
+    later = assistant_message(ADD + OTHER, "", Chat((*HELLO, turn), (TOOL,)))
+    assert [call["id"] for call in later["tool_calls"]] == ["call_2", "call_3"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,23 @@ def test_replies_have_token_counts_and_say_that_an_answer_was_cut():
     assert info["choice"]["message"] == {"role": "assistant", "content": "five tokens"}
 
 
+def test_an_answer_that_is_not_in_the_form_asked_for_is_invalid():
+    """It reaches the program as it is; a replay says the same, and calls that ask for no form say nothing."""
+    clerk = ScriptedPolicy(lambda query, rng: rng.choice(["three", '{"people": 3}']))
+    branching = Branching("turn", 6, "best")
+    episode = play(
+        {"function": "helpers.toy_workflows:forms", "seats": ["agent"]}, {"agent": clerk}, branching=branching
+    )
+    assert episode.error is None
+    said = {(node.depth, node.answers["agent"].text): node.info for node in episode.nodes}
+    assert len(said) == 4
+    for (depth, text), info in said.items():
+        assert info.get("invalid") == ({"agent": text == "three"} if depth == 0 else None)
+        wrong = {"agent": "the answer is no JSON object, and response_format asks for one"}
+        assert info.get("why_invalid") == ((wrong if text == "three" else {}) if depth == 0 else None)
+        assert info.get("heard", [text])[-1] == text
+
+
 def test_siblings_are_tried_at_every_turn():
     """The guide of each branch answers differently; every branch is played to its end."""
     wild = ScriptedPolicy(lambda query, rng: rng.choice(("red", "green", "blue")))
@@ -253,7 +270,7 @@ def test_invalid_model_calls_are_refused():
             {"n": 2},
             {"messages": []},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "grammar"}},
             {"messages": [{"role": "user", "content": "?", "weight": 2}]},
         ]
         async with httpx.AsyncClient() as client:
@@ -267,7 +284,7 @@ def test_invalid_model_calls_are_refused():
     refused, stranger, models, late = asyncio.run(scenario())
     assert [response.status_code for response in refused] == [400] * 6
     assert "there is no model 'other' here, but agent" in refused[0].json()["error"]["message"]
-    assert "'response_format' is not used here" in refused[4].json()["error"]["message"]
+    assert "'response_format' is " in refused[4].json()["error"]["message"]
     assert "'weight'" in refused[5].json()["error"]["message"]
     assert (stranger.status_code, late.status_code) == (401, 401)
     assert [model["id"] for model in models.json()["data"]] == ["agent"]

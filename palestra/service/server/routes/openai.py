@@ -292,11 +292,10 @@ def _read(answer: CompletionResult, prompt: ChatPrompt, stops: tuple[str, ...]) 
 
 
 def _with_message(choice: Choice, prompt: ChatPrompt, stops: tuple[str, ...]) -> Choice:
-    tools = prompt.chat.tools
     ids = np.array(choice.token_ids, np.int32)
     prompt_ids = np.array(prompt.token_ids, np.int32)
-    read = prompt.encoder.read(ids, prompt_ids, tools)
-    message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), tools)
+    read = prompt.encoder.read(ids, prompt_ids, prompt.chat.tools)
+    message = assistant_message(_cut(read.text, stops), _cut(read.thought, stops), prompt.chat)
     finish_reason = "tool_calls" if "tool_calls" in message else choice.finish_reason
     return replace(choice, message=message, finish_reason=finish_reason)
 
