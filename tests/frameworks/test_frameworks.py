@@ -164,7 +164,7 @@ def test_both_roles_of_a_program_are_trained(name: str, tmp_path: Path) -> None:
             check_calls(name, path_to(episode, leaf))
     check_adapters(run)
     check_logprobs([answer for node in episodes[0].nodes for answer in node.answers.values()])
-    continued = [pair for episode in episodes for pair in continuations(episode)]
+    continued = [pair for episode in episodes for pair in continuations(name, episode)]
     assert continued, "no program continued a conversation"
     for earlier, later in continued:
         begun = np.concatenate([earlier.prompt_ids, earlier.token_ids])
@@ -191,15 +191,17 @@ def check_calls(name: str, path: list[Node]) -> None:
             assert asks_for_form or node.is_invalid(seat) is None
 
 
-def continuations(episode: Episode) -> list[tuple[Answer, Answer]]:
-    """An answer, and the next one of the same seat whose conversation begins with the former and its prompt."""
+def continuations(name: str, episode: Episode) -> list[tuple[Answer, Answer]]:
+    """An answer, and the next one of the same seat whose conversation begins with the former and its prompt: all of a
+    caller whose framework sends calls back, but for CrewAI's last one, which has no tools."""
     found = []
     for node in episode.nodes:
         parent = None if node.parent is None else episode.nodes[node.parent]
         for seat, answer in node.answers.items():
             if parent is not None and seat in parent.answers:
                 before, now = parent.observations[seat], node.observations[seat]
-                if continues(before, now, parent.answers[seat]):
+                is_kept = seat == "caller" and FRAMEWORKS[name].sends_calls_back and now.tools == before.tools
+                if is_kept or continues(before, now, parent.answers[seat]):
                     found.append((parent.answers[seat], answer))
     return found
 
