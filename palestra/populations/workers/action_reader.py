@@ -70,11 +70,11 @@ class LMActionReader:
         if not isinstance(policy, LanguagePolicy):
             raise ValueError(f"policy {policy.name} is no language model, so its action probabilities cannot be listed")
         is_greedy = policy.sampling.temperature == 0
-        legal_UA = self._greedy(policy) if is_greedy else self._sampled(policy)
+        legal_UA = self._greedy_table(policy) if is_greedy else self._sampled_table(policy)
         table = legal_UA[self._observation_I]
         return table + (1.0 - table.sum(1, keepdims=True)) * uniform_policy(self.tree)
 
-    def _greedy(self, policy: LanguagePolicy) -> np.ndarray:
+    def _greedy_table(self, policy: LanguagePolicy) -> np.ndarray:
         """Returns 1 [U, A] for the action that the policy's one answer selects, if it selects one."""
         chosen_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
         answers = greedy_answers(policy, self.queries)
@@ -84,7 +84,7 @@ class LMActionReader:
                 row[action] = 1.0
         return chosen_UA
 
-    def _sampled(self, policy: LanguagePolicy) -> np.ndarray:
+    def _sampled_table(self, policy: LanguagePolicy) -> np.ndarray:
         """Returns the probability [U, A] of the word of each legal action."""
         if self.env.rendering == "full":
             raise ValueError(
