@@ -18,7 +18,7 @@ from helpers.command_line import palestra
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from palestra.core.chat import Chat, render_message, render_tool_call, same_message
+from palestra.core.chat import Chat, parse_assistant_message, render_message, render_tool_call, same_message
 from palestra.core.types import Answer, Episode, Node
 from palestra.engine.bases.names import resolve_base
 from palestra.envs.adapters.workflow import Workflow
@@ -193,14 +193,17 @@ def check_calls(name: str, path: list[Node]) -> None:
 
 def continuations(name: str, episode: Episode) -> list[tuple[Answer, Answer]]:
     """An answer, and the next one of the same seat whose conversation begins with the former and its prompt: all of a
-    caller whose framework sends calls back, but for CrewAI's last one, which has no tools."""
+    caller whose framework sends calls back, but for CrewAI's last one, which has no tools, and for a text beside calls,
+    which frameworks may drop."""
     found = []
     for node in episode.nodes:
         parent = None if node.parent is None else episode.nodes[node.parent]
         for seat, answer in node.answers.items():
             if parent is not None and seat in parent.answers:
                 before, now = parent.observations[seat], node.observations[seat]
-                is_kept = seat == "caller" and FRAMEWORKS[name].sends_calls_back and now.tools == before.tools
+                has_calls_only = not parse_assistant_message(parent.answers[seat].text)["content"]
+                sends_back = seat == "caller" and FRAMEWORKS[name].sends_calls_back
+                is_kept = sends_back and has_calls_only and now.tools == before.tools
                 if is_kept or continues(before, now, parent.answers[seat]):
                     found.append((parent.answers[seat], answer))
     return found
