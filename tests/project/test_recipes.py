@@ -30,19 +30,32 @@ def test_a_recipe_has_the_number_of_its_page(row: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "sources"),
+    ("row", "sources", "chain"),
     [
-        ("team, untrained", [("results", "team, untrained"), ("results-real", "team, 8 examples")]),
-        ("one agent", [("results", "single agent, multi-turn"), ("results-real", "single agent + GRPO")]),
-        ("team, one shared", [("results", "team + AT-GRPO, shared"), ("results-real", "team + AT-GRPO, shared")]),
-        ("team, an adapter", [("results", "team + AT-GRPO, per role"), ("results-real", "team + AT-GRPO")]),
-        ("the same, roles", [("results", "AT-GRPO, roles swapped"), ("real-models", "trained, message blank")]),
+        ("team, untrained", [("results", "team, untrained"), ("results-real", "team, 8 examples")], "team"),
+        (
+            "one agent",
+            [("results", "single agent, multi-turn"), ("results-real", "single agent + GRPO")],
+            "single agent, a turn for each calculation + AT-GRPO",
+        ),
+        (
+            "team, one shared",
+            [("results", "team + AT-GRPO, shared"), ("results-real", "team + AT-GRPO, shared")],
+            "team + AT-GRPO, shared",
+        ),
+        ("team, an adapter", [("results", "team + AT-GRPO, per role"), ("results-real", "team + AT-GRPO")], ""),
+        ("the same, roles", [("results", "AT-GRPO, roles swapped"), ("real-models", "trained, message blank")], ""),
     ],
 )
-def test_readme_has_the_numbers_of_the_pages(row: str, sources: list[tuple[str, str]]) -> None:
+def test_readme_has_the_numbers_of_the_pages(row: str, sources: list[tuple[str, str]], chain: str) -> None:
     (line,) = re.findall(rf"^\| {row}.* \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    _, plan_path, sokoban, story, _ = (cell.strip() for cell in line.split(" |"))
+    _, plan_path, sokoban, story, chains, _ = (cell.strip() for cell in line.split(" |"))
     (page, name), (real_page, real_name) = sources
     shown = lines_of(ROOT / "docs" / f"{page}.md", name)
     assert plan_path in shown and sokoban in shown
     assert story in lines_of(ROOT / "docs" / f"{real_page}.md", real_name).replace("%", "")
+    page_text = (ROOT / "docs" / "results-real.md").read_text(encoding="utf-8")
+    table = page_text.partition("## A story in four parts")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith(f"| {chain} |")]
+    assert len(rows) == bool(chain)
+    assert chains.replace(",", "") in (rows[0].replace("%", "") if rows else "–")
