@@ -137,10 +137,12 @@ def table_of_seats(env_config: Mapping[str, Any], policies: Mapping[Seat, Policy
     env = make_env(**env_config)
     assert isinstance(env, TextGame)
     reader = LMActionReader(env, game)
+    # Not by name: policies of two runs, and "base" at two seats, may share one.
+    tables = {id(policy): reader.read(policy) for policy in policies.values()}
     table = np.zeros(game.action_mask.shape)
     for player, seat in enumerate(env.seats):
         rows = game.player_rows(player)
-        table[rows] = reader.policy(policies[seat].name, policies[seat])[rows]
+        table[rows] = tables[id(policies[seat])][rows]
     return table
 
 

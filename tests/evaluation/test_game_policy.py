@@ -14,6 +14,10 @@ from helpers.terminal_text import plain
 from open_spiel.python.algorithms import exploitability
 
 import palestra as pl
+from palestra.engine.bases.model import Engine
+from palestra.engine.conversation.encoder import ChatEncoder
+from palestra.engine.sampling.sampler import Sampler
+from palestra.engine.sampling.token_sampling import SamplingConfig
 from palestra.envs.adapters.openspiel import OpenSpielEnv
 from palestra.evaluation.best_response import learn_best_responses
 from palestra.evaluation.evaluate import evaluate
@@ -26,7 +30,9 @@ from palestra.evaluation.game_policy import (
 )
 from palestra.evaluation.report.population_data import nash_conv_lower_bound
 from palestra.evaluation.target import find_target
+from palestra.evaluation.text import table_of_seats
 from palestra.populations.tabular.game_tree import GameTree, uniform_policy
+from palestra.text.policies.lm import LanguagePolicy
 from palestra.vector.learners.policy_stack import read_frozen_member
 
 GOOFSPIEL = "turn_based_simultaneous_game(game=goofspiel(num_cards=4,imp_info=True,points_order=descending))"
@@ -270,6 +276,22 @@ def test_eval_of_a_text_game(env: dict[str, Any], options: dict[str, str], expec
         assert found["nash_conv"] == pytest.approx(11 / 12)
     else:
         assert expected in found["no_nash_conv"] and "nash_conv" not in found
+
+
+def test_policies_of_one_name_have_tables_of_their_own() -> None:
+    """As the same member of two runs has: here one samples, and one does not."""
+    env = {"type": "text_kuhn"}
+    game = enumerate_game(env)
+    engine = Engine.load("tiny")
+    encoder = ChatEncoder(engine.tokenizer)
+    greedy = SamplingConfig(max_tokens=4, temperature=0.0)
+    sampled = SamplingConfig(max_tokens=4)
+    alike = [LanguagePolicy("agent@1", Sampler(engine), encoder, sampling) for sampling in (greedy, sampled)]
+    first, second = (table_of_seats(env, dict.fromkeys(("player_0", "player_1"), one), game) for one in alike)
+    both = table_of_seats(env, dict(zip(("player_0", "player_1"), alike, strict=True)), game)
+    own, other = game.player_rows(0), game.player_rows(1)
+    assert not np.array_equal(first[other], second[other])
+    assert np.array_equal(both[own], first[own]) and np.array_equal(both[other], second[other])
 
 
 def test_greedy_language_agent_has_the_nash_conv_of_its_play() -> None:

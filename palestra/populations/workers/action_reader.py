@@ -61,10 +61,11 @@ class LMActionReader:
         Raises ValueError for a policy that is no function of the observation, or no language model.
         """
         if name not in self._policies:
-            self._policies[name] = self._read(policy)
+            self._policies[name] = self.read(policy)
         return self._policies[name]
 
-    def _read(self, policy: Policy) -> np.ndarray:
+    def read(self, policy: Policy) -> np.ndarray:
+        """Returns what `policy` returns for a policy whose name may be that of another, too."""
         if isinstance(policy, RandomPolicy):
             return uniform_policy(self.tree)
         if not isinstance(policy, LanguagePolicy):
