@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+import torch
+
 from palestra.core.accel.devices import resolve_device
 from palestra.core.accel.malloc import free_memory
-from palestra.core.files import acquire_lock
 from palestra.core.http.listen import open_listener
 from palestra.core.http.origin_middleware import is_loopback
 from palestra.engine.bases.model import describe_base
@@ -20,11 +21,11 @@ from palestra.engine.bases.names import tokenizer_of
 from palestra.engine.conversation.report import check_conversations
 from palestra.engine.lora.config import LoraConfig
 from palestra.engine.memory import adapter_params, model_shape
-from palestra.service.serve import ServeOptions, load_base_info
-from palestra.service.server.api_keys import read_keys
+from palestra.service.serve import ServeOptions, hold_data, load_base_info
+from palestra.service.server.api_keys import ApiKeys, read_keys
 from palestra.service.storage.database import Database
 
-RANK = 32  # of the model in training whose memory is told
+RANK = 32  # rank of the example model in training whose memory is printed
 BYTES_IN_TRAINING = 16  # of a weight: float32 itself, its gradient and the two moments of Adam
 MIN_DISK_GIB = 1.0
 
@@ -32,7 +33,8 @@ Verdict = Literal["ok", "note", "fails"]
 
 
 class Finding(NamedTuple):
-    """What was looked at, and what there is to say. `fails` will not work, a `note` may surprise."""
+    """Result of one check: its subject, a verdict and a text. `fails` will not work, `note` is a
+    limitation."""
 
     what: str
     verdict: Verdict
@@ -91,9 +93,11 @@ def check_memory(options: ServeOptions) -> Iterator[Finding]:
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    size = 4 if dtype == "float32" else 2
+    weight_dtype = getattr(torch, dtype, None)
+    if not isinstance(weight_dtype, torch.dtype):
+        raise ValueError(f"--dtype {dtype} is none of torch's: write auto, float32 or bfloat16")
     shapes = {name: model_shape(path) for name, path in options.bases.items()}
-    weights = sum(shape.params for shape in shapes.values()) * size / 2**30
+    weights = sum(shape.params for shape in shapes.values()) * weight_dtype.itemsize / 2**30
     free = free_memory(device) / 2**30
     text = f"{weights:.2f} GiB of weights ({dtype}) on {device}, of {free:.1f} GiB free"
     if weights > free:
@@ -121,12 +125,9 @@ def check_data(options: ServeOptions) -> Iterator[Finding]:
     if not os.access(existing, os.W_OK):
         yield Finding("data", "fails", f"{existing} cannot be written: choose another --data")
         return
-    lock = options.data / "server.lock"
-    if lock.exists() and not options.front_only:
-        acquire_lock(lock, f"the server's data in {options.data}").close()
-    if options.front_only and not (options.data / "secret").exists():
-        text = f"no server has been on {options.data}, which --front-only joins"
-        yield Finding("data", "fails", text)
+    if options.front_only or (options.data / "server.lock").exists():
+        with hold_data(options):
+            pass
     free = shutil.disk_usage(existing).free / 2**30
     verdict: Verdict = "ok" if free >= MIN_DISK_GIB else "note"
     yield Finding("data", verdict, f"{options.data}, {free:.1f} GiB free on its disk")
@@ -152,12 +153,10 @@ def check_keys(options: ServeOptions) -> Iterator[Finding]:
         else:
             yield Finding("keys", "note", "anyone who reaches this machine may use it: set --auth")
         return
-    make_one = f"`palestra keys add NAME --auth {auth}`"
-    if not auth.exists():
-        raise ValueError(f"no file of keys at {auth}: make one with {make_one}")
+    ApiKeys(auth)  # raises ValueError if there is no such file
     keys = read_keys(auth)
     if not keys:
-        text = f"{auth} has no key, so nobody is let in: {make_one} adds one"
+        text = f"{auth} has no key, so nobody is let in: `palestra keys add NAME --auth {auth}`"
         yield Finding("keys", "fails", text)
         return
     yield Finding("keys", "ok", f"{len(keys)} keys in {auth}; a change counts at once")

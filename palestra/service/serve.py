@@ -82,7 +82,7 @@ def serve(options: ServeOptions, say: Say = print) -> None:
         if name not in options.bases:
             raise ValueError(f'alias "{alias}" means base "{name}", but there are only {", ".join(options.bases)}')
     origins = OriginPolicy.for_host(options.host, options.allow_origins, pages=False)
-    with _private_files(), _hold(options):
+    with _private_files(), hold_data(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
         context = _context(options, url)
         settings = WorkerSettings(store=url, **options.model_dump(include=set(EngineOptions.model_fields)))
@@ -104,7 +104,7 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _hold(options: ServeOptions) -> AbstractContextManager[Any]:
+def hold_data(options: ServeOptions) -> AbstractContextManager[Any]:
     """Locks the data folder while serving: one server with a worker at a time, and any number of front ends without
     one. A folder that it creates is this user's only; one that was there keeps its mode."""
     if not options.front_only:

@@ -38,6 +38,7 @@ def test_a_server_that_works_has_no_failure(tmp_path: Path) -> None:
         ({"bases": {"gone": "/nowhere"}}, "bases", "no model at /nowhere"),
         ({"aliases": {"public": "other"}}, "aliases", "public means other, which is not served: add --base other"),
         ({"device": "cuda:7"}, "memory", "cuda:7 is not there"),
+        ({"dtype": "float33"}, "memory", "write auto, float32 or bfloat16"),
         ({"kv_cache_gib": 1e6}, "memory", "leaves no memory for models in training"),
         ({"auth": Path("/nowhere/keys")}, "keys", "make one with `palestra keys add NAME"),
         ({"store": "postgresql+psycopg://ada:secret@127.0.0.1:9/none"}, "store", "cannot open the database"),

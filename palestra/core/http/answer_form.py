@@ -1,5 +1,5 @@
-"""What a call asks of the form of its answer: JSON (`response_format`), the call of a tool
-(`tool_choice`), or one call at most (`parallel_tool_calls`).
+"""Parses and checks the form that a call requires of its answer: JSON (`response_format`), a tool
+call (`tool_choice`), or at most one call (`parallel_tool_calls`).
 
 No model is forced into the form, and none is shown the schema: an algorithm needs what the policy
 itself says. A reply in another form reaches the program as it is, with the field `warning`; in a

@@ -16,7 +16,8 @@ from palestra.core.http.calls import ChatCall, ChatReply, check_part
 CHAT_ONLY = ("messages", "response_format", "max_tokens", "max_completion_tokens")
 STORED = ("previous_response_id", "conversation")
 DEFAULTS = {"truncation": "disabled", "background": False}
-CALL_FIELDS = ("type", "id", "call_id", "name", "arguments", "output", "status")
+CALL_FIELDS = ("type", "id", "call_id", "name", "arguments", "status")
+OUTPUT_FIELDS = ("type", "id", "call_id", "output", "status")
 TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text")
 
 
@@ -88,7 +89,7 @@ def _add_item(messages: list[Json], item: Any, where: str) -> None:
             messages.append(last)
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        _check_object(item, CALL_FIELDS, where)
+        _check_object(item, OUTPUT_FIELDS, where)
         output = _text(item.get("output"), where)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
