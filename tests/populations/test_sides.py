@@ -160,6 +160,7 @@ def test_hunters_and_prey_of_different_shape(tmp_path: Path) -> None:
         ({"seats": {"*": "all"}}, "seats gives all seats to all, which has no opponent then"),
         ({"symmetric": True}, "symmetric: true has one population for every seat, without sides"),
         ({"population": {"type": "league"}, "seats": {"left_*": "left"}}, "or two sides.* has players left, right_0"),
+        ({"population": PLANS["pbt"] | {"self_play": 0.5}}, "self_play: 0.5 has no effect between sides"),
         ({"population": PSRO | {"nash_conv_every": 1}}, "seats gives one several: set population.nash_conv_every: 0"),
         ({"oracle": TREE["oracle"] | {"payoffs": "exact"}}, "exact results are of players with one seat"),
     ],

@@ -78,7 +78,7 @@ class PBTConfig(SliceConfig):
     """Probability that a copied setting is drawn anew from its range instead of perturbed."""
     self_play: float = Field(0.2, ge=0, le=1)
     """Share of a learner's games against its own current weights; its other games are against the other learners'
-    latest members. Without effect in a game of sides, whose learners meet those of the other sides."""
+    latest members. Sides have none: their learners meet those of the other sides."""
 
 
 @dataclass
@@ -104,12 +104,17 @@ class PBT:
     are the sides of the game: each then has learners of its own, which meet those of the others and copy one another.
     At the end it also holds each learner's last member.
 
-    Raises ValueError if the population has no member.
+    Raises ValueError if the population has no member, or if `self_play` is set for several players.
     """
 
     def __init__(self, config: PBTConfig, population: Population, seed: int = 0) -> None:
         if not len(population):
             raise ValueError("population-based training needs an initial member, for example uniform")
+        if len(population.players) > 1 and config.self_play not in (0.0, PBTConfig().self_play):
+            raise ValueError(
+                f"self_play: {config.self_play:g} has no effect between sides, whose learners meet those of the other "
+                "sides: leave it out"
+            )
         self.config = config
         self.population = population
         self.seed = seed
