@@ -143,10 +143,11 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     @model_validator(mode="after")
     def _check_baseline(self) -> Self:
         alone = self.baseline in ("batch", "role")
-        if self.group_size < 2 and not alone and self.baseline != "none":
+        compares_beyond = alone or self.supervision == "state" or self.baseline == "none"
+        if self.group_size < 2 and not compares_beyond:
             raise ValueError(
                 "group_size: 1 leaves an answer no sibling to compare it with: raise group_size, or set baseline: "
-                "batch, role or none"
+                "batch, role or none, or supervision: state"
             )
         if self.baseline in ("max", "none") and self.scale == "std":
             raise ValueError(

@@ -94,6 +94,15 @@ def test_answers_of_two_episodes_to_one_observation_are_compared():
     assert len(samples) == 8 and metrics["zero_std_fraction"] == 0
 
 
+def test_states_are_compared_without_siblings():
+    """With a group of one, two episodes that begin on one board are still compared with each other."""
+    one, two = lines([1]), lines([0])
+    for episode in (one, two):
+        episode.nodes[0].observations = {"a": "start"}
+    samples, _ = GRPO(branch_at="root", group_size=1, scale="none", supervision="state").build_samples([one, two], "p")
+    assert [sample.advantages.tolist() for sample in samples] == [[0.5], [-0.5]]
+
+
 def test_a_turn_is_credited_with_what_follows_it():
     """A good first turn and a bad second one: the return of the trajectory would hide both."""
     episode = lines([1, 0], [0, 1])
