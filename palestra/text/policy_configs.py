@@ -38,13 +38,16 @@ class FrozenConfig(LMPolicyConfig):
 
 
 class RandomConfig(StrictModel):
-    """A random policy: uniform over the legal actions if the env lists them, else random words."""
+    """A random policy: over the legal actions if the env lists them, else random words."""
 
     type: Literal["random"] = "random"
     words: list[str] = ["up", "down", "left", "right"]
     """Vocabulary for envs that list no legal actions."""
     length: int = Field(3, ge=1, le=10_000)
     """Largest number of words in an answer made from `words`; the number is uniform from 1 to `length`."""
+    odds: float = Field(1.0, ge=1)
+    """The largest odds between two legal actions, which then follow from the observation: who imitates such a player
+    learns to tell observations apart. 1: all are equally likely."""
 
 
 class ScriptedConfig(StrictModel):

@@ -66,14 +66,23 @@ class LMActionReader:
 
     def read(self, policy: Policy) -> np.ndarray:
         """Returns what `policy` returns for a policy whose name may be that of another, too."""
+        table = self._legal_table(policy)[self._observation_I]
+        return table + (1.0 - table.sum(1, keepdims=True)) * uniform_policy(self.tree)
+
+    def _legal_table(self, policy: Policy) -> np.ndarray:
+        """Returns the probability [U, A] that an answer selects a legal action."""
         if isinstance(policy, RandomPolicy):
-            return uniform_policy(self.tree)
+            return self._random_table(policy)
         if not isinstance(policy, LanguagePolicy):
             raise ValueError(f"policy {policy.name} is no language model, so its action probabilities cannot be listed")
         is_greedy = policy.sampling.temperature == 0
-        legal_UA = self._greedy_table(policy) if is_greedy else self._sampled_table(policy)
-        table = legal_UA[self._observation_I]
-        return table + (1.0 - table.sum(1, keepdims=True)) * uniform_policy(self.tree)
+        return self._greedy_table(policy) if is_greedy else self._sampled_table(policy)
+
+    def _random_table(self, policy: RandomPolicy) -> np.ndarray:
+        weights_UA = np.zeros((len(self.queries), self.tree.action_mask.shape[1]))
+        for row, query, legal in zip(weights_UA, self.queries, self._legal, strict=True):
+            row[legal] = policy.weights(query, len(legal))
+        return weights_UA / weights_UA.sum(1, keepdims=True)
 
     def _greedy_table(self, policy: LanguagePolicy) -> np.ndarray:
         """Returns 1 [U, A] for the action that the policy's one answer selects, if it selects one."""

@@ -12,7 +12,6 @@ import asyncio
 import copy
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +46,9 @@ from palestra.text.build.build import make_episode_runner
 from palestra.text.build.engines import Engines
 from palestra.text.learners.lm import LanguageLearner
 from palestra.text.learners.lm_config import LoraPolicyConfig
-from palestra.text.policies.base import Policy, Query
+from palestra.text.policies.base import Policy
 from palestra.text.policies.lm import DemonstrationPolicy, LanguagePolicy
-from palestra.text.policies.scripted import RandomPolicy, ScriptedPolicy
+from palestra.text.policies.scripted import RandomPolicy
 from palestra.text.policy_configs import FrozenConfig
 from palestra.text.rollouts.metrics import member_name
 from palestra.text.rollouts.tree_rollout import Branching, EpisodeSpec
@@ -185,7 +184,7 @@ class LanguageWorker:
         changes = {"lr": self.config.imitation_lr or self.config.policy.lr, "warmup_ratio": 0.0}
         learner = self._new("words", self.config.policy.model_copy(update=changes))
         algorithm = SFT(imitate="all")
-        teacher = ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds))
+        teacher = RandomPolicy(odds=self.config.imitation_odds, seed=self.seed)
         count = self.config.episodes * self.config.algorithm.group_size
         for step in range(self.config.imitation_steps):
             self.engines.clear_caches()
@@ -321,13 +320,6 @@ def _adapter(learner: LanguageLearner) -> Adapter:
     """Returns the adapter in training, which is in this process."""
     assert isinstance(learner.weights, AdapterWeights) and learner.weights.adapter is not None
     return learner.weights.adapter
-
-
-def _by_odds(seed: int, odds: float, query: Query, rng: random.Random) -> str:
-    """Returns a legal action, drawn with odds from 1:`odds` to `odds`:1 that depend on the observation."""
-    own = random.Random(derive_seed(seed, "odds", query.role, query.observation))
-    words = query.legal_actions or []
-    return str(rng.choices(words, [odds ** own.uniform(0, 1) for _ in words])[0])
 
 
 def _one(rng: random.Random, mix: Mix) -> str:

@@ -80,7 +80,7 @@ def stage_resolver(part: TextConfig, config: TextConfig, resolver: PolicyResolve
 def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Policy:
     """Returns the untrained policy that `config` describes, called `name`."""
     if isinstance(config, RandomConfig):
-        return RandomPolicy(config.words, config.length)
+        return RandomPolicy(config.words, config.length, odds=config.odds)
     if isinstance(config, ScriptedConfig):
         return ScriptedPolicy(config.answers, name)
     if isinstance(config, HumanConfig):

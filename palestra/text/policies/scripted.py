@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from palestra.core.chat import escape_control_chars
+from palestra.core.seeding import derive_seed
 from palestra.core.types import Answer
 from palestra.text.policies.base import Query
 
@@ -34,17 +35,37 @@ class ScriptedPolicy:
 
 
 class RandomPolicy(ScriptedPolicy):
-    """Uniform over the legal actions if the env lists them, otherwise 1 to `length` random words of `vocabulary`."""
+    """Random over the legal actions if the env lists them, otherwise 1 to `length` random words of `vocabulary`.
+
+    With `odds` above 1 the legal actions have unequal probabilities, which follow from `seed` and what the policy sees:
+    two of them differ by a factor of at most `odds`.
+    """
 
     def __init__(
-        self, vocabulary: Sequence[str] = ("up", "down", "left", "right"), length: int = 3, name: str = "random"
+        self,
+        vocabulary: Sequence[str] = ("up", "down", "left", "right"),
+        length: int = 3,
+        name: str = "random",
+        *,
+        odds: float = 1.0,
+        seed: int = 0,
     ) -> None:
         def script(query: Query, rng: random.Random) -> str:
-            if query.legal_actions:
-                return str(rng.choice(query.legal_actions))
+            if words := query.legal_actions:
+                chosen = rng.choice(words) if odds == 1 else rng.choices(words, self.weights(query, len(words)))[0]
+                return str(chosen)
             return " ".join(rng.choices(list(vocabulary), k=rng.randint(1, length)))
 
         super().__init__(script, name)
+        self.odds = odds
+        self._seed = seed
+
+    def weights(self, query: Query, count: int) -> list[float]:
+        """Returns the weights from 1 to `odds` of the `count` legal actions at a query."""
+        if self.odds == 1:
+            return [1.0] * count
+        rng = random.Random(derive_seed(self._seed, "odds", query.role, query.observation))
+        return [self.odds ** rng.uniform(0, 1) for _ in range(count)]
 
 
 class ExpertPolicy(ScriptedPolicy):

@@ -1,7 +1,6 @@
 """Language agents as a population: tables equal their play, and responses beat their opponents."""
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker, _adapter, _by_odds
-from palestra.text.policies.base import Query
+from palestra.populations.workers.lm_oracle import LanguageOracle, LanguageWorker, _adapter
 from palestra.text.policies.word_probabilities import word_probabilities
 
 VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
@@ -173,17 +171,6 @@ def test_imitation_has_its_own_learning_rate(tmp_path: Path, check_score: Any) -
     assert reader is not None
     taught: Any = still._member("taught", {"taught": tmp_path})
     check_score(word_probabilities(taught, reader.queries, reader.words).sum(1).min())
-
-
-@pytest.mark.parametrize(("odds", "least", "most"), [(1.0, 0.4, 0.6), (1e6, 0.0, 1.0)])
-def test_imitated_players_have_the_odds_of_the_config(odds: float, least: float, most: float) -> None:
-    shares = []
-    for card in "JQK":
-        query = Query("kuhn poker", f"You hold {card}.", legal_actions=["pass", "bet"])
-        rng = random.Random(0)
-        shares.append(np.mean([_by_odds(3, odds, query, rng) == "bet" for _ in range(400)]))
-    assert least <= min(shares) <= max(shares) <= most
-    assert (max(shares) - min(shares) > 0.5) == (odds > 1)
 
 
 def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
