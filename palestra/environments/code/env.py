@@ -12,7 +12,6 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -64,12 +63,11 @@ SEATS: dict[CodeTeam, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), 
 
 
 class TurnResult(NamedTuple):
-    """Result of one turn: `pass_rate` of hidden tests passed, scores of `coder` and `tester` by terms, together at most
-    1, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
+    """Result of one turn: `pass_rate` of hidden tests passed, the `scores` of the seats by terms, together at most 1
+    each, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
 
     pass_rate: float
-    coder_score: Terms
-    tester_score: Terms
+    scores: dict[Seat, Terms]
     agreed: bool
     turn: CodeTurn
 
@@ -141,7 +139,7 @@ class CoderTester(Env):
         else:
             self.problem = draw_program(self._problems, seed)
         self._turns: tuple[CodeTurn, ...] = ()
-        self._judged = TurnResult(0.0, {}, {}, False, CodeTurn(None, None, None))
+        self._judged = TurnResult(0.0, {seat: {} for seat in self.seats}, False, CodeTurn(None, None, None))
         self._over = False
         return Step(self._observations())
 
@@ -219,7 +217,7 @@ class CoderTester(Env):
         if test is None:
             tester[FORM_TERM] = -INVALID_TEST_PENALTY
         turn = CodeTurn(source, test, trial, hidden.compile_error, copied)
-        return TurnResult(share, coder, tester, agreed, turn)
+        return TurnResult(share, {"coder": coder, "tester": tester}, agreed, turn)
 
     async def _run_tests(
         self, source: str | None, test: ProgramTest | None
@@ -247,7 +245,8 @@ class CoderTester(Env):
         failed = [(case, trial) for case, trial in trials if not trial.passed]
         case, trial = next(iter(failed), (None, None))
         agreed = not examples or bool(shown.results and not failed)
-        return TurnResult(share, coder, {}, agreed, CodeTurn(source, case, trial, hidden.compile_error))
+        turn = CodeTurn(source, case, trial, hidden.compile_error)
+        return TurnResult(share, {"coder": coder}, agreed, turn)
 
     def _hidden_tests(self) -> tuple[ProgramTest, ...]:
         return self.problem.tests[: self.tests]
@@ -286,9 +285,7 @@ class CoderTester(Env):
     def _own(self, seat: Seat, before: TurnResult, now: TurnResult) -> Terms:
         if self.reward == "outcome":
             return {}
-        if seat == "coder":
-            return terms_gained(now.coder_score, before.coder_score)
-        return terms_gained(now.tester_score, before.tester_score)
+        return terms_gained(now.scores[seat], before.scores[seat])
 
     def _team_reward(self, before: TurnResult, now: TurnResult) -> float:
         if self.reward == "outcome":
@@ -393,16 +390,14 @@ def _tree(arguments: str) -> Any:
 @lru_cache(maxsize=256)
 def _calls(question: str, entry: str) -> tuple[Any, ...]:
     """Returns the arguments of all calls of `entry` with literal values in the question."""
-    return tuple(_find_call_arguments(question, entry))
-
-
-def _find_call_arguments(question: str, entry: str) -> Iterator[Any]:
+    calls: list[Any] = []
     if not entry:
-        return
+        return ()
     for call in re.finditer(rf"\b{re.escape(entry)}\s*\(", question):
         rest = question[call.end() : call.end() + 1000]
         for end in [match.start() for match in re.finditer(r"\)", rest)][:MAX_CLOSING_BRACKETS]:
             tree = _tree(write_arguments(rest[:end]))
             if tree is not NO_VALUE:
-                yield tree
+                calls.append(tree)
                 break
+    return tuple(calls)

@@ -32,9 +32,11 @@ FRAME_OPCODES = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "ME
 MAX_SHORT_CHARS = 200  # characters of the short question, if a file has none
 CODE_CONTESTS_PYTHON3 = 3  # CodeContests' code for the language
 DIFFICULTY_LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
-PREAMBLES: dict[ProgramKind, str] = {  # of programs of a kind whose problems have none of their own
+PROGRAM_KINDS: dict[bool, ProgramKind] = {True: "function", False: "stdin"}  # by whether a function is called
+PREAMBLES: dict[ProgramKind, str] = {  # of programs whose problems have none of their own
+    "stdin": "",
     "function": "from typing import *\nfrom collections import *\n"
-    "import bisect, functools, heapq, itertools, math, re, string\n"
+    "import bisect, functools, heapq, itertools, math, re, string\n",
 }
 
 
@@ -100,7 +102,7 @@ def _own(row: Row) -> ProgramProblem:
         question=row["question"],
         short_question=row["short"],
         split_key=_key(row["question"]),
-        kind=_kind(function),
+        kind=PROGRAM_KINDS[function],
         tests=cases("tests"),
         examples=cases("examples"),
         reference=row["reference"],
@@ -171,9 +173,9 @@ def _apps(row: Row) -> ProgramProblem:
     solutions = json.loads(row.get("solutions") or "[]")
     named = dict(id=f"apps/{row.get('problem_id', row.get('id'))}", question=row["question"], entry=entry)
     named |= dict(reference=_first_python(solutions), starter=starter)
-    kind = _kind(bool(entry))
+    kind = PROGRAM_KINDS[bool(entry)]
     level = DIFFICULTY_LEVELS.get(row["difficulty"], 3)
-    return _problem(named, kind, cases, preamble=PREAMBLES.get(kind, ""), difficulty=level, exact=False)
+    return _problem(named, kind, cases, preamble=PREAMBLES[kind], difficulty=level, exact=False)
 
 
 def _code_contests_tests(table: Row | None) -> list[ProgramTest]:
@@ -208,10 +210,9 @@ def _live_code_bench(row: Row) -> ProgramProblem:
     title = f"{row['question_title']}\n\n" if row.get("question_title") else ""
     named = dict(id=f"lcb/{row['question_id']}", question=title + row["question_content"], entry=entry)
     named |= dict(examples=cases(public), starter=row.get("starter_code") or "")
-    kind = _kind(functional)
-    preamble = PREAMBLES.get(kind, "")
+    kind = PROGRAM_KINDS[functional]
     level = DIFFICULTY_LEVELS.get(row.get("difficulty") or "", 3)
-    return _problem(named, kind, cases(hidden or public), preamble=preamble, difficulty=level, exact=False)
+    return _problem(named, kind, cases(hidden or public), preamble=PREAMBLES[kind], difficulty=level, exact=False)
 
 
 DATASET_SCHEMAS = (
@@ -246,12 +247,6 @@ def _problem(
         split_key=_key(question),
         short_question=_key(question)[:MAX_SHORT_CHARS],
     )
-
-
-def _kind(is_function: bool) -> ProgramKind:
-    if is_function:
-        return "function"
-    return "stdin"
 
 
 def _key(question: str) -> str:

@@ -126,7 +126,10 @@ class Debate(Env):
     def step(self, actions: dict[Seat, Any]) -> Step:
         acting = self._acting()
         if self._over or actions.keys() != set(acting):
-            raise ValueError(f"the actions are for {sorted(actions)}: {_whose(acting, self._over)}")
+            why = f"give them for {' and '.join(acting)}, who speak next"
+            if self._over:
+                why = "the debate is over, call reset(seed)"
+            raise ValueError(f"the actions are for {sorted(actions)}: {why}")
         if acting == ("judge",):
             return self._end_by_judge(actions["judge"])
         current = self._round()
@@ -270,12 +273,6 @@ class Debate(Env):
         success = {side: self._sound[side] and verdict.winner != OPPONENTS[side] for side in SIDES}
         info = info | verdict_info | {"success": success} | terms_info(terms)
         return Step({}, total_rewards(terms), info=info)
-
-
-def _whose(acting: tuple[Seat, ...], over: bool) -> str:
-    if over:
-        return "the debate is over, call reset(seed)"
-    return f"give them for {' and '.join(acting)}, who speak next"
 
 
 # ---- scripted debater

@@ -203,7 +203,8 @@ class Tools(Env):
         """Returns the calls for the next missing facts, then the answer; the answer at once if turns run out."""
         left = self.turns - self._turn - 1
         for stage in self.task.requirements if left else ():
-            missing = [need for need in stage if self._must(seat, need) and not self._is_found(need)]
+            unmet = [need for need in stage if self.needs.index(need) not in self.found_needs]
+            missing = [need for need in unmet if self._must(seat, need)]
             if calls := list(chain.from_iterable(self._untried_calls(need)[:1] for need in missing)):
                 return "\n".join(render_tool_call(call.name, call.arguments) for call in calls[: self.calls])
         if seat == "researcher":
@@ -305,9 +306,6 @@ class Tools(Env):
 
     def _must(self, seat: Seat, need: ToolRequirement) -> bool:
         return len(self.seats) == 1 or (seat == "researcher") == bool(need.note)
-
-    def _is_found(self, need: ToolRequirement) -> bool:
-        return self.needs.index(need) in self.found_needs
 
     def _untried_calls(self, need: ToolRequirement) -> list[ToolCall]:
         tried = [call for message in self.messages if message["role"] == "assistant" for call in tool_calls_of(message)]
