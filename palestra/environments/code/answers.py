@@ -100,7 +100,7 @@ def write_test(case: ProgramTest, problem: ProgramProblem, *, fenced: bool) -> s
 
 
 def format_example(case: ProgramTest, problem: ProgramProblem) -> str:
-    """Returns a test as a question shows it: input and output in blocks, or a call and its value on one line."""
+    """Returns a test as a question shows it: input and output in blocks, or a call on one line."""
     if problem.kind != "stdin":
         return format_test(case, problem)
     return f"Input:\n```\n{case.input_text.rstrip()}\n```\nOutput:\n```\n{case.expected_output.rstrip()}\n```"

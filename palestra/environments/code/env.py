@@ -63,8 +63,8 @@ SEATS: dict[CodeTeam, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), 
 
 
 class TurnResult(NamedTuple):
-    """Result of one turn: `pass_rate` of hidden tests passed, the `scores` of the seats by terms, together at most 1
-    each, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
+    """Result of one turn: `pass_rate` of hidden tests passed, the `scores` of the seats by terms,
+    each at most 1, `agreed` if the program passes the tester's test, the `turn` as shown to both."""
 
     pass_rate: float
     scores: dict[Seat, Terms]
@@ -324,8 +324,8 @@ def _grades(wanted: list[int] | None, source: str) -> list[int]:
 
 @cache
 def _load_problems(source: str, split: SplitOrAll, grades: tuple[int, ...]) -> tuple[ProgramProblem, ...]:
-    """Returns the problems of a source in a split; none of one that is generated. Raises ValueError if the file does
-    not exist or has none."""
+    """Returns the problems of a source in a split; none of one that is generated. Raises ValueError
+    if the file does not exist or has none."""
     if source == SYNTHETIC_SOURCE:
         return ()
     path = Path(source)

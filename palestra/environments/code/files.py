@@ -32,7 +32,7 @@ FRAME_OPCODES = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "ME
 MAX_SHORT_CHARS = 200  # characters of the short question, if a file has none
 CODE_CONTESTS_PYTHON3 = 3  # CodeContests' code for the language
 DIFFICULTY_LEVELS = {"introductory": 2, "interview": 3, "competition": 5, "easy": 2, "medium": 3, "hard": 5}
-PROGRAM_KINDS: dict[bool, ProgramKind] = {True: "function", False: "stdin"}  # by whether a function is called
+PROGRAM_KINDS: dict[bool, ProgramKind] = {True: "function", False: "stdin"}  # is a function called
 PREAMBLES: dict[ProgramKind, str] = {  # of programs whose problems have none of their own
     "stdin": "",
     "function": "from typing import *\nfrom collections import *\n"

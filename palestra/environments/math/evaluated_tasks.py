@@ -127,7 +127,7 @@ def refusal_reason(task: str, dataset: type) -> str | None:
 
 
 def _as_list(answer: str, text: Callable[[Any], str], wanted: set[str], worth: float) -> AnswerGrade:
-    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no list, or one of other types
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         value = ast.literal_eval(answer.strip())
         if isinstance(value, list | tuple) and text(value) in wanted:
             return AnswerGrade(worth)
@@ -149,7 +149,7 @@ def _called_function(node: ast.AST) -> str:
     """Returns the name of the function that a node calls ("parse_expr" for `sympy.parse_expr(text)`), else ""."""
     if not isinstance(node, ast.Call):
         return ""
-    if isinstance(node.func, ast.Attribute) and node.func.attr != "compile":  # `re.compile` evaluates nothing
+    if isinstance(node.func, ast.Attribute) and node.func.attr != "compile":  # re.compile is safe
         return node.func.attr
     if isinstance(node.func, ast.Name):
         return node.func.id

@@ -109,8 +109,8 @@ class MathReview(Env):
 def replies_info(
     replies: Mapping[Seat, str], grades: Mapping[Seat, AnswerGrade], success: bool, gold: str, *, is_last: bool
 ) -> dict[str, Any]:
-    """Returns the info of a step: its turn, success, and by seat the answers and which replies have none; of the last
-    step also the final answer, and the right one, `gold`."""
+    """Returns the info of a step: its turn, success, and by seat the answers and which replies have
+    none; of the last step also the final answer, and the right one, `gold`."""
     answers = {seat: last_number(reply) for seat, reply in replies.items()}
     info: dict[str, Any] = {"turn": len(replies), "success": success, "answers": answers}
     info["invalid"] = {seat: not grade.is_readable for seat, grade in grades.items()}
